@@ -1,0 +1,122 @@
+"""The crew behind a wrapped module: its replicas, their workers, and one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from scatterpar.devices import Ledger
+from scatterpar.plan import Plan
+from scatterpar.randomness import Streams
+from scatterpar.replicas import Replicas
+from scatterpar.workers import Cancelled, Workers
+
+__all__ = ["Crew"]
+
+
+class Crew:
+    """Replicas of ``module`` on ``device_ids``, with a worker for each.
+
+    A crew is made anew, not copied, when its owner is copied or unpickled.
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Sequence[torch.device]) -> None:
+        self.module = module
+        self.device_ids = tuple(device_ids)
+        self.model = Replicas((module,), device_ids)
+        self._criterion = Replicas((), device_ids)
+        self._workers = Workers(len(device_ids))
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One job at a time; refuses where there are no workers to do it."""
+        if self._closed:
+            raise RuntimeError("this engine is closed; make another to go on")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this engine belongs to another process: threads do not survive a fork; "
+                "make an engine in the process that steps it"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine is in the middle of a step: a step cannot start from inside a "
+                "criterion or a hook, nor from a second thread"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def refresh(
+        self, criterion: Callable[..., Any] | None, ledger: Ledger
+    ) -> tuple[list[Replicas], list[Any]]:
+        """Make all replicas equal to the master's; what was replicated, and each replica's criterion.
+
+        A criterion that is a module, or a method of one, is replicated like the model; any
+        other callable is called as it is.
+        """
+        if not self._workers.idle:
+            # Threads of an interrupted step still use the old replicas: leave these to them.
+            self.model = Replicas((self.module,), self.device_ids)
+            self._criterion = Replicas((), self.device_ids)
+        self.model.refresh(ledger)
+        owner = criterion if isinstance(criterion, nn.Module) else getattr(criterion, "__self__", None)
+        if not isinstance(owner, nn.Module):
+            return [self.model], [criterion] * len(self.device_ids)
+        if self.model.contains(owner):
+            return [self.model], [replica.of(criterion) for replica in self.model.replicas]
+        if self._criterion.roots != (owner,):
+            self._criterion = Replicas((owner,), self.device_ids)
+        self._criterion.refresh(ledger)
+        criteria = [replica.of(criterion) for replica in self._criterion.replicas]
+        return [self.model, self._criterion], criteria
+
+    def run(
+        self,
+        plan: Plan,
+        streams: Streams,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        **options: Any,
+    ) -> list[Any]:
+        """``function(*arguments[i], **options)`` for every share of ``plan``, each by its worker.
+
+        ``options`` gain ``proceed``, which ends a replica's work once another has failed.
+        """
+        cancel = threading.Event()
+
+        def proceed() -> None:
+            if cancel.is_set():
+                raise Cancelled
+
+        def work(replica: int, *args: Any) -> Any:
+            with streams.of(replica):
+                return function(*args, **options, proceed=proceed)
+
+        with streams.redirected():
+            return self._workers.parallel_apply(
+                [work] * len(plan.shares),
+                [(share.replica, *args) for share, args in zip(plan.shares, arguments, strict=True)],
+                devices=[share.device for share in plan.shares],
+                cancel=cancel,
+            )
+
+    def clear(self) -> None:
+        """Let go of the replicas' gradients, unless abandoned threads still work on them."""
+        if self._workers.idle:
+            for part in (self.model, self._criterion):
+                part.clear_gradients()
+
+    def close(self) -> None:
+        """Stop the workers; later jobs are refused."""
+        self._closed = True
+        self._workers.close()

@@ -1,0 +1,129 @@
+"""The device verbs: everything that differs between memories happens behind these names.
+
+A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``,
+``cpu:1``, … are virtual devices: memories of their own that happen to lie in the host's
+RAM, so that what several GPUs would copy between them is really copied, and counted, on a
+machine without any. Equal devices share one memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PHASES", "DeviceLike", "Ledger", "empty", "on", "physical", "resolve", "stream_of"]
+
+DeviceLike = int | str | torch.device
+
+PHASES = ("scatter", "replicate", "compute", "reduce")
+
+
+def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """Turn ``device_ids`` into devices, the master first.
+
+    Args:
+        device_ids: ints (ordinals of the accelerator), strings or devices; entries may
+            repeat. ``None``: every visible accelerator, or one CPU replica without any.
+
+    Raises:
+        TypeError: not a sequence, or an entry is no device.
+        ValueError: empty, or a device that this machine does not have.
+
+    >>> resolve(["cpu:0", "cpu:1"])
+    (device(type='cpu', index=0), device(type='cpu', index=1))
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_ids is None:
+        if accelerator is None:
+            return (torch.device("cpu"),)
+        count = torch.accelerator.device_count()
+        return tuple(torch.device(accelerator.type, i) for i in range(count))
+    if isinstance(device_ids, (str, int, torch.device)) or not isinstance(device_ids, Sequence):
+        raise TypeError(
+            f"device_ids must be a list with one entry per replica, got {device_ids!r}; "
+            f"for one replica pass [{device_ids!r}]"
+        )
+    if not device_ids:
+        raise ValueError("device_ids is empty; pass at least one device, or None for all of them")
+    return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
+
+
+def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
+    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
+        raise TypeError(f"device_ids: expected an int, a string or a torch.device, got {entry!r}")
+    if isinstance(entry, int):
+        if accelerator is None:
+            raise ValueError(
+                f"device_ids: {entry} is the ordinal of an accelerator, and none is visible here; "
+                f'for CPU replicas pass strings, such as ["cpu"] * 2 or ["cpu:0", "cpu:1"]'
+            )
+        entry = torch.device(accelerator.type, entry)
+    try:
+        device = torch.device(entry)
+    except RuntimeError as error:
+        raise ValueError(f"device_ids: {entry!r} is not a device: {error}") from error
+    if device.type == "cpu":
+        return device
+    if accelerator is None or device.type != accelerator.type:
+        visible = "none" if accelerator is None else f"{accelerator.type} only"
+        raise ValueError(f"device_ids: {device} is not here (visible accelerators: {visible})")
+    count = torch.accelerator.device_count()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= count:
+        raise ValueError(f"device_ids: {device} is not here ({count} {device.type} devices are)")
+    return torch.device(device.type, index)
+
+
+def physical(device: torch.device) -> torch.device:
+    """The device that torch knows: a virtual ``cpu:i`` is the ``cpu``."""
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised 1-D tensor in the memory of ``device``."""
+    return torch.empty(size, dtype=dtype, device=physical(device))
+
+
+def stream_of(device: torch.device) -> torch.Stream | None:
+    """The caller's current stream on ``device``; the CPU has none."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+@contextlib.contextmanager
+def on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+    """Make ``device`` and ``stream`` current: each worker enters this around its task."""
+    if stream is None:
+        yield
+        return
+    with torch.accelerator.device_index(device.index), stream:
+        yield
+
+
+class Ledger:
+    """Copies between memories, and counts what it copied, by phase.
+
+    Every byte that crosses from one memory to another goes through ``copy`` or
+    ``copy_into``; the counts are those of the tensors that were copied.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(PHASES, 0)
+        self.messages = dict.fromkeys(PHASES, 0)
+
+    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
+        """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
+        self._count(tensor, phase)
+        return tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
+
+    def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
+        """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
+        self._count(source, phase)
+        target.copy_(source, non_blocking=target.device.type != "cpu")
+
+    def _count(self, tensor: Tensor, phase: str) -> None:
+        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+        self.bytes[phase] += sum(part.numel() * part.element_size() for part in parts)
+        self.messages[phase] += len(parts)

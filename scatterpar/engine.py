@@ -1,0 +1,344 @@
+"""ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
+
+The path of one step, as ``_step`` walks it::
+
+    batch - plan - scatter -+- share 0 - replica 0: sub-step 0 ... 15 -+- reduce - commit
+                            +- share 1 - replica 1: sub-step 0 ... 15 -+
+                            +- share 3 - replica 3: sub-step 0 ... 15 -+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.checkpoints import OwnKeys
+from scatterpar.commit import commit_buffers, commit_gradients
+from scatterpar.crew import Crew
+from scatterpar.devices import DeviceLike, Ledger, physical, resolve
+from scatterpar.plan import Plan, make_plan
+from scatterpar.randomness import Streams
+from scatterpar.reduce import gather, mean_buffers, reduce_gradients
+from scatterpar.replicas import Replicas, check_placement
+from scatterpar.report import Clock, StepReport
+from scatterpar.scatter import count_rows, is_borrowed, scatter
+from scatterpar.substeps import Result, infer, train
+from scatterpar.weights import Count, counter_for, resolve_reduction, weigh
+
+__all__ = ["ScatterOnceParallel"]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user asked of one step."""
+
+    inputs: Any
+    targets: Any
+    criterion: Callable[[Any, Any], Any] | None
+    reduction: str
+    count: Count | None
+    scale: float
+    return_outputs: bool
+
+
+class ScatterOnceParallel(OwnKeys):
+    """Train on very large batches with all the devices of one machine, in one process.
+
+    Computes, for a batch of rows ``0 … n``, what this program computes, on one device with
+    enough memory::
+
+        loss = criterion(module(inputs), targets)
+        loss.backward()
+
+    but with the rows divided over replicas of ``module``, each of which works through its
+    share in ``accum`` sub-steps of its own. The batch is scattered once, parameters go out
+    once, gradients come back once.
+
+    Args:
+        module: any ``nn.Module`` on ``device_ids[0]``. It stays the user's: optimizers,
+            schedulers and checkpoints see it alone.
+        accum: sub-steps per replica.
+        device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
+            ``torch.device``; entries may repeat, and replicas with equal entries share one
+            memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
+            "cpu:1"]`` are two virtual devices with memories of their own. Default: every
+            visible accelerator, or a single CPU replica without any.
+        micro_batch_size: most rows per sub-step, instead of ``accum``.
+        dim: the dimension that holds the rows.
+        buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
+            buffers over the replicas, weighted by rows.
+        check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument out of range, or a parameter that is not on ``device_ids[0]``.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> engine = ScatterOnceParallel(model, accum=2, device_ids=["cpu"] * 2)
+        >>> inputs, targets = torch.randn(10, 4), torch.randint(2, (10,))
+        >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        >>> model.weight.grad.shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        accum: int = 1,
+        device_ids: Sequence[DeviceLike] | None = None,
+        *,
+        micro_batch_size: int | None = None,
+        dim: int = 0,
+        buffers: str = "master",
+        check_finite: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_options(module, accum, micro_batch_size, dim, buffers)
+        self.module = module
+        self.accum = accum
+        self.device_ids = resolve(device_ids)
+        self.micro_batch_size = micro_batch_size
+        self.dim = dim
+        self.buffers_from = buffers
+        self.check_finite = check_finite
+        self.last_step: StepReport | None = None
+        check_placement((module,), self.device_ids[0], lazy=True)
+        self._crew = Crew(module, self.device_ids)
+
+    def plan(self, rows: int) -> Plan:
+        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table."""
+        return make_plan(rows, self.device_ids, self.accum, self.micro_batch_size)
+
+    def forward_backward(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+    ) -> Any:
+        """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
+
+        Args:
+            inputs: a tensor or list (one positional argument of the module), a tuple
+                (positional arguments) or a mapping (keyword arguments), nested at will.
+                Tensors have the batch's rows along ``dim``; 0-dim tensors and everything
+                else go to every replica as they are.
+            targets: what the criterion takes, with the same rows.
+            criterion: ``criterion(output, targets)`` gives a 0-dim loss. ``None``: the
+                module's output is the loss, or has it as ``.loss`` or ``["loss"]``.
+            reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by
+                default its own ``.reduction``, else ``"mean"``.
+            count: ``count(inputs, targets)`` gives the number of terms, as a number or
+                0-dim tensor, that a mean loss averages over in what it is given. By
+                default the rows, and for ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` what
+                their ``ignore_index`` and ``weight`` make of the targets.
+            scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
+            return_outputs: return the module's outputs too.
+
+        Returns:
+            The whole batch's loss, 0-dim, detached, on the master; with
+            ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
+            replica used, detached, each on its replica's device.
+
+        Raises:
+            ValueError: an empty batch, tensors that disagree in their rows or require
+                grad, a loss that is not 0-dim, ``reduction="none"``.
+            RuntimeError: a step inside a step, after ``close()``, or in a forked child.
+            FloatingPointError: with ``check_finite``, a loss that is not finite.
+
+            What the module or the criterion raises arrives as it is, with a note of the
+            replica and sub-step. Then nothing has changed.
+        """
+        if targets is not None and criterion is None and count is None:
+            raise ValueError("targets were given without a criterion: pass criterion=")
+        plan = self.plan(count_rows({"inputs": inputs, "targets": targets}, self.dim))
+        request = _Request(
+            inputs,
+            targets,
+            criterion,
+            resolve_reduction(criterion, reduction),
+            counter_for(criterion, count),
+            self._scale(scaler),
+            return_outputs,
+        )
+        with self._crew.exclusive():
+            loss, outputs = self._step(plan, request)
+        return (loss, outputs) if return_outputs else loss
+
+    def _step(self, plan: Plan, request: _Request) -> tuple[Tensor, tuple[Any, ...]]:
+        ledger, clock = Ledger(), Clock()
+        batch = (request.inputs, request.targets)
+        streams = Streams([share.device for share in plan.shares])
+        try:
+            with clock.phase("scatter"):
+                weights = weigh(plan, request.reduction, request.count, *batch, self.dim)
+                pieces = scatter(batch, plan, self.dim, ledger)
+            with clock.phase("replicate"):
+                parts, criteria = self._crew.refresh(request.criterion, ledger)
+            with clock.phase("compute"):
+                results: list[Result] = self._crew.run(
+                    plan,
+                    streams,
+                    train,
+                    [
+                        (replica.roots[0], criterion, share, *piece, weight)
+                        for replica, criterion, share, piece, weight in zip(
+                            parts[0].replicas, criteria, plan.shares, pieces, weights, strict=False
+                        )
+                    ],
+                    dim=self.dim,
+                    batch=batch,
+                    scale=request.scale,
+                    check_finite=self.check_finite,
+                    keep_outputs=request.return_outputs,
+                )
+            with clock.phase("reduce"):
+                self._commit(plan, parts, streams, ledger)
+        except BaseException:
+            streams.rollback()
+            raise
+        finally:
+            self._crew.clear()
+        value = sum(result.loss for result in results)
+        self.last_step = StepReport(plan, value, clock.seconds, ledger.bytes, ledger.messages)
+        loss = torch.tensor(value, dtype=results[0].dtype, device=physical(self.device_ids[0]))
+        return loss, tuple(result.outputs for result in results)
+
+    def _commit(
+        self, plan: Plan, parts: Sequence[Replicas], streams: Streams, ledger: Ledger
+    ) -> None:
+        """Reduce what the replicas computed, then write it into the user's module."""
+        gradients, buffers = [], []
+        for part in parts:
+            active = part.replicas[: len(plan.shares)]
+            reduced = reduce_gradients(active, part.trained, ledger)
+            gradients += [(part.tensors[i], gradient) for i, gradient in reduced.items()]
+            means = mean_buffers(active, plan.shares, ledger) if self.buffers_from == "mean" else {}
+            buffers.append((part.buffers, active[0], means))
+        commit_gradients(gradients)
+        for targets, replica, means in buffers:
+            commit_buffers(targets, replica, means)
+        streams.commit()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Inference: scatter once, run in micro-batches without a graph, gather to the master.
+
+        Args:
+            inputs: positional arguments of the module, with rows along ``dim``.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The module's output for the whole batch, in the same nested types, on the
+            master, rows in order. 0-dim tensors in it are averaged over the rows.
+
+        Raises:
+            RuntimeError: in training mode with grad enabled, where ``forward_backward`` is
+                what is wanted.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
+            >>> engine(torch.randn(5, 4)).shape
+            torch.Size([5, 2])
+        """
+        if self.module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "calling the engine computes no gradients: to train, use "
+                "engine.forward_backward(inputs, targets, criterion); for inference, call "
+                "engine.eval() first or use torch.no_grad()"
+            )
+        batch = (inputs, kwargs)
+        plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
+        ledger = Ledger()
+        streams = Streams([share.device for share in plan.shares])
+        with self._crew.exclusive():
+            try:
+                pieces = scatter(batch, plan, self.dim, ledger)
+                (part, *_), _ = self._crew.refresh(None, ledger)
+                outputs = self._crew.run(
+                    plan,
+                    streams,
+                    infer,
+                    [
+                        (replica.roots[0], share, *piece)
+                        for replica, share, piece in zip(
+                            part.replicas, plan.shares, pieces, strict=False
+                        )
+                    ],
+                    dim=self.dim,
+                    batch=batch,
+                )
+                output = gather(outputs, plan, self.dim, ledger)
+                if self.module.training:
+                    self._commit(plan, [part], streams, ledger)
+            except BaseException:
+                streams.rollback()
+                raise
+        return output
+
+    @property
+    def replicas(self) -> tuple[nn.Module, ...]:
+        """The replica modules, equal to the master's as of now; for inspection."""
+        with self._crew.exclusive():
+            (part, *_), _ = self._crew.refresh(None, Ledger())
+            return tuple(replica.roots[0] for replica in part.replicas)
+
+    def close(self) -> None:
+        """Stop the workers. Forgetting to is fine; a step after it is a ``RuntimeError``."""
+        self._crew.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers and replicas are not copied or pickled; the copy makes its own."""
+        return {name: value for name, value in vars(self).items() if name != "_crew"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._crew = Crew(self.module, self.device_ids)
+
+    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
+        """The scaler's factor, from the scaler itself, which so gets to know the master."""
+        if scaler is None:
+            return 1.0
+        return float(scaler.scale(torch.ones((), device=physical(self.device_ids[0]))))
+
+
+def _check_options(
+    module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
+    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
+        raise TypeError(
+            "a module made by torch.compile runs the code of the original, whatever the "
+            "replica; pass the original, module._orig_mod"
+        )
+    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if micro_batch_size is not None and accum != 1:
+        raise ValueError(
+            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
+            f"cut; pass one of them"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+    if buffers not in ("master", "mean"):
+        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')

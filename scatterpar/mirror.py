@@ -1,0 +1,215 @@
+"""What a module holds, snapshots of it, and copies that share nothing they could fight over.
+
+A module is more than parameters: attributes, lists of its own submodules, hooks, a
+``forward`` that is a bound method of itself. ``Survey`` finds all of it, ``Snapshot`` tells
+whether any of it was rebound since, and ``Mirror`` makes a replica of it on the protocol of
+``torch.nn.parallel`` (``Module._replicate_for_data_parallel``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Mirror", "Snapshot", "Survey"]
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+
+class Survey:
+    """Everything that ``roots`` hold: modules, containers and tensors, each once.
+
+    Modules are followed through attributes and plain containers too, so that a list of
+    blocks that was never registered is replicated like the rest.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.containers: list[Any] = []
+        self.tensors: dict[int, Tensor] = {}
+        self._seen: set[int] = set()
+        for root in roots:
+            self._visit(root)
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.tensors.setdefault(id(value), value)
+        elif isinstance(value, nn.Module):
+            if id(value) not in self.modules:
+                self.modules[id(value)] = value
+                self._visit_container(vars(value))
+        elif type(value) in _CONTAINERS:
+            if id(value) not in self._seen:
+                self._visit_container(value)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._visit(item)
+
+    def _visit_container(self, container: Any) -> None:
+        self._seen.add(id(container))
+        self.containers.append(container)
+        for item in container.values() if isinstance(container, dict) else container:
+            self._visit(item)
+
+
+class Snapshot:
+    """What was in some containers, by identity, and whether it still is.
+
+    The comparison runs in the interpreter's own C loops: a tree of 287 modules has about
+    eight thousand entries, and every step asks.
+    """
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        containers = list(containers)
+        self._empty = [container for container in containers if not container]
+        self.dicts = [c for c in containers if c and isinstance(c, dict)]
+        self.sequences = [c for c in containers if c and not isinstance(c, dict)]
+        self.saved_dicts = [dict(c) for c in self.dicts]
+        self._saved_sequences = [list(c) for c in self.sequences]
+        self._remember()
+
+    def _remember(self) -> None:
+        self._sizes = list(map(len, self.dicts))
+        self._keys = list(chain.from_iterable(self.saved_dicts))
+        self._values = list(chain.from_iterable(map(dict.values, self.saved_dicts)))
+
+    def unchanged(self) -> bool:
+        """Whether every container holds the same objects under the same keys."""
+        return (
+            not any(self._empty)
+            and list(map(len, self.dicts)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self.dicts)), self._values))
+            and all(map(is_, chain.from_iterable(self.dicts), self._keys))
+            and self._sequences_unchanged()
+        )
+
+    def restore(self) -> None:
+        """Put back whatever the containers held."""
+        for container in self._empty:
+            container.clear()
+        for container, saved in zip(self.dicts, self.saved_dicts, strict=True):
+            if len(container) != len(saved) or not all(map(is_, container.values(), saved.values())):
+                container.clear()
+                container.update(saved)
+        for container, items in zip(self.sequences, self._saved_sequences, strict=True):
+            if len(container) != len(items) or not all(map(is_, container, items)):
+                container.clear()
+                _refill(container, items)
+
+    def rebound(self) -> list[tuple[int, str, Any]] | None:
+        """Entries whose plain value was exchanged for another: (dict, key, value).
+
+        ``None`` when anything else changed.
+        """
+        if any(self._empty) or not self._sequences_unchanged():
+            return None
+        found = []
+        for position, (now, before) in enumerate(zip(self.dicts, self.saved_dicts, strict=True)):
+            if now.keys() != before.keys():
+                return None
+            for key, value in now.items():
+                if value is not before[key]:
+                    if not (_is_plain(value) and _is_plain(before[key])):
+                        return None
+                    found.append((position, key, value))
+        return found
+
+    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
+        """Rebind entries in the containers and in what is remembered of them."""
+        for position, key, value in entries:
+            self.dicts[position][key] = value
+            self.saved_dicts[position][key] = value
+        self._remember()
+
+    def _sequences_unchanged(self) -> bool:
+        return all(
+            len(container) == len(saved) and all(map(is_, container, saved))
+            for container, saved in zip(self.sequences, self._saved_sequences, strict=True)
+        )
+
+
+class Mirror:
+    """A copy of what a survey found, with tensors of its own.
+
+    Modules, containers, bound methods, partials and weak references are made anew and
+    point to each other inside the copy; everything else is shared with the original.
+
+    Args:
+        survey: what there is to copy.
+        tensors: the copy's tensor for the ``id`` of each original one.
+    """
+
+    def __init__(self, survey: Survey, tensors: dict[int, Tensor]) -> None:
+        self._survey = survey
+        self._made: dict[int, Any] = dict(tensors)
+        self._kept: list[Any] = []  # so that no id in _made is used again
+        for module in survey.modules.values():
+            self.of(module)
+        self.containers = [self.of(container) for container in survey.containers]
+
+    def of(self, value: Any) -> Any:
+        """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, nn.Module):
+            return self._module(value) if id(value) in self._survey.modules else value
+        if type(value) in _CONTAINERS:
+            return self._container(value)
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            if all(map(is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.of(value.__self__))
+        if type(value) is functools.partial:
+            return functools.partial(
+                self.of(value.func),
+                *(self.of(item) for item in value.args),
+                **{key: self.of(item) for key, item in value.keywords.items()},
+            )
+        if type(value) is weakref.ref:
+            target = value()
+            return value if target is None or self.of(target) is target else weakref.ref(self.of(target))
+        return value
+
+    def _module(self, module: nn.Module) -> nn.Module:
+        replica: nn.Module = module._replicate_for_data_parallel()  # type: ignore[operator]
+        self._made[id(module)] = replica
+        original, state = vars(module), vars(replica)
+        self._made[id(original)] = state
+        for name, item in state.items():
+            # The protocol copies some containers; the mirror copies all of them, from the source.
+            source = original[name] if type(item) in _CONTAINERS and name in original else item
+            state[name] = self.of(source)
+        # Compiled code calls the module that it was compiled for.
+        state["_compiled_call_impl"] = None
+        return replica
+
+    def _container(self, value: Any) -> Any:
+        self._kept.append(value)
+        made = self._made[id(value)] = copy.copy(value)
+        made.clear()
+        if isinstance(value, dict):
+            made.update({key: self.of(item) for key, item in value.items()})
+        else:
+            _refill(made, [self.of(item) for item in value])
+        return made
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a mirror shares ``value`` whatever it is: a number, a string, a flag."""
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)

@@ -1,0 +1,127 @@
+"""Replica gradients to the master's: one message per dtype and device, summed in replica order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from scatterpar import nested
+from scatterpar.devices import Ledger
+from scatterpar.plan import Plan, Share
+from scatterpar.replicas import Replica
+from scatterpar.scatter import join
+
+__all__ = ["gather", "mean_buffers", "reduce_gradients"]
+
+
+def reduce_gradients(
+    replicas: Sequence[Replica], positions: Sequence[int], ledger: Ledger
+) -> dict[int, Tensor]:
+    """The sum of the replicas' gradients, in the master's memory.
+
+    Args:
+        replicas: those that took part, the master's own first.
+        positions: which of their tensors were trained.
+        ledger: copies, and counts what it copied.
+
+    Returns:
+        The gradient by position; none for a tensor that no replica used, and zero stands in
+        where only some did. The sum runs in replica order, whichever finished first.
+    """
+    master = replicas[0].device
+    total: dict[int, Tensor] = {}
+    for replica in replicas:
+        gradients = {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
+        if replica.device != master:
+            gradients = _bring(gradients, master, ledger)
+        _add(total, gradients)
+    return total
+
+
+def mean_buffers(
+    replicas: Sequence[Replica], shares: Sequence[Share], ledger: Ledger
+) -> dict[tuple[int, str], Tensor]:
+    """Floating-point buffers averaged over the replicas, weighted by their rows.
+
+    Returns:
+        The mean by (module, name), in the master's memory, for buffers that all have in one
+        shape. Where all are equal the mean is exactly that, infinities included.
+    """
+    first, *others = replicas
+    rows = sum(share.rows for share in shares)
+    means = {
+        (m, name): buffer.detach().clone()
+        for m, buffers in enumerate(first.buffers)
+        for name, buffer in buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    }
+    for replica, share in zip(others, shares[1:], strict=True):
+        found = {
+            number: buffer.detach()
+            for number, (m, name) in enumerate(means)
+            if (buffer := replica.buffers[m].get(name)) is not None
+        }
+        if replica.device != first.device:
+            found = _bring(found, first.device, ledger)
+        for number, (m, name) in enumerate(means):
+            own = first.buffers[m][name]
+            assert own is not None
+            if number in found and found[number].shape == own.shape:
+                difference = torch.where(found[number] == own, 0, found[number] - own)
+                means[m, name] += difference * (share.rows / rows)
+    return means
+
+
+def gather(outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger) -> Any:
+    """The shares' outputs joined on the master, rows in order."""
+    master = plan.shares[0].device
+    here = [
+        output if share.device == master else _moved(output, master, ledger)
+        for output, share in zip(outputs, plan.shares, strict=True)
+    ]
+    return join(here, dim, [share.rows for share in plan.shares])
+
+
+def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:
+    def one(leaf: Any) -> Any:
+        return ledger.copy(leaf, device, "reduce") if isinstance(leaf, Tensor) else leaf
+
+    return nested.transform(one, value)
+
+
+def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> dict[int, Tensor]:
+    """Copies of ``tensors`` on ``device``: the dense ones in one message per dtype."""
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    brought = {}
+    for i, tensor in tensors.items():
+        if tensor.layout == torch.strided:
+            by_dtype[tensor.dtype].append(i)
+        else:
+            brought[i] = ledger.copy(tensor, device, "reduce")
+    for positions in by_dtype.values():
+        dense = [tensors[i] for i in positions]
+        flat = ledger.copy(_flatten_dense_tensors(dense), device, "reduce")
+        brought.update(zip(positions, _unflatten_dense_tensors(flat, dense), strict=True))
+    return brought
+
+
+def _add(total: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
+    """Add ``gradients`` to ``total`` in place; what is not there yet moves in."""
+    into, addends = [], []
+    for i, gradient in gradients.items():
+        if i not in total:
+            total[i] = gradient
+        elif total[i].layout == gradient.layout == torch.strided:
+            into.append(total[i])
+            addends.append(gradient)
+        elif total[i].layout == torch.strided:
+            total[i].add_(gradient)
+        else:
+            total[i] = gradient + total[i]
+    if into:
+        torch._foreach_add_(into, addends)

@@ -1,0 +1,250 @@
+"""Replicas: built once, kept, and made equal to the master's module before every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from scatterpar import devices
+from scatterpar.devices import Ledger
+from scatterpar.mirror import Mirror, Snapshot, Survey
+
+__all__ = ["Bundle", "Replica", "Replicas", "check_placement"]
+
+_ALIGNMENT = 256
+
+
+class Bundle:
+    """Tensors that travel together: one flat buffer per dtype, and a view of it for each.
+
+    Views keep the strides of what they stand for (``channels_last`` stays so). Sizes that
+    are multiples of large powers of two come first, so that views are aligned without
+    padding and not one byte more than the tensors' own is moved.
+    """
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for position, tensor in enumerate(like):
+            by_dtype[tensor.dtype].append(position)
+        self.flats = []
+        self.views = list(like)
+        for dtype, positions in by_dtype.items():
+            positions.sort(key=lambda i: -_power_of_two(like[i].numel() * like[i].element_size()))
+            flat = devices.empty(sum(like[i].numel() for i in positions), dtype, device)
+            offset = 0
+            for i in positions:
+                strides = torch.empty_like(like[i], device="meta").stride()
+                self.views[i] = flat.as_strided(like[i].shape, strides, offset)
+                offset += like[i].numel()
+            self.flats.append(flat)
+
+
+class Replica:
+    """One working copy: its modules, and its tensors in the order of the master's.
+
+    Attributes:
+        index: the number of the replica.
+        device: where it lives.
+        roots: the copies of the modules that were replicated.
+        tensors: this copy's tensors; those that are trained are leaves.
+        of: this copy's counterpart of a module of the master's, or of a method of one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        roots: Sequence[nn.Module],
+        survey: Survey,
+        sources: Sequence[Tensor],
+    ) -> None:
+        self.index = index
+        self.device = device
+        originals = list(survey.tensors.values())
+        self._private = [i for i, tensor in enumerate(originals) if _is_private(tensor)]
+        own = Bundle([originals[i] for i in self._private], device).views
+        self.tensors = [source.detach() for source in sources]
+        for i, view in zip(self._private, own, strict=True):
+            self.tensors[i] = view.detach()
+        for i, original in enumerate(originals):
+            if isinstance(original, nn.Parameter):
+                self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
+                vars(self.tensors[i]).update(vars(original))
+        mirror = Mirror(survey, dict(zip(survey.tensors, self.tensors, strict=True)))
+        self.of = mirror.of
+        self.roots = tuple(mirror.of(root) for root in roots)
+        self.buffers = [mirror.of(module)._buffers for module in survey.modules.values()]
+        self._state = Snapshot(mirror.containers)
+
+    def refresh(self, sources: Sequence[Tensor]) -> None:
+        """Undo what a forward pass rebound, and copy in the buffers of ``sources``."""
+        if not self._state.unchanged():
+            self._state.restore()
+        if self._private:
+            torch._foreach_copy_(
+                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
+            )
+
+    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
+        """Obey attributes that the user rebound on the master."""
+        self._state.assign(entries)
+
+    def train_like(self, flags: Sequence[bool]) -> None:
+        """Take over which tensors are trained."""
+        for tensor, flag in zip(self.tensors, flags, strict=True):
+            tensor.requires_grad_(flag)
+
+
+class Replicas:
+    """The replicas of some modules on some devices.
+
+    Parameters on the master's own device share its storage; every other device has one
+    copy of them, which its replicas share. Buffers are each replica's own. ``refresh``
+    makes all of it equal to the master's, whatever the user did to the module meanwhile.
+
+    Args:
+        roots: modules that live on ``device_ids[0]``, the master.
+        device_ids: one entry per replica.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], device_ids: Sequence[torch.device]) -> None:
+        self.roots = tuple(roots)
+        self.device_ids = tuple(device_ids)
+        self.replicas: list[Replica] = []
+        self.tensors: list[Tensor] = []
+        self.buffers: list[dict[str, Tensor | None]] = []
+        self._modules: dict[int, nn.Module] = {}
+        self._flags: list[bool] = []
+        self._state: Snapshot | None = None
+
+    def refresh(self, ledger: Ledger) -> None:
+        """Make every replica equal to the master's modules as they are now."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._follow():
+                self._build()
+            self._broadcast(ledger)
+            for replica in self.replicas:
+                replica.refresh(self._sources[replica.device])
+
+    def contains(self, module: nn.Module) -> bool:
+        """Whether ``module`` is one of those that are replicated."""
+        return id(module) in self._modules
+
+    def clear_gradients(self) -> None:
+        """Let go of what the replicas computed."""
+        for replica in self.replicas:
+            for i in self.trained:
+                replica.tensors[i].grad = None
+
+    @property
+    def trained(self) -> list[int]:
+        """Positions in ``tensors`` of the leaves that a backward pass gives gradients."""
+        return [i for i, flag in enumerate(self._flags) if flag]
+
+    def _follow(self) -> bool:
+        """Obey what can be obeyed in place; whether that was all."""
+        if self._state is None or self._signature() != self._signed:
+            return False
+        if not self._state.unchanged():
+            entries = self._state.rebound()
+            if entries is None:
+                return False
+            for holder in (self._state, *self.replicas):
+                holder.assign(entries)
+        flags = _flags(self.tensors)
+        if flags != self._flags:
+            self._flags = flags
+            for replica in self.replicas:
+                replica.train_like(flags)
+        return True
+
+    def _build(self) -> None:
+        check_placement(self.roots, self.device_ids[0])
+        survey = Survey(self.roots)
+        here = devices.physical(self.device_ids[0])
+        survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
+        self.tensors = list(survey.tensors.values())
+        self._modules = survey.modules
+        self.buffers = [module._buffers for module in survey.modules.values()]
+        self._sources: dict[torch.device, list[Tensor]] = {self.device_ids[0]: self.tensors}
+        self._arrivals = {
+            device: Bundle(self.tensors, device)
+            for device in dict.fromkeys(self.device_ids)
+            if device != self.device_ids[0]
+        }
+        needed = self._arrivals and self.tensors
+        self._departure = Bundle(self.tensors, self.device_ids[0]) if needed else None
+        self._sources.update({device: bundle.views for device, bundle in self._arrivals.items()})
+        self.replicas = [
+            Replica(index, device, self.roots, survey, self._sources[device])
+            for index, device in enumerate(self.device_ids)
+        ]
+        self._flags = _flags(self.tensors)
+        for replica in self.replicas:
+            replica.train_like(self._flags)
+        self._state = Snapshot(survey.containers)
+        self._signed = self._signature()
+
+    def _broadcast(self, ledger: Ledger) -> None:
+        """One message per dtype to each device other than the master."""
+        if self._departure is None:
+            return
+        torch._foreach_copy_(self._departure.views, self.tensors)
+        for bundle in self._arrivals.values():
+            for target, source in zip(bundle.flats, self._departure.flats, strict=True):
+                ledger.copy_into(target, source, "replicate")
+
+    def _signature(self) -> list[tuple[Any, ...]]:
+        """What ``.data`` edits, ``.to()`` and ``.half()`` change in the master's tensors."""
+        return [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
+
+
+def check_placement(
+    roots: Iterable[nn.Module], master: torch.device, *, lazy: bool = False
+) -> None:
+    """Refuse modules that cannot be replicated from ``master``, naming what is in the way.
+
+    With ``lazy``, parameters that are not initialised yet are let pass.
+
+    Raises:
+        RuntimeError: a lazy module that has not been initialised.
+        ValueError: a parameter or buffer on another device.
+    """
+    expected = devices.physical(master)
+    for root in roots:
+        for kind, named in (
+            ("parameter", root.named_parameters()),
+            ("buffer", root.named_buffers()),
+        ):
+            for name, tensor in named:
+                if is_lazy(tensor):
+                    if lazy:
+                        continue
+                    raise RuntimeError(
+                        f"{type(root).__name__} has an uninitialised lazy {kind}, {name!r}: "
+                        f"call the module once on one micro-batch before the first step"
+                    )
+                if tensor.device != expected:
+                    raise ValueError(
+                        f"{type(root).__name__} must be on device_ids[0], which is {master}, but "
+                        f"its {kind} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
+                    )
+
+
+def _flags(tensors: Iterable[Tensor]) -> list[bool]:
+    return [tensor.requires_grad and tensor.is_leaf for tensor in tensors]
+
+
+def _is_private(tensor: Tensor) -> bool:
+    """Whether every replica needs a copy of its own: all but parameters, which a step only reads."""
+    return not isinstance(tensor, nn.Parameter)
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two that divides ``size``, up to the alignment that matters."""
+    return min(size & -size, _ALIGNMENT) or _ALIGNMENT

@@ -1,0 +1,148 @@
+"""Batches to devices, and outputs back: check, slice, scatter, join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar import nested
+from scatterpar.devices import Ledger
+from scatterpar.plan import Plan
+
+__all__ = ["as_call", "count_rows", "is_borrowed", "join", "scatter", "take"]
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How ``inputs`` reach a module: a mapping by name, a tuple by position, all else as one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    return (inputs,), {}
+
+
+def count_rows(batch: Mapping[str, Any], dim: int) -> int:
+    """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
+
+    Args:
+        batch: the parts by the name that errors call them, such as ``inputs`` and ``targets``.
+        dim: the dimension that holds the rows.
+
+    Raises:
+        ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
+            or one that requires grad.
+    """
+    found: dict[int, str] = {}
+    for name, part in batch.items():
+        for tensor in nested.tensors(part):
+            shape = tuple(tensor.shape)
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{name}: a tensor of shape {shape} requires grad, but a batch is data; "
+                    f"pass tensor.detach()"
+                )
+            if tensor.ndim == 0:
+                continue
+            if not -tensor.ndim <= dim < tensor.ndim:
+                raise ValueError(
+                    f"{name}: a tensor of shape {shape} has no dimension {dim} to split; "
+                    f"every tensor but 0-dim ones is split along dim={dim}"
+                )
+            found.setdefault(tensor.size(dim), f"{name} with {tensor.size(dim)} (shape {shape})")
+    if not found:
+        raise ValueError(
+            "the batch has no tensor with rows: "
+            + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
+        )
+    if len(found) > 1:
+        sizes = ", ".join(found.values())
+        raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}")
+    (rows,) = found
+    if rows == 0:
+        raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
+    return rows
+
+
+def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
+    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        piece = leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf
+        return piece.clone() if copy else piece
+
+    return nested.transform(one, value)
+
+
+def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
+    """Each share's rows of ``batch`` on its device, every byte copied once.
+
+    Where the batch already is in the share's memory, nothing moves and the share is views
+    of the caller's tensors, which must then not be written.
+    """
+
+    def one(leaf: Any, device: torch.device) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device == device:
+            return leaf
+        return ledger.copy(leaf, device, "scatter")
+
+    return [
+        nested.transform(
+            lambda leaf, device=share.device: one(leaf, device),
+            take(batch, share.start, share.stop, dim),
+        )
+        for share in plan.shares
+    ]
+
+
+def is_borrowed(value: Any, device: torch.device) -> bool:
+    """Whether some tensor of a batch is in the memory of ``device`` already, and not copied."""
+    return any(tensor.device == device for tensor in nested.tensors(value))
+
+
+def join(pieces: Sequence[Any], dim: int, weights: Sequence[float]) -> Any:
+    """One value out of the pieces of consecutive rows, of the same nested types.
+
+    Tensors are concatenated along ``dim``; 0-dim tensors are averaged with ``weights``
+    (one a piece; those with weight zero are left out). Other leaves are kept where all
+    pieces have the same, and become a list with one entry a piece otherwise.
+
+    >>> join([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
+    {'y': tensor([0., 0., 1.])}
+    """
+
+    def one(leaves: list[Any]) -> Any:
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return leaves[0] if _all_same(leaves) else leaves
+        if leaves[0].ndim:
+            return torch.cat(leaves, dim)
+        return _average(leaves, weights)
+
+    return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
+
+
+def _all_same(leaves: list[Any]) -> bool:
+    first = leaves[0]
+    if any(type(leaf) is not type(first) for leaf in leaves):
+        return False
+    if all(leaf is first for leaf in leaves):
+        return True
+    return isinstance(first, (bool, int, float, complex, str, bytes)) and all(
+        leaf == first for leaf in leaves
+    )
+
+
+def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean of 0-dim tensors, in their dtype; integers become floats."""
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    total = sum(weight for _, weight in counted)
+    if not counted:
+        return values[0]
+    wide = torch.promote_types(values[0].dtype, torch.float32)
+    mean = torch.stack([value.to(wide) * (weight / total) for value, weight in counted]).sum()
+    is_integer = not (values[0].is_floating_point() or values[0].is_complex())
+    return mean if is_integer else mean.to(values[0].dtype)

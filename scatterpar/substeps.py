@@ -1,0 +1,181 @@
+"""One replica, one share: forward and backward over its micro-batches. Knows no threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar import nested
+from scatterpar.plan import Share
+from scatterpar.scatter import as_call, is_borrowed, join, take
+from scatterpar.workers import AUTOCAST_TYPES
+
+__all__ = ["Result", "infer", "train"]
+
+Criterion = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Result:
+    """What one replica made of its share.
+
+    Attributes:
+        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
+        dtype: the dtype of the losses.
+        outputs: the module's outputs, detached and joined, where they were asked for.
+    """
+
+    loss: float = 0.0
+    dtype: torch.dtype = torch.float32
+    outputs: Any = None
+
+
+def train(
+    module: Callable[..., Any],
+    criterion: Criterion | None,
+    share: Share,
+    inputs: Any,
+    targets: Any,
+    weights: Sequence[float],
+    *,
+    dim: int,
+    batch: Any,
+    scale: float,
+    check_finite: bool,
+    keep_outputs: bool,
+    proceed: Callable[[], None],
+) -> Result:
+    """Accumulate in ``module``'s parameters the gradient of its share of the batch's loss.
+
+    Args:
+        module: the replica.
+        criterion: as in ``forward_backward``; ``None`` where the module computes the loss.
+        share: which rows these are, and how they are cut into micro-batches.
+        inputs: the share's rows of the inputs, on the replica's device.
+        targets: likewise the targets.
+        weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        dim: the dimension that holds the rows.
+        batch: the caller's batch; where the share is views of it, each micro-batch is copied.
+        scale: the gradient scaler's factor.
+        check_finite: refuse losses that are NaN or infinite.
+        keep_outputs: keep the module's outputs.
+        proceed: called before each sub-step; raises when the step is to end.
+    """
+    borrowed = is_borrowed(batch, share.device)
+    losses: list[Tensor] = []
+    outputs: list[Any] = []
+    for number, ((start, stop), weight) in enumerate(zip(share.micro_batches, weights, strict=True)):
+        proceed()
+        with _noted(share, number):
+            micro_inputs, micro_targets = take(
+                (inputs, targets), start - share.start, stop - share.start, dim, copy=borrowed
+            )
+            args, kwargs = as_call(micro_inputs)
+            output = module(*args, **kwargs)
+            loss = _loss_of(output, micro_targets, criterion)
+            if keep_outputs:
+                outputs.append(nested.transform(_detached, output))
+            del output, args, kwargs, micro_inputs, micro_targets
+            if weight:
+                if check_finite:
+                    _require_finite(loss, share, number)
+                _backward(loss, weight * scale)
+            losses.append(loss.detach())
+            del loss
+    joined = join(outputs, dim, weights) if keep_outputs else None
+    return Result(_weighted_sum(losses, weights), losses[0].dtype, joined)
+
+
+def infer(
+    module: Callable[..., Any],
+    share: Share,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    dim: int,
+    batch: Any,
+    proceed: Callable[[], None],
+) -> Any:
+    """The module's outputs on its share, computed without a graph in micro-batches and joined."""
+    borrowed = is_borrowed(batch, share.device)
+    outputs = []
+    for number, (start, stop) in enumerate(share.micro_batches):
+        proceed()
+        with _noted(share, number), torch.no_grad():
+            micro_args, micro_kwargs = take(
+                (args, kwargs), start - share.start, stop - share.start, dim, copy=borrowed
+            )
+            outputs.append(module(*micro_args, **micro_kwargs))
+    return join(outputs, dim, [stop - start for start, stop in share.micro_batches])
+
+
+def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
+    if criterion is not None:
+        source = "the criterion"
+        loss = criterion(output, targets)
+    else:
+        source = "the module"
+        loss = output
+        if isinstance(output, Mapping) and "loss" in output:
+            loss = output["loss"]
+        elif not isinstance(output, Tensor):
+            loss = getattr(output, "loss", output)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}"
+            + ("" if criterion else "; pass a criterion, or return the loss or something with .loss")
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}"
+            + ('; reduce it with "mean" or "sum"' if criterion else "; pass a criterion")
+        )
+    return loss
+
+
+def _backward(loss: Tensor, weight: float) -> None:
+    """Backward from ``weight * loss``, outside autocast, as torch advises."""
+    gradient = torch.full_like(loss, weight, requires_grad=False)
+    kinds = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        loss.backward(gradient)
+    if kinds:
+        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
+
+
+def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+    """In double precision, with one transfer from the device; weight zero takes out even NaN."""
+    values = torch.stack(list(losses)).to("cpu", torch.float64).tolist()
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def _require_finite(loss: Tensor, share: Share, number: int) -> None:
+    if not torch.isfinite(loss):
+        raise FloatingPointError(
+            f"the loss is {loss.item()} in replica {share.replica} on {share.device}, "
+            f"sub-step {number}; nothing was changed"
+        )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _noted(share: Share, number: int) -> Iterator[None]:
+    """Note on whatever is raised where it happened."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(
+            f"in replica {share.replica} on {share.device}, "
+            f"sub-step {number} of {len(share.micro_batches)}, counted from 0"
+        )
+        raise

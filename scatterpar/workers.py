@@ -1,0 +1,266 @@
+"""One thread per replica, for as long as the engine lives, behind one door.
+
+``parallel_apply`` has the name and argument order of torch's, but does not start a thread
+per replica and call, and its threads carry the caller's whole context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from scatterpar import devices as verbs
+
+__all__ = ["AUTOCAST_TYPES", "Cancelled", "Workers"]
+
+AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
+
+_EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
+
+
+class Cancelled(Exception):
+    """Ends a replica's work at its next sub-step when another has failed; users never see it."""
+
+
+class Workers:
+    """``count`` threads that run what ``parallel_apply`` gives them, one replica each.
+
+    The threads start with the first parallel call, are daemons, and stop when the object is
+    closed, collected, or the interpreter exits. Each computes with its part of the caller's
+    intra-op threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._queues: list[SimpleQueue[_Call | None]] = []
+        self._stop: weakref.finalize[[], Workers] | None = None
+
+    def parallel_apply(
+        self,
+        modules: Sequence[Callable[..., Any]],
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs_tup: Sequence[dict[str, Any]] | None = None,
+        devices: Sequence[torch.device] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> list[Any]:
+        """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, all at once.
+
+        A single call runs in the caller's own thread. When one fails, ``cancel`` is set, the
+        others are waited for, and the error of the lowest replica is raised in the caller's
+        thread, with the others noted on it. An interrupt does the same; a second interrupt
+        stops the waiting and gives the threads up (``idle`` tells).
+
+        Args:
+            modules: one callable per replica.
+            inputs: its positional arguments.
+            kwargs_tup: its keyword arguments.
+            devices: the device to make current for it; the CPU by default.
+            cancel: set as soon as one has failed or the caller is interrupted.
+
+        Returns:
+            The results in the order of ``modules``.
+        """
+        kwargs_tup = kwargs_tup or [{}] * len(modules)
+        devices = devices or [torch.device("cpu")] * len(modules)
+        if len(modules) == 1:
+            with verbs.on(devices[0], verbs.stream_of(devices[0])):
+                return [modules[0](*inputs[0], **kwargs_tup[0])]
+        context = _Context()
+        cancel = cancel or threading.Event()
+        calls = [
+            _Call(module, args, kwargs, device, verbs.stream_of(device), context, cancel)
+            for module, args, kwargs, device in zip(
+                modules, inputs, kwargs_tup, devices, strict=True
+            )
+        ]
+        try:
+            self._dispatch(calls, cancel)
+            return [call.result for call in calls]
+        finally:
+            del calls  # an error's traceback holds this frame, and a call holds its error
+
+    @property
+    def idle(self) -> bool:
+        """Whether no thread is still at work on an abandoned call."""
+        return self._abandoned is None or all(c.finished.is_set() for c in self._abandoned)
+
+    _abandoned: list[_Call] | None = None
+
+    def close(self) -> None:
+        """Stop the threads and wait for them."""
+        if self._stop is not None:
+            self._stop()
+
+    def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> None:
+        for queue, call in zip(self._started(), calls, strict=False):
+            queue.put(call)
+        self._wait(calls, cancel)
+        failed = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
+        errors = [(i, error) for i, error in failed if not isinstance(error, Cancelled)]
+        try:
+            for i, error in errors[1:]:
+                if error is not errors[0][1]:
+                    errors[0][1].add_note(f"replica {i} failed too: {error!r}")
+            if errors:
+                raise errors[0][1]
+        finally:
+            del failed, errors
+
+    def _wait(self, calls: list[_Call], cancel: threading.Event) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                for call in calls:
+                    call.finished.wait()
+                break
+            except BaseException as error:
+                cancel.set()
+                if interrupt is not None:
+                    self._abandon(calls)
+                    raise
+                interrupt = error
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt
+
+    def _abandon(self, calls: list[_Call]) -> None:
+        """Leave threads that are still at work to end by themselves; the next call starts others."""
+        self._abandoned = calls
+        for queue in self._queues:
+            queue.put(None)
+        if self._stop is not None:
+            self._stop.detach()
+        self._stop, self._queues = None, []
+
+    def _started(self) -> list[SimpleQueue[_Call | None]]:
+        if self._stop is not None and self._stop.alive:
+            return self._queues
+        before = torch.get_num_threads()
+        budget = max(1, before // self._count)
+        self._queues = [SimpleQueue() for _ in range(self._count)]
+        ready = threading.Barrier(self._count + 1)
+        threads = [
+            threading.Thread(
+                target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
+            )
+            for i, queue in enumerate(self._queues)
+        ]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        torch.set_num_threads(before)  # a worker's setting became the default of later threads
+        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
+        return self._queues
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a new thread would lose of the caller's: captured in one, entered in another."""
+
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    autocast: tuple[tuple[str, torch.dtype], ...] = field(
+        default_factory=lambda: tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in AUTOCAST_TYPES
+            if torch.is_autocast_enabled(kind)
+        )
+    )
+    autocast_cache: bool = field(default_factory=torch.is_autocast_cache_enabled)
+    default_device: torch.device = field(default_factory=torch.get_default_device)
+    saved_tensor_hooks: Any = field(
+        default_factory=lambda: torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+    @contextlib.contextmanager
+    def entered(self, device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+        """The captured context in this thread, on ``device`` and ``stream``."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(verbs.on(device, stream))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
+                )
+            if self.default_device.type != "cpu":
+                here = self.default_device.type == device.type
+                stack.enter_context(device if here else self.default_device)
+            if self.saved_tensor_hooks is not None:
+                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
+                stack.enter_context(hooks)
+            yield
+
+
+class _Call:
+    """One replica's part of a parallel call, and what became of it."""
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        stream: torch.Stream | None,
+        context: _Context,
+        cancel: threading.Event,
+    ) -> None:
+        self._work = (module, args, kwargs, device, stream)
+        self._context = context
+        self._cancel = cancel
+        self.finished = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Compute the result or the error; never raises."""
+        try:
+            self.result = self._context.variables.copy().run(self._in_context)
+        except BaseException as error:
+            self.error = error
+            self._cancel.set()
+        finally:
+            self.finished.set()
+
+    def _in_context(self) -> Any:
+        module, args, kwargs, device, stream = self._work
+        del self._work
+        with self._context.entered(device, stream):
+            return module(*args, **kwargs)
+
+
+def _serve(queue: SimpleQueue[_Call | None], budget: int, ready: threading.Barrier) -> None:
+    torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
+    torch.set_num_threads(budget)
+    ready.wait()
+    del ready
+    while (call := queue.get()) is not None:
+        call.run()
+        del call
+
+
+def _shut_down(
+    queues: list[SimpleQueue[_Call | None]], threads: list[threading.Thread], pid: int
+) -> None:
+    if os.getpid() != pid:  # a forked child has none of these threads
+        return
+    for queue in queues:
+        queue.put(None)
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,9 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
     renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:
-        stripped = {k.removeprefix(_PREFIX): v for k, v in versions.items() if k.startswith(_PREFIX)}
+        stripped = {
+            k.removeprefix(_PREFIX): v for k, v in versions.items() if k.startswith(_PREFIX)
+        }
         renamed._metadata = stripped | dict(versions)  # type: ignore[attr-defined]
     return renamed
 
@@ -39,7 +41,7 @@ class OwnKeys(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own keys."""
@@ -52,9 +54,7 @@ class OwnKeys(nn.Module):
         return self.module.load_state_dict(to_own_keys(self.module, state_dict), strict, assign)
 
 
-def _add_prefix(
-    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """When a parent loads: its keys for the wrapper are the module's own; torch wants its path."""
     assert isinstance(wrapper, OwnKeys)
     mine = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}

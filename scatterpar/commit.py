@@ -20,11 +20,15 @@ def commit_gradients(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
     Args:
         gradients: pairs of a tensor of the user's and its gradient.
+
     """
     if not gradients:
         return
     roots = {id(root): root for root, _ in gradients}
-    before = [(root, root.grad, values) for root, values in zip(roots.values(), _kept(roots.values()), strict=True)]
+    before = [
+        (root, root.grad, values)
+        for root, values in zip(roots.values(), _kept(roots.values()), strict=True)
+    ]
     total: dict[int, Tensor] = {}
     for root, gradient in gradients:
         total[id(root)] = total[id(root)] + gradient if id(root) in total else gradient
@@ -32,10 +36,10 @@ def commit_gradients(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward(list(roots.values()), list(total.values()))
     except BaseException:
         with torch.no_grad():
-            for root, gradient, values in before:
-                root.grad = gradient
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)
+            for root, there, values in before:
+                root.grad = there
+                if there is not None and values is not None:
+                    there.copy_(values)
         raise
 
 

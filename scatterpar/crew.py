@@ -1,11 +1,9 @@
-"""The crew behind a wrapped module: its replicas, their workers, and one job at a time."""
+"""The crew behind an engine: the replicas of its module and of criteria, and their workers."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,45 +29,24 @@ class Crew:
         self.device_ids = tuple(device_ids)
         self.model = Replicas((module,), device_ids)
         self._criterion = Replicas((), device_ids)
-        self._workers = Workers(len(device_ids))
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._closed = False
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """One job at a time; refuses where there are no workers to do it."""
-        if self._closed:
-            raise RuntimeError("this engine is closed; make another to go on")
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "this engine belongs to another process: threads do not survive a fork; "
-                "make an engine in the process that steps it"
-            )
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this engine is in the middle of a step: a step cannot start from inside a "
-                "criterion or a hook, nor from a second thread"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
+        self.workers = Workers(len(device_ids), "this engine")
 
     def refresh(
         self, criterion: Callable[..., Any] | None, ledger: Ledger
     ) -> tuple[list[Replicas], list[Any]]:
-        """Make all replicas equal to the master's; what was replicated, and each replica's criterion.
+        """Make all replicas equal to the master's; these, and the criterion of each.
 
         A criterion that is a module, or a method of one, is replicated like the model; any
         other callable is called as it is.
         """
-        if not self._workers.idle:
+        if not self.workers.idle:
             # Threads of an interrupted step still use the old replicas: leave these to them.
             self.model = Replicas((self.module,), self.device_ids)
             self._criterion = Replicas((), self.device_ids)
         self.model.refresh(ledger)
-        owner = criterion if isinstance(criterion, nn.Module) else getattr(criterion, "__self__", None)
+        owner = (
+            criterion if isinstance(criterion, nn.Module) else getattr(criterion, "__self__", None)
+        )
         if not isinstance(owner, nn.Module):
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
@@ -103,20 +80,18 @@ class Crew:
                 return function(*args, **options, proceed=proceed)
 
         with streams.redirected():
-            return self._workers.parallel_apply(
+            return self.workers.parallel_apply(
                 [work] * len(plan.shares),
-                [(share.replica, *args) for share, args in zip(plan.shares, arguments, strict=True)],
+                [
+                    (share.replica, *args)
+                    for share, args in zip(plan.shares, arguments, strict=True)
+                ],
                 devices=[share.device for share in plan.shares],
                 cancel=cancel,
             )
 
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless abandoned threads still work on them."""
-        if self._workers.idle:
+        if self.workers.idle:
             for part in (self.model, self._criterion):
                 part.clear_gradients()
-
-    def close(self) -> None:
-        """Stop the workers; later jobs are refused."""
-        self._closed = True
-        self._workers.close()

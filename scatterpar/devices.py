@@ -34,8 +34,11 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
+
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     if device_ids is None:
         if accelerator is None:
             return (torch.device("cpu"),)

@@ -25,7 +25,7 @@ from scatterpar.randomness import Streams
 from scatterpar.reduce import gather, mean_buffers, reduce_gradients
 from scatterpar.replicas import Replicas, check_placement
 from scatterpar.report import Clock, StepReport
-from scatterpar.scatter import count_rows, is_borrowed, scatter
+from scatterpar.scatter import count_rows, scatter
 from scatterpar.substeps import Result, infer, train
 from scatterpar.weights import Count, counter_for, resolve_reduction, weigh
 
@@ -84,6 +84,7 @@ class ScatterOnceParallel(OwnKeys):
         >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         >>> model.weight.grad.shape
         torch.Size([2, 4])
+
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class ScatterOnceParallel(OwnKeys):
 
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
+
         """
         if targets is not None and criterion is None and count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
@@ -170,7 +172,7 @@ class ScatterOnceParallel(OwnKeys):
             self._scale(scaler),
             return_outputs,
         )
-        with self._crew.exclusive():
+        with self._crew.workers.exclusive():
             loss, outputs = self._step(plan, request)
         return (loss, outputs) if return_outputs else loss
 
@@ -248,6 +250,7 @@ class ScatterOnceParallel(OwnKeys):
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
             >>> engine(torch.randn(5, 4)).shape
             torch.Size([5, 2])
+
         """
         if self.module.training and torch.is_grad_enabled():
             raise RuntimeError(
@@ -259,7 +262,7 @@ class ScatterOnceParallel(OwnKeys):
         plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
         ledger = Ledger()
         streams = Streams([share.device for share in plan.shares])
-        with self._crew.exclusive():
+        with self._crew.workers.exclusive():
             try:
                 pieces = scatter(batch, plan, self.dim, ledger)
                 (part, *_), _ = self._crew.refresh(None, ledger)
@@ -287,13 +290,13 @@ class ScatterOnceParallel(OwnKeys):
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
-        with self._crew.exclusive():
+        with self._crew.workers.exclusive():
             (part, *_), _ = self._crew.refresh(None, Ledger())
             return tuple(replica.roots[0] for replica in part.replicas)
 
     def close(self) -> None:
         """Stop the workers. Forgetting to is fine; a step after it is a ``RuntimeError``."""
-        self._crew.close()
+        self._crew.workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +309,7 @@ class ScatterOnceParallel(OwnKeys):
         return {name: value for name, value in vars(self).items() if name != "_crew"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._crew = Crew(self.module, self.device_ids)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
@@ -316,9 +319,7 @@ class ScatterOnceParallel(OwnKeys):
         return float(scaler.scale(torch.ones((), device=physical(self.device_ids[0]))))
 
 
-def _check_options(
-    module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any
-) -> None:
+def _check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):

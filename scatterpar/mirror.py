@@ -97,7 +97,9 @@ class Snapshot:
         for container in self._empty:
             container.clear()
         for container, saved in zip(self.dicts, self.saved_dicts, strict=True):
-            if len(container) != len(saved) or not all(map(is_, container.values(), saved.values())):
+            if len(container) != len(saved) or not all(
+                map(is_, container.values(), saved.values())
+            ):
                 container.clear()
                 container.update(saved)
         for container, items in zip(self.sequences, self._saved_sequences, strict=True):
@@ -146,6 +148,7 @@ class Mirror:
     Args:
         survey: what there is to copy.
         tensors: the copy's tensor for the ``id`` of each original one.
+
     """
 
     def __init__(self, survey: Survey, tensors: dict[int, Tensor]) -> None:
@@ -179,11 +182,15 @@ class Mirror:
             )
         if type(value) is weakref.ref:
             target = value()
-            return value if target is None or self.of(target) is target else weakref.ref(self.of(target))
+            return (
+                value
+                if target is None or self.of(target) is target
+                else weakref.ref(self.of(target))
+            )
         return value
 
     def _module(self, module: nn.Module) -> nn.Module:
-        replica: nn.Module = module._replicate_for_data_parallel()  # type: ignore[operator]
+        replica: nn.Module = module._replicate_for_data_parallel()
         self._made[id(module)] = replica
         original, state = vars(module), vars(replica)
         self._made[id(original)] = state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -81,6 +82,7 @@ def make_plan(
     [3, 2, 2, 2]
     >>> make_plan(9, [cpu], micro_batch_size=4).shares[0].micro_batches
     ((0, 3), (3, 6), (6, 9))
+
     """
     if isinstance(rows, bool) or not isinstance(rows, int):
         raise TypeError(f"rows must be an int, got {rows!r}")
@@ -98,4 +100,4 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     pieces = min(pieces, stop - start)
     size, longer = divmod(stop - start, pieces)
     ends = [start + i * size + min(i, longer) for i in range(pieces + 1)]
-    return tuple(zip(ends[:-1], ends[1:], strict=True))
+    return tuple(pairwise(ends))

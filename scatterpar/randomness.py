@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.random
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
 __all__ = ["Streams"]
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"  # a mode key that torch itself leaves unused
-_IN_THREAD = "scatterpar.stream"  # torch hands this on to autograd's own threads
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
 
 
@@ -38,6 +37,7 @@ class Streams:
 
     Args:
         devices: the device of each replica that takes part.
+
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -51,7 +51,7 @@ class Streams:
         ]
 
     def redirected(self) -> contextlib.AbstractContextManager[None]:
-        """While the step runs: who asks in a worker for the process's generator gets the replica's."""
+        """While the step runs, a worker that asks for the process's generator gets its own."""
         return contextlib.nullcontext() if self._alone else _thread_aware_default_generator()
 
     @contextlib.contextmanager
@@ -61,11 +61,11 @@ class Streams:
             yield
             return
         with torch._C._IncludeDispatchKeyGuard(_install_kernels()):
-            torch._C._stash_obj_in_tls(_IN_THREAD, lambda: self._generator(replica))
+            _thread.generator = partial(self._generator, replica)
             try:
                 yield
             finally:
-                torch._C._stash_obj_in_tls(_IN_THREAD, None)
+                del _thread.generator
 
     def commit(self) -> None:
         """Move the process's generator on if anything was drawn, so that the next step differs."""
@@ -121,11 +121,13 @@ class _AcceleratorStream:
         self._module.set_rng_state(self._before, self._device)
 
 
+_thread = threading.local()
+
+
 def _current() -> torch.Generator | None:
     """The generator of the replica that this thread works for."""
-    make = torch._C._get_obj_in_tls(_IN_THREAD) if torch._C._is_key_in_tls(_IN_THREAD) else None
-    generator: torch.Generator | None = make() if make is not None else None
-    return generator
+    make: Callable[[], torch.Generator] | None = getattr(_thread, "generator", None)
+    return None if make is None else make()
 
 
 class _ThreadAwareGenerator:
@@ -148,14 +150,14 @@ def _thread_aware_default_generator() -> Iterator[None]:
     global _steps_running
     with _lock:
         _steps_running += 1
-        torch.random.default_generator = _ThreadAwareGenerator()
+        vars(torch.random)["default_generator"] = _ThreadAwareGenerator()
     try:
         yield
     finally:
         with _lock:
             _steps_running -= 1
             if not _steps_running:
-                torch.random.default_generator = torch._C.default_generator
+                vars(torch.random)["default_generator"] = torch._C.default_generator
 
 
 _libraries: list[Library] = []

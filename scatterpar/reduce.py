@@ -32,6 +32,7 @@ def reduce_gradients(
     Returns:
         The gradient by position; none for a tensor that no replica used, and zero stands in
         where only some did. The sum runs in replica order, whichever finished first.
+
     """
     master = replicas[0].device
     total: dict[int, Tensor] = {}
@@ -51,6 +52,7 @@ def mean_buffers(
     Returns:
         The mean by (module, name), in the master's memory, for buffers that all have in one
         shape. Where all are equal the mean is exactly that, infinities included.
+
     """
     first, *others = replicas
     rows = sum(share.rows for share in shares)

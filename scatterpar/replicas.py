@@ -53,6 +53,7 @@ class Replica:
         roots: the copies of the modules that were replicated.
         tensors: this copy's tensors; those that are trained are leaves.
         of: this copy's counterpart of a module of the master's, or of a method of one.
+
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Replicas:
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
+
     """
 
     def __init__(self, roots: Sequence[nn.Module], device_ids: Sequence[torch.device]) -> None:
@@ -154,8 +156,9 @@ class Replicas:
             entries = self._state.rebound()
             if entries is None:
                 return False
-            for holder in (self._state, *self.replicas):
-                holder.assign(entries)
+            self._state.assign(entries)
+            for replica in self.replicas:
+                replica.assign(entries)
         flags = _flags(self.tensors)
         if flags != self._flags:
             self._flags = flags
@@ -214,6 +217,7 @@ def check_placement(
     Raises:
         RuntimeError: a lazy module that has not been initialised.
         ValueError: a parameter or buffer on another device.
+
     """
     expected = devices.physical(master)
     for root in roots:
@@ -241,7 +245,7 @@ def _flags(tensors: Iterable[Tensor]) -> list[bool]:
 
 
 def _is_private(tensor: Tensor) -> bool:
-    """Whether every replica needs a copy of its own: all but parameters, which a step only reads."""
+    """Whether every replica needs its own copy: all but parameters, which a step only reads."""
     return not isinstance(tensor, nn.Parameter)
 
 

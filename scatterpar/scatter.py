@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def count_rows(batch: Mapping[str, Any], dim: int) -> int:
     Raises:
         ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
             or one that requires grad.
+
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
@@ -85,16 +87,13 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
     of the caller's tensors, which must then not be written.
     """
 
-    def one(leaf: Any, device: torch.device) -> Any:
+    def bring(device: torch.device, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device == device:
             return leaf
         return ledger.copy(leaf, device, "scatter")
 
     return [
-        nested.transform(
-            lambda leaf, device=share.device: one(leaf, device),
-            take(batch, share.start, share.stop, dim),
-        )
+        nested.transform(partial(bring, share.device), take(batch, share.start, share.stop, dim))
         for share in plan.shares
     ]
 

@@ -28,6 +28,7 @@ class Result:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
         outputs: the module's outputs, detached and joined, where they were asked for.
+
     """
 
     loss: float = 0.0
@@ -65,11 +66,14 @@ def train(
         check_finite: refuse losses that are NaN or infinite.
         keep_outputs: keep the module's outputs.
         proceed: called before each sub-step; raises when the step is to end.
+
     """
     borrowed = is_borrowed(batch, share.device)
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    for number, ((start, stop), weight) in enumerate(zip(share.micro_batches, weights, strict=True)):
+    for number, ((start, stop), weight) in enumerate(
+        zip(share.micro_batches, weights, strict=True)
+    ):
         proceed()
         with _noted(share, number):
             micro_inputs, micro_targets = take(
@@ -128,7 +132,11 @@ def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}"
-            + ("" if criterion else "; pass a criterion, or return the loss or something with .loss")
+            + (
+                ""
+                if criterion
+                else "; pass a criterion, or return the loss or something with .loss"
+            )
         )
     if loss.ndim:
         raise ValueError(
@@ -152,7 +160,7 @@ def _backward(loss: Tensor, weight: float) -> None:
 
 def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
     """In double precision, with one transfer from the device; weight zero takes out even NaN."""
-    values = torch.stack(list(losses)).to("cpu", torch.float64).tolist()
+    values: list[float] = torch.stack(list(losses)).to("cpu", torch.float64).tolist()
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
 
 

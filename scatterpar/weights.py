@@ -9,8 +9,7 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
     Raises:
         ValueError: anything else, ``"none"`` in particular.
+
     """
     own = getattr(criterion, "reduction", None)
     if reduction is None and isinstance(own, str):
@@ -79,20 +79,21 @@ def normalise(counts: Sequence[float | Tensor]) -> list[float]:
 
     >>> normalise([3, 1, 0])
     [0.75, 0.25, 0.0]
+
     """
     numbers = [_as_number(count) for count in counts]
     total = sum(numbers)
     return [number / total if number else 0.0 for number in numbers]
 
 
-def _as_number(count: float | Tensor) -> float:
-    if isinstance(count, Tensor) and count.ndim == 0:
-        count = count.item()
-    if isinstance(count, bool) or not isinstance(count, Real):
+def _as_number(count: Any) -> float:
+    number = count.item() if isinstance(count, Tensor) and count.ndim == 0 else count
+    if isinstance(number, bool) or not isinstance(number, SupportsFloat):
         raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}")
-    if not 0 <= count < float("inf"):
-        raise ValueError(f"count must return a finite number that is not negative, got {count!r}")
-    return float(count)
+    number = float(number)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"count must return a finite number that is not negative, got {number!r}")
+    return number
 
 
 def weigh(

@@ -38,12 +38,22 @@ class Workers:
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
     intra-op threads.
+
+    Args:
+        count: the number of replicas.
+        owner: what errors call the object that the workers work for.
+
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, owner: str) -> None:
+        self.count = count
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._abandoned: list[_Call] = []
         self._queues: list[SimpleQueue[_Call | None]] = []
-        self._stop: weakref.finalize[[], Workers] | None = None
+        self._stop: weakref.finalize[..., Workers] | None = None
 
     def parallel_apply(
         self,
@@ -69,6 +79,7 @@ class Workers:
 
         Returns:
             The results in the order of ``modules``.
+
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
@@ -92,12 +103,36 @@ class Workers:
     @property
     def idle(self) -> bool:
         """Whether no thread is still at work on an abandoned call."""
-        return self._abandoned is None or all(c.finished.is_set() for c in self._abandoned)
+        return all(call.finished.is_set() for call in self._abandoned)
 
-    _abandoned: list[_Call] | None = None
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One job at a time; refuses where there are no workers to do it.
+
+        Raises:
+            RuntimeError: inside another job, after ``close()``, or in a forked child.
+
+        """
+        if self._closed:
+            raise RuntimeError(f"{self._owner} is closed; make another to go on")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self._owner} belongs to another process: threads do not survive a fork; "
+                f"make another in the process that uses it"
+            )
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._owner} is in the middle of a step: another cannot start from inside "
+                f"a criterion or a hook, nor from a second thread"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
-        """Stop the threads and wait for them."""
+        """Stop the threads and wait for them; later jobs are refused."""
+        self._closed = True
         if self._stop is not None:
             self._stop()
 
@@ -136,7 +171,7 @@ class Workers:
                 del interrupt
 
     def _abandon(self, calls: list[_Call]) -> None:
-        """Leave threads that are still at work to end by themselves; the next call starts others."""
+        """Leave threads that are still at work to end by themselves; others follow them."""
         self._abandoned = calls
         for queue in self._queues:
             queue.put(None)
@@ -148,9 +183,9 @@ class Workers:
         if self._stop is not None and self._stop.alive:
             return self._queues
         before = torch.get_num_threads()
-        budget = max(1, before // self._count)
-        self._queues = [SimpleQueue() for _ in range(self._count)]
-        ready = threading.Barrier(self._count + 1)
+        budget = max(1, before // self.count)
+        self._queues = [SimpleQueue() for _ in range(self.count)]
+        ready = threading.Barrier(self.count + 1)
         threads = [
             threading.Thread(
                 target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"

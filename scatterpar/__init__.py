@@ -1,9 +1,18 @@
 """Very large batches on all the GPUs of one machine, in one process, exactly and fast."""
 
+from scatterpar.balanced import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.plan import Plan, Share
 from scatterpar.report import StepReport
 
-__all__ = ["Plan", "ScatterOnceParallel", "Share", "StepReport"]
+__all__ = [
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "Plan",
+    "ScatterOnceParallel",
+    "Share",
+    "StepReport",
+    "gather",
+]
 
 __version__ = "0.1.0"

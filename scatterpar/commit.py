@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.replicas import Replica
-
 __all__ = ["commit_buffers", "commit_gradients"]
 
 
@@ -45,16 +43,17 @@ def commit_gradients(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def commit_buffers(
     masters: Sequence[dict[str, Tensor | None]],
-    replica: Replica,
+    values_of: Sequence[dict[str, Tensor | None]],
     means: Mapping[tuple[int, str], Tensor],
 ) -> None:
-    """Give the module the buffers of ``replica``, or their means where there are any.
+    """Give modules the buffers of a replica, or their means where there are any.
 
-    They are written in place where shape and dtype are the same, and rebound otherwise.
+    Both come as one dict of buffers a module. They are written in place where shape and
+    dtype are the same, and rebound otherwise.
     """
     into: list[Tensor] = []
     values: list[Tensor] = []
-    for m, (master, own) in enumerate(zip(masters, replica.buffers, strict=True)):
+    for m, (master, own) in enumerate(zip(masters, values_of, strict=True)):
         for name, buffer in own.items():
             value = means.get((m, name), buffer)
             target = master.get(name)

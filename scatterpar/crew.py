@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from scatterpar.devices import Ledger
+from scatterpar.mirror import owner_of
 from scatterpar.plan import Plan
 from scatterpar.randomness import Streams
 from scatterpar.replicas import Replicas
 from scatterpar.workers import Cancelled, Workers
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "run_shares"]
 
 
 class Crew:
@@ -44,10 +45,8 @@ class Crew:
             self.model = Replicas((self.module,), self.device_ids)
             self._criterion = Replicas((), self.device_ids)
         self.model.refresh(ledger)
-        owner = (
-            criterion if isinstance(criterion, nn.Module) else getattr(criterion, "__self__", None)
-        )
-        if not isinstance(owner, nn.Module):
+        owner = owner_of(criterion)
+        if owner is None:
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
             return [self.model], [replica.of(criterion) for replica in self.model.replicas]
@@ -57,41 +56,39 @@ class Crew:
         criteria = [replica.of(criterion) for replica in self._criterion.replicas]
         return [self.model, self._criterion], criteria
 
-    def run(
-        self,
-        plan: Plan,
-        streams: Streams,
-        function: Callable[..., Any],
-        arguments: Sequence[tuple[Any, ...]],
-        **options: Any,
-    ) -> list[Any]:
-        """``function(*arguments[i], **options)`` for every share of ``plan``, each by its worker.
-
-        ``options`` gain ``proceed``, which ends a replica's work once another has failed.
-        """
-        cancel = threading.Event()
-
-        def proceed() -> None:
-            if cancel.is_set():
-                raise Cancelled
-
-        def work(replica: int, *args: Any) -> Any:
-            with streams.of(replica):
-                return function(*args, **options, proceed=proceed)
-
-        with streams.redirected():
-            return self.workers.parallel_apply(
-                [work] * len(plan.shares),
-                [
-                    (share.replica, *args)
-                    for share, args in zip(plan.shares, arguments, strict=True)
-                ],
-                devices=[share.device for share in plan.shares],
-                cancel=cancel,
-            )
-
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless abandoned threads still work on them."""
         if self.workers.idle:
             for part in (self.model, self._criterion):
                 part.clear_gradients()
+
+
+def run_shares(
+    workers: Workers,
+    plan: Plan,
+    streams: Streams,
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+) -> list[Any]:
+    """``function(*arguments[i], proceed=…)`` for every share of ``plan``, each by its worker.
+
+    Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
+    once another has failed: the function calls it wherever it can stop.
+    """
+    cancel = threading.Event()
+
+    def proceed() -> None:
+        if cancel.is_set():
+            raise Cancelled
+
+    def work(replica: int, *args: Any) -> Any:
+        with streams.of(replica):
+            return function(*args, proceed=proceed)
+
+    with streams.redirected():
+        return workers.parallel_apply(
+            [work] * len(plan.shares),
+            [(share.replica, *args) for share, args in zip(plan.shares, arguments, strict=True)],
+            devices=[share.device for share in plan.shares],
+            cancel=cancel,
+        )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.checkpoints import OwnKeys
 from scatterpar.commit import commit_buffers, commit_gradients
-from scatterpar.crew import Crew
+from scatterpar.crew import Crew, run_shares
 from scatterpar.devices import DeviceLike, Ledger, physical, resolve
 from scatterpar.plan import Plan, make_plan
 from scatterpar.randomness import Streams
@@ -28,6 +28,7 @@ from scatterpar.report import Clock, StepReport
 from scatterpar.scatter import count_rows, scatter
 from scatterpar.substeps import Result, infer, train
 from scatterpar.weights import Count, counter_for, resolve_reduction, weigh
+from scatterpar.wrapper import Wrapper
 
 __all__ = ["ScatterOnceParallel"]
 
@@ -45,7 +46,7 @@ class _Request:
     return_outputs: bool
 
 
-class ScatterOnceParallel(OwnKeys):
+class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.
 
     Computes, for a batch of rows ``0 … n``, what this program computes, on one device with
@@ -109,7 +110,10 @@ class ScatterOnceParallel(OwnKeys):
         self.check_finite = check_finite
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
-        self._crew = Crew(module, self.device_ids)
+        self._hire()
+
+    def _hire(self) -> None:
+        self._crew = Crew(self.module, self.device_ids)
 
     def plan(self, rows: int) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table."""
@@ -187,21 +191,25 @@ class ScatterOnceParallel(OwnKeys):
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(request.criterion, ledger)
             with clock.phase("compute"):
-                results: list[Result] = self._crew.run(
+                sub_steps = partial(
+                    train,
+                    dim=self.dim,
+                    batch=batch,
+                    scale=request.scale,
+                    check_finite=self.check_finite,
+                    keep_outputs=request.return_outputs,
+                )
+                results: list[Result] = run_shares(
+                    self._crew.workers,
                     plan,
                     streams,
-                    train,
+                    sub_steps,
                     [
                         (replica.roots[0], criterion, share, *piece, weight)
                         for replica, criterion, share, piece, weight in zip(
                             parts[0].replicas, criteria, plan.shares, pieces, weights, strict=False
                         )
                     ],
-                    dim=self.dim,
-                    batch=batch,
-                    scale=request.scale,
-                    check_finite=self.check_finite,
-                    keep_outputs=request.return_outputs,
                 )
             with clock.phase("reduce"):
                 self._commit(plan, parts, streams, ledger)
@@ -225,10 +233,10 @@ class ScatterOnceParallel(OwnKeys):
             reduced = reduce_gradients(active, part.trained, ledger)
             gradients += [(part.tensors[i], gradient) for i, gradient in reduced.items()]
             means = mean_buffers(active, plan.shares, ledger) if self.buffers_from == "mean" else {}
-            buffers.append((part.buffers, active[0], means))
+            buffers.append((part.buffers, active[0].buffers, means))
         commit_gradients(gradients)
-        for targets, replica, means in buffers:
-            commit_buffers(targets, replica, means)
+        for targets, values, means in buffers:
+            commit_buffers(targets, values, means)
         streams.commit()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -266,18 +274,17 @@ class ScatterOnceParallel(OwnKeys):
             try:
                 pieces = scatter(batch, plan, self.dim, ledger)
                 (part, *_), _ = self._crew.refresh(None, ledger)
-                outputs = self._crew.run(
+                outputs = run_shares(
+                    self._crew.workers,
                     plan,
                     streams,
-                    infer,
+                    partial(infer, dim=self.dim, batch=batch),
                     [
                         (replica.roots[0], share, *piece)
                         for replica, share, piece in zip(
                             part.replicas, plan.shares, pieces, strict=False
                         )
                     ],
-                    dim=self.dim,
-                    batch=batch,
                 )
                 output = gather(outputs, plan, self.dim, ledger)
                 if self.module.training:
@@ -303,14 +310,6 @@ class ScatterOnceParallel(OwnKeys):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Workers and replicas are not copied or pickled; the copy makes its own."""
-        return {name: value for name, value in vars(self).items() if name != "_crew"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._crew = Crew(self.module, self.device_ids)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The scaler's factor, from the scaler itself, which so gets to know the master."""

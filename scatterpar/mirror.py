@@ -20,9 +20,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Mirror", "Snapshot", "Survey"]
+__all__ = ["Mirror", "Snapshot", "Survey", "owner_of"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+
+def owner_of(function: Any) -> nn.Module | None:
+    """The module that ``function`` is, or is a method of."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 class Survey:

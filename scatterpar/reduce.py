@@ -16,7 +16,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas import Replica
 from scatterpar.scatter import join
 
-__all__ = ["gather", "mean_buffers", "reduce_gradients"]
+__all__ = ["gather", "mean_buffers", "reduce_gradients", "sum_in_order"]
 
 
 def reduce_gradients(
@@ -34,13 +34,29 @@ def reduce_gradients(
         where only some did. The sum runs in replica order, whichever finished first.
 
     """
-    master = replicas[0].device
+    gradients = [
+        {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
+        for replica in replicas
+    ]
+    return sum_in_order(gradients, [replica.device for replica in replicas], ledger, in_place=True)
+
+
+def sum_in_order(
+    gradients: Sequence[dict[int, Tensor]],
+    devices: Sequence[torch.device],
+    ledger: Ledger,
+    *,
+    in_place: bool,
+) -> dict[int, Tensor]:
+    """The sum of each position's gradients, one replica after the other, on ``devices[0]``.
+
+    With ``in_place`` the first replica's gradients become the sum; without, nothing that is
+    given is written, and autograd can follow.
+    """
     total: dict[int, Tensor] = {}
-    for replica in replicas:
-        gradients = {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
-        if replica.device != master:
-            gradients = _bring(gradients, master, ledger)
-        _add(total, gradients)
+    for found, device in zip(gradients, devices, strict=True):
+        here = found if device == devices[0] else _bring(found, devices[0], ledger)
+        _add(total, here, in_place)
     return total
 
 
@@ -112,18 +128,19 @@ def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> 
     return brought
 
 
-def _add(total: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
-    """Add ``gradients`` to ``total`` in place; what is not there yet moves in."""
-    into, addends = [], []
+def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
+    """Add ``gradients`` to ``total``; what is not there yet moves in."""
+    both = []
     for i, gradient in gradients.items():
         if i not in total:
             total[i] = gradient
         elif total[i].layout == gradient.layout == torch.strided:
-            into.append(total[i])
-            addends.append(gradient)
-        elif total[i].layout == torch.strided:
-            total[i].add_(gradient)
-        else:
-            total[i] = gradient + total[i]
-    if into:
-        torch._foreach_add_(into, addends)
+            both.append(i)
+        else:  # sparse: only dense + sparse and sparse + sparse are known to torch
+            sparse_first = total[i].layout != torch.strided
+            total[i] = gradient + total[i] if sparse_first else total[i] + gradient
+    if both and in_place:
+        torch._foreach_add_([total[i] for i in both], [gradients[i] for i in both])
+    elif both:
+        sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
+        total.update(zip(both, sums, strict=True))

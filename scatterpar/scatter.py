@@ -25,12 +25,13 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def count_rows(batch: Mapping[str, Any], dim: int) -> int:
+def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
 
     Args:
         batch: the parts by the name that errors call them, such as ``inputs`` and ``targets``.
         dim: the dimension that holds the rows.
+        data: the tensors are data, and none may require grad.
 
     Raises:
         ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
@@ -41,7 +42,7 @@ def count_rows(batch: Mapping[str, Any], dim: int) -> int:
     for name, part in batch.items():
         for tensor in nested.tensors(part):
             shape = tuple(tensor.shape)
-            if tensor.requires_grad:
+            if data and tensor.requires_grad:
                 raise ValueError(
                     f"{name}: a tensor of shape {shape} requires grad, but a batch is data; "
                     f"pass tensor.detach()"

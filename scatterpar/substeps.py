@@ -15,7 +15,7 @@ from scatterpar.plan import Share
 from scatterpar.scatter import as_call, is_borrowed, join, take
 from scatterpar.workers import AUTOCAST_TYPES
 
-__all__ = ["Result", "infer", "train"]
+__all__ = ["Result", "infer", "noted", "scalar_loss", "train"]
 
 Criterion = Callable[[Any, Any], Any]
 
@@ -75,7 +75,7 @@ def train(
         zip(share.micro_batches, weights, strict=True)
     ):
         proceed()
-        with _noted(share, number):
+        with noted(share, number):
             micro_inputs, micro_targets = take(
                 (inputs, targets), start - share.start, stop - share.start, dim, copy=borrowed
             )
@@ -110,7 +110,7 @@ def infer(
     outputs = []
     for number, (start, stop) in enumerate(share.micro_batches):
         proceed()
-        with _noted(share, number), torch.no_grad():
+        with noted(share, number), torch.no_grad():
             micro_args, micro_kwargs = take(
                 (args, kwargs), start - share.start, stop - share.start, dim, copy=borrowed
             )
@@ -129,19 +129,20 @@ def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
             loss = output["loss"]
         elif not isinstance(output, Tensor):
             loss = getattr(output, "loss", output)
+    return scalar_loss(loss, source)
+
+
+def scalar_loss(loss: Any, source: str) -> Tensor:
+    """``loss``, if it is a 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}"
-            + (
-                ""
-                if criterion
-                else "; pass a criterion, or return the loss or something with .loss"
-            )
+            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; "
+            f"pass a criterion, or return the loss, .loss or ['loss'] from the module"
         )
     if loss.ndim:
         raise ValueError(
-            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}"
-            + ('; reduce it with "mean" or "sum"' if criterion else "; pass a criterion")
+            f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "
+            f'reduce it with "mean" or "sum", or pass a criterion that does'
         )
     return loss
 
@@ -177,13 +178,13 @@ def _detached(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _noted(share: Share, number: int) -> Iterator[None]:
+def noted(share: Share, number: int | None = None) -> Iterator[None]:
     """Note on whatever is raised where it happened."""
     try:
         yield
     except BaseException as error:
-        error.add_note(
-            f"in replica {share.replica} on {share.device}, "
-            f"sub-step {number} of {len(share.micro_batches)}, counted from 0"
-        )
+        note = f"in replica {share.replica} on {share.device}"
+        if number is not None:
+            note += f", sub-step {number} of {len(share.micro_batches)}"
+        error.add_note(f"{note}, counted from 0")
         raise

@@ -88,7 +88,7 @@ def normalise(counts: Sequence[float | Tensor]) -> list[float]:
 
 def _as_number(count: Any) -> float:
     number = count.item() if isinstance(count, Tensor) and count.ndim == 0 else count
-    if isinstance(number, bool) or not isinstance(number, SupportsFloat):
+    if isinstance(number, (bool, Tensor)) or not isinstance(number, SupportsFloat):
         raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}")
     number = float(number)
     if not 0 <= number < float("inf"):

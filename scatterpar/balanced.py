@@ -1,0 +1,308 @@
+"""DataParallelModel and DataParallelCriterion: outputs and losses stay where they are made.
+
+The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``): the model returns a
+tuple with one entry per replica, and the criterion computes each entry's loss on the device
+that holds it, so that no device has to hold the outputs of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar import nested
+from scatterpar.broadcast import replicate
+from scatterpar.commit import commit_buffers
+from scatterpar.crew import run_shares
+from scatterpar.devices import DeviceLike, Ledger, physical, resolve
+from scatterpar.mirror import Mirror, owner_of
+from scatterpar.plan import Plan, Share, make_plan
+from scatterpar.randomness import Streams
+from scatterpar.replicas import check_placement
+from scatterpar.scatter import count_rows, is_borrowed, join, scatter, take
+from scatterpar.substeps import noted, scalar_loss
+from scatterpar.weights import Count, counter_for, normalise, resolve_reduction
+from scatterpar.workers import Workers
+from scatterpar.wrapper import Wrapper
+
+__all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
+
+
+class DataParallelModel(Wrapper):
+    """Run a module on all devices and leave each output on the device that made it.
+
+    Args:
+        module: any ``nn.Module`` on ``device_ids[0]``.
+        device_ids: one entry per replica, as in ``ScatterOnceParallel``.
+        dim: the dimension that holds the rows.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Module``, ``device_ids`` no list.
+        ValueError: a device that is not here, a parameter that is not on ``device_ids[0]``.
+
+    Example:
+        >>> net = nn.Linear(8, 3)
+        >>> model = DataParallelModel(net, device_ids=["cpu"] * 2)
+        >>> criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        >>> outputs = model(torch.randn(5, 8))
+        >>> [tuple(output.shape) for output in outputs]
+        [(3, 3), (2, 3)]
+        >>> loss = criterion(outputs, torch.tensor([0, 1, 2, 0, 1]))
+        >>> loss.backward()
+        >>> net.weight.grad.shape
+        torch.Size([3, 8])
+
+    """
+
+    def __init__(
+        self, module: nn.Module, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        self.module = module
+        self.device_ids = resolve(device_ids)
+        self.dim = dim
+        check_placement((module,), self.device_ids[0], lazy=True)
+        self._hire()
+
+    def _hire(self) -> None:
+        self._workers = Workers(len(self.device_ids), "this DataParallelModel")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The module's outputs: a tuple with one entry per replica used, each on its device.
+
+        Args:
+            inputs: positional arguments of the module, nested at will. Tensors are split
+                along ``dim``; 0-dim tensors and everything else go to every replica.
+            kwargs: its keyword arguments, likewise.
+
+        Raises:
+            ValueError: no rows, or tensors that disagree in them.
+
+            What the module raises arrives as it is, with a note of the replica.
+
+        """
+        rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
+        plan = make_plan(rows, self.device_ids)
+        with self._workers.exclusive():
+            mirrors = replicate(self.module, [share.device for share in plan.shares])
+            modules = [mirror.of(self.module) for mirror in mirrors]
+            calls = _scatter_owned((inputs, kwargs), plan, self.dim)
+            outputs = _run(self._workers, plan, modules, calls)
+            if self.module.training:
+                _commit_buffers(self.module, mirrors[0])
+        return tuple(outputs)
+
+
+class DataParallelCriterion(Wrapper):
+    """Compute the loss of each replica's outputs on the device that holds them.
+
+    Args:
+        criterion: any callable ``criterion(output, targets)`` that gives a 0-dim loss. A
+            module's parameters and buffers are replicated, and trained, like the model's.
+        device_ids: one entry per replica; by default the devices of the outputs.
+        dim: the dimension that holds the rows.
+
+    Example:
+        >>> criterion = DataParallelCriterion(nn.MSELoss())
+        >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))
+        tensor(6.)
+
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[[Any, Any], Any],
+        device_ids: Sequence[DeviceLike] | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        if not callable(criterion):
+            raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        self.module = criterion
+        self.device_ids = None if device_ids is None else resolve(device_ids)
+        self.dim = dim
+        self._hire()
+
+    def _hire(self) -> None:
+        self._workers = Workers(len(self.device_ids or ()), "this DataParallelCriterion")
+
+    def forward(
+        self,
+        outputs: Sequence[Any],
+        targets: Any,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+    ) -> Tensor:
+        """The loss of the whole batch, 0-dim, on the master; ``loss.backward()`` does the rest.
+
+        Args:
+            outputs: what ``DataParallelModel`` returned, one entry per replica used.
+            targets: the whole batch's, nested at will, with the rows of all the outputs.
+            reduction: as in ``ScatterOnceParallel.forward_backward``.
+            count: ``count(output, targets)`` gives the number of terms that the mean loss
+                of one replica averages over; by default as in ``forward_backward``.
+
+        Raises:
+            TypeError: outputs that are not a tuple or list, a loss that is no tensor.
+            ValueError: outputs and targets that do not belong together, a loss that is not
+                0-dim, ``reduction="none"``.
+
+        """
+        _require_entries(outputs)
+        reduction = resolve_reduction(self.module, reduction)
+        counter = counter_for(self.module, count)
+        plan = self._plan(outputs, count_rows({"targets": targets}, self.dim))
+        devices = [share.device for share in plan.shares]
+        pieces = _scatter_owned(targets, plan, self.dim)
+        weights = [1.0] * len(pieces)
+        if reduction == "mean":
+            weights = normalise(
+                [
+                    share.rows if counter is None else counter(output, piece)
+                    for share, output, piece in zip(plan.shares, outputs, pieces, strict=True)
+                ]
+            )
+        if self._workers.count < len(devices):
+            self._workers = Workers(len(devices), "this DataParallelCriterion")
+        with self._workers.exclusive():
+            owner = owner_of(self.module)
+            mirrors = replicate(owner, devices) if owner else []
+            criteria = [mirror.of(self.module) for mirror in mirrors] or [self.module] * len(
+                devices
+            )
+            losses = _run(
+                self._workers,
+                plan,
+                criteria,
+                [((o, p), {}) for o, p in zip(outputs, pieces, strict=True)],
+            )
+            if owner and owner.training:
+                _commit_buffers(owner, mirrors[0])
+        return _combine([scalar_loss(loss, "the criterion") for loss in losses], weights)
+
+    def _plan(self, outputs: Sequence[Any], rows: int) -> Plan:
+        """The shares of the targets, once it is sure that they are those of the outputs."""
+        here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        devices = here if self.device_ids is None else self.device_ids
+        plan = make_plan(rows, devices) if devices else None
+        if plan is None or len(plan.shares) != len(outputs):
+            raise ValueError(
+                f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
+                f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
+                f"that the model returned for this batch"
+            )
+        for share, output, device in zip(plan.shares, outputs, here, strict=True):
+            if physical(share.device) != device:
+                raise ValueError(
+                    f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
+                    f"{share.device}; give the criterion the model's device_ids, or none"
+                )
+            sizes = [t.size(self.dim) for t in nested.tensors(output) if t.ndim > abs(self.dim)]
+            if sizes and share.rows not in sizes:
+                raise ValueError(
+                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "
+                    f"share of the targets has {share.rows}: outputs and targets are not of one "
+                    f"batch"
+                )
+        return plan
+
+
+def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
+    """Bring the replicas' outputs together on one device, rows in order, differentiably.
+
+    Args:
+        outputs: one entry per replica, of the same nested types.
+        device: an int (ordinal of the accelerator), a string or a device.
+        dim: the dimension that holds the rows.
+
+    Returns:
+        One value of the entries' nested type. 0-dim tensors in it are averaged, weighted by
+        the rows of their entry.
+
+    Raises:
+        TypeError: outputs that are not a tuple or list.
+        ValueError: no outputs, or a device that is not here.
+
+    Example:
+        >>> gather((torch.zeros(2), torch.ones(1)), "cpu")
+        tensor([0., 0., 1.])
+
+    """
+    _require_entries(outputs)
+    if not outputs:
+        raise ValueError("there are no outputs to gather")
+    (target,) = resolve([device])
+
+    def bring(leaf: Any) -> Any:
+        return leaf.to(physical(target)) if isinstance(leaf, Tensor) else leaf
+
+    rows = [next((t.size(dim) for t in nested.tensors(o) if t.ndim), 1) for o in outputs]
+    return join([nested.transform(bring, output) for output in outputs], dim, rows)
+
+
+def _run(
+    workers: Workers, plan: Plan, functions: Sequence[Callable[..., Any]], calls: Sequence[Any]
+) -> list[Any]:
+    """Call each share's function on its device, all at once; what is raised names the replica."""
+
+    def apply(
+        function: Callable[..., Any], share: Share, call: Any, *, proceed: Callable[[], None]
+    ) -> Any:
+        args, kwargs = call
+        with noted(share):
+            return function(*args, **kwargs)
+
+    streams = Streams([share.device for share in plan.shares])
+    try:
+        results = run_shares(
+            workers,
+            plan,
+            streams,
+            apply,
+            list(zip(functions, plan.shares, calls, strict=True)),
+        )
+    except BaseException:
+        streams.rollback()
+        raise
+    streams.commit()
+    return results
+
+
+def _scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
+    """The shares of the batch, none of them views of the caller's tensors."""
+    borrowed = any(is_borrowed(batch, share.device) for share in plan.shares)
+    return scatter(take(batch, 0, plan.rows, dim, copy=borrowed), plan, dim, Ledger())
+
+
+def _commit_buffers(module: nn.Module, mirror: Mirror) -> None:
+    owners = [owner for owner in module.modules() if owner._buffers]
+    commit_buffers([m._buffers for m in owners], [mirror.of(m)._buffers for m in owners], {})
+
+
+def _combine(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted sum on the first loss's device; weight zero takes out even NaN."""
+    master = losses[0].device
+    terms = [loss.to(master) * w for loss, w in zip(losses, weights, strict=True) if w]
+    if not terms:
+        return torch.zeros_like(losses[0], requires_grad=torch.is_grad_enabled())
+    return torch.stack(terms).sum()
+
+
+def _require_entries(outputs: Any) -> None:
+    if not isinstance(outputs, (tuple, list)) or hasattr(outputs, "_fields"):
+        raise TypeError(
+            f"outputs must be the tuple that DataParallelModel returns, with one entry per "
+            f"replica, got {type(outputs).__name__}"
+        )
+
+
+def _first_tensor(output: Any, replica: int) -> Tensor:
+    for tensor in nested.tensors(output):
+        return tensor
+    raise TypeError(f"output {replica} has no tensor in it: got {type(output).__name__}")

@@ -1,0 +1,85 @@
+"""What all wrappers of a module share: state dicts with its own keys, copies, pickles."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Wrapper", "to_own_keys"]
+
+_PREFIX = "module."
+
+
+def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with a leading ``module.`` taken off the keys that are not the module's own.
+
+    So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and so does a
+    model that has a child named ``module``.
+    """
+    own = module.state_dict().keys()
+
+    def rename(key: str) -> str:
+        return key if key in own or not key.startswith(_PREFIX) else key.removeprefix(_PREFIX)
+
+    renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        stripped = {
+            k.removeprefix(_PREFIX): v for k, v in versions.items() if k.startswith(_PREFIX)
+        }
+        renamed._metadata = stripped | dict(versions)  # type: ignore[attr-defined]
+    return renamed
+
+
+class Wrapper(nn.Module):
+    """A wrapper of ``self.module`` that saves and loads it under the module's own keys.
+
+    What it works with at run time (threads, replicas) is neither copied nor pickled: a copy
+    makes its own.
+    """
+
+    module: Any
+
+    _transient = ("_crew", "_workers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state, under the module's own keys."""
+        if not isinstance(self.module, nn.Module):
+            return super().state_dict(*args, **kwargs)
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the module's state from keys with or without a leading ``module.``."""
+        if not isinstance(self.module, nn.Module):
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.module.load_state_dict(to_own_keys(self.module, state_dict), strict, assign)
+
+    def _hire(self) -> None:
+        """Make what is transient."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in self._transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._hire()
+
+
+def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """When a parent loads: its keys for the wrapper are the module's own; torch wants its path."""
+    assert isinstance(wrapper, Wrapper)
+    if not isinstance(wrapper.module, nn.Module):
+        return
+    mine = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}
+    for key, value in to_own_keys(wrapper.module, mine).items():
+        state_dict[prefix + _PREFIX + key] = value

@@ -24,7 +24,7 @@ from scatterpar.randomness import Streams
 from scatterpar.replicas import check_placement
 from scatterpar.scatter import count_rows, is_borrowed, join, scatter, take
 from scatterpar.substeps import noted, scalar_loss
-from scatterpar.weights import Count, counter_for, normalise, resolve_reduction
+from scatterpar.weights import Count, resolve_reduction, weigh
 from scatterpar.workers import Workers
 from scatterpar.wrapper import Wrapper
 
@@ -156,18 +156,11 @@ class DataParallelCriterion(Wrapper):
         """
         _require_entries(outputs)
         reduction = resolve_reduction(self.module, reduction)
-        counter = counter_for(self.module, count)
         plan = self._plan(outputs, count_rows({"targets": targets}, self.dim))
-        devices = [share.device for share in plan.shares]
         pieces = _scatter_owned(targets, plan, self.dim)
-        weights = [1.0] * len(pieces)
-        if reduction == "mean":
-            weights = normalise(
-                [
-                    share.rows if counter is None else counter(output, piece)
-                    for share, output, piece in zip(plan.shares, outputs, pieces, strict=True)
-                ]
-            )
+        calls = list(zip(outputs, pieces, strict=True))
+        weights = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
+        devices = [share.device for share in plan.shares]
         if self._workers.count < len(devices):
             self._workers = Workers(len(devices), "this DataParallelCriterion")
         with self._workers.exclusive():
@@ -176,15 +169,11 @@ class DataParallelCriterion(Wrapper):
             criteria = [mirror.of(self.module) for mirror in mirrors] or [self.module] * len(
                 devices
             )
-            losses = _run(
-                self._workers,
-                plan,
-                criteria,
-                [((o, p), {}) for o, p in zip(outputs, pieces, strict=True)],
-            )
+            losses = _run(self._workers, plan, criteria, [(call, {}) for call in calls])
             if owner and owner.training:
                 _commit_buffers(owner, mirrors[0])
-        return _combine([scalar_loss(loss, "the criterion") for loss in losses], weights)
+        losses = [scalar_loss(loss, "the criterion") for loss in losses]
+        return _combine(losses, [weight for (weight,) in weights])
 
     def _plan(self, outputs: Sequence[Any], rows: int) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""

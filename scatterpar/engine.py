@@ -25,9 +25,9 @@ from scatterpar.randomness import Streams
 from scatterpar.reduce import gather, mean_buffers, reduce_gradients
 from scatterpar.replicas import Replicas, check_placement
 from scatterpar.report import Clock, StepReport
-from scatterpar.scatter import count_rows, scatter
+from scatterpar.scatter import count_rows, micro_batches, scatter
 from scatterpar.substeps import Result, infer, train
-from scatterpar.weights import Count, counter_for, resolve_reduction, weigh
+from scatterpar.weights import Count, resolve_reduction, weigh
 from scatterpar.wrapper import Wrapper
 
 __all__ = ["ScatterOnceParallel"]
@@ -172,7 +172,7 @@ class ScatterOnceParallel(Wrapper):
             targets,
             criterion,
             resolve_reduction(criterion, reduction),
-            counter_for(criterion, count),
+            count,
             self._scale(scaler),
             return_outputs,
         )
@@ -186,7 +186,15 @@ class ScatterOnceParallel(Wrapper):
         streams = Streams([share.device for share in plan.shares])
         try:
             with clock.phase("scatter"):
-                weights = weigh(plan, request.reduction, request.count, *batch, self.dim)
+                weights = weigh(
+                    plan,
+                    request.reduction,
+                    request.criterion,
+                    request.targets,
+                    self.dim,
+                    request.count,
+                    micro_batches(batch, plan, self.dim),
+                )
                 pieces = scatter(batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(request.criterion, ledger)

@@ -14,6 +14,12 @@ __all__ = ["leaves", "merge", "tensors", "transform"]
 
 def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)([transform(function, item) for item in value])
+    if type(value) is dict:
+        return {key: transform(function, item) for key, item in value.items()}
     return merge(lambda pieces: function(pieces[0]), [value])
 
 

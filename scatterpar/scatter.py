@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from scatterpar import nested
 from scatterpar.devices import Ledger
 from scatterpar.plan import Plan
 
-__all__ = ["as_call", "count_rows", "is_borrowed", "join", "scatter", "take"]
+__all__ = ["as_call", "count_rows", "is_borrowed", "join", "micro_batches", "scatter", "take"]
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,6 +79,13 @@ def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> 
         return piece.clone() if copy else piece
 
     return nested.transform(one, value)
+
+
+def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:
+    """The rows of each micro-batch in order, as views of ``batch``."""
+    for share in plan.shares:
+        for start, stop in share.micro_batches:
+            yield take(batch, start, stop, dim)
 
 
 def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def train(
 
     """
     borrowed = is_borrowed(batch, share.device)
+    autocast = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
     losses: list[Tensor] = []
     outputs: list[Any] = []
     for number, ((start, stop), weight) in enumerate(
@@ -88,7 +89,7 @@ def train(
             if weight:
                 if check_finite:
                     _require_finite(loss, share, number)
-                _backward(loss, weight * scale)
+                _backward(loss, weight * scale, autocast)
             losses.append(loss.detach())
             del loss
     joined = join(outputs, dim, weights) if keep_outputs else None
@@ -147,15 +148,14 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     return loss
 
 
-def _backward(loss: Tensor, weight: float) -> None:
-    """Backward from ``weight * loss``, outside autocast, as torch advises."""
+def _backward(loss: Tensor, weight: float, autocast: Sequence[str]) -> None:
+    """Backward from ``weight * loss``, outside ``autocast``, as torch advises."""
     gradient = torch.full_like(loss, weight, requires_grad=False)
-    kinds = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
+        for kind in autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))
         loss.backward(gradient)
-    if kinds:
+    if autocast:
         torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
@@ -177,14 +177,25 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-@contextlib.contextmanager
-def noted(share: Share, number: int | None = None) -> Iterator[None]:
-    """Note on whatever is raised where it happened."""
-    try:
-        yield
-    except BaseException as error:
-        note = f"in replica {share.replica} on {share.device}"
-        if number is not None:
-            note += f", sub-step {number} of {len(share.micro_batches)}"
-        error.add_note(f"{note}, counted from 0")
-        raise
+class noted:
+    """Note on whatever is raised in the body where it happened.
+
+    Args:
+        share: the replica's share.
+        number: the sub-step, where there are any.
+
+    """
+
+    def __init__(self, share: Share, number: int | None = None) -> None:
+        self._share = share
+        self._number = number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            note = f"in replica {self._share.replica} on {self._share.device}"
+            if self._number is not None:
+                note += f", sub-step {self._number} of {len(self._share.micro_batches)}"
+            error.add_note(f"{note}, counted from 0")

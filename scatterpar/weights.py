@@ -8,16 +8,16 @@ where a row holds a varying number of terms (padded tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.plan import Plan
-from scatterpar.scatter import take
 
-__all__ = ["Count", "counter_for", "normalise", "resolve_reduction", "weigh"]
+__all__ = ["Count", "normalise", "resolve_reduction", "weigh"]
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
@@ -44,28 +44,62 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     return reduction
 
 
-def counter_for(criterion: Any, count: Count | None) -> Count | None:
-    """What counts a micro-batch's terms; ``None`` when its rows are the count."""
-    if count is not None:
-        return count
-    if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return lambda _, targets: _count_classes(criterion, targets)
-    return None
+def weigh(
+    plan: Plan,
+    reduction: str,
+    criterion: Any,
+    targets: Any,
+    dim: int,
+    count: Count | None,
+    pieces: Iterable[tuple[Any, Any]],
+) -> list[list[float]]:
+    """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
+
+    Args:
+        plan: how the batch is cut.
+        reduction: ``"mean"`` or ``"sum"``.
+        criterion: tells by its type what it averages over.
+        targets: the whole batch's.
+        dim: the dimension that holds the rows.
+        count: the user's own count of the terms of a piece.
+        pieces: the inputs and targets of each micro-batch in order, for ``count``.
+
+    """
+    spans = [span for share in plan.shares for span in share.micro_batches]
+    if reduction == "sum":
+        weights = [1.0] * len(spans)
+    elif count is not None:
+        weights = normalise([count(*piece) for piece in pieces])
+    elif isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        weights = normalise(_count_classes(criterion, targets, dim, spans))
+    else:
+        weights = normalise([stop - start for start, stop in spans])
+    remaining = iter(weights)
+    return [[next(remaining) for _ in share.micro_batches] for share in plan.shares]
 
 
-def _count_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss, targets: Any) -> float | Tensor:
-    """The divisor of a mean cross entropy: targets that are not ignored, by class weight."""
+def _count_classes(
+    criterion: nn.CrossEntropyLoss | nn.NLLLoss,
+    targets: Any,
+    dim: int,
+    spans: Sequence[tuple[int, int]],
+) -> list[float]:
+    """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"{type(criterion).__name__} takes a tensor of targets, got {type(targets).__name__}"
         )
     if targets.is_floating_point():
-        # Probabilities of classes: every position is a term, ignored ones and weights do not count.
-        return targets.numel() / targets.size(1 if targets.ndim > 1 else 0)
-    counted = targets[targets != criterion.ignore_index]
-    if criterion.weight is None:
-        return counted.numel()
-    return criterion.weight.to(counted.device, torch.float64)[counted].sum()
+        # Probabilities of classes: every position is a term, whatever its weight.
+        return [stop - start for start, stop in spans]
+    counted = targets != criterion.ignore_index
+    terms = counted.to(torch.float64)
+    if criterion.weight is not None:
+        weight = criterion.weight.detach().to(targets.device, torch.float64)
+        terms = weight[targets.masked_fill(~counted, 0)] * counted
+    ends = terms.movedim(dim, 0).flatten(1).sum(1).cumsum(0) if terms.ndim > 1 else terms.cumsum(0)
+    totals = [0.0, *ends[[stop - 1 for _, stop in spans]].tolist()]
+    return [after - before for before, after in pairwise(totals)]
 
 
 def normalise(counts: Sequence[float | Tensor]) -> list[float]:
@@ -94,20 +128,3 @@ def _as_number(count: Any) -> float:
     if not 0 <= number < float("inf"):
         raise ValueError(f"count must return a finite number that is not negative, got {number!r}")
     return number
-
-
-def weigh(
-    plan: Plan, reduction: str, counter: Count | None, inputs: Any, targets: Any, dim: int
-) -> list[list[float]]:
-    """The factor of each micro-batch's loss in the loss of the whole batch, share by share."""
-    spans = [span for share in plan.shares for span in share.micro_batches]
-    if reduction == "sum":
-        weights = [1.0] * len(spans)
-    elif counter is None:
-        weights = normalise([stop - start for start, stop in spans])
-    else:
-        weights = normalise(
-            [counter(*take((inputs, targets), start, stop, dim)) for start, stop in spans]
-        )
-    remaining = iter(weights)
-    return [[next(remaining) for _ in share.micro_batches] for share in plan.shares]

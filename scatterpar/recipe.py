@@ -1,0 +1,250 @@
+"""Learning rate and parameter groups for large batches.
+
+After Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+arXiv:1706.02677: scale the rate with the batch (section 2.1), reach that rate gradually
+(2.2), start residual blocks as the identity and leave normalisation without weight decay (5.1).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = ["gradual_warmup", "linear_scaled_lr", "weight_decay_groups", "zero_init_residual"]
+
+_NORMALISATION = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+
+
+def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
+    """Compute the learning rate for a batch size: `base_lr * batch_size / base_batch_size`.
+
+    Goyal et al. 2017, arXiv:1706.02677, section 2.1.
+
+    Args:
+        base_lr: the rate that suits batches of `base_batch_size`; above zero.
+        batch_size: images of one optimizer step, on all devices together; above zero.
+        base_batch_size: the batch size that `base_lr` was found for; above zero.
+
+    Raises:
+        ValueError: one of the three is not a positive, finite number.
+
+    >>> linear_scaled_lr(0.1, 4096)
+    1.6
+
+    """
+    _require_positive("base_lr", base_lr)
+    _require_positive("batch_size", batch_size)
+    _require_positive("base_batch_size", base_batch_size)
+    return base_lr * batch_size / base_batch_size
+
+
+def gradual_warmup(
+    optimizer: Optimizer,
+    warmup_steps: int,
+    start_lr: float,
+    after: LRScheduler | None = None,
+) -> LRScheduler:
+    """Build a scheduler that moves the rates to their target in equal steps, then hands over.
+
+    The targets are the rates that the optimizer's groups have when this is called. At step
+    `t < warmup_steps` the first group's rate is
+    `start_lr + (target - start_lr) * t / warmup_steps`, the other groups' in proportion; at
+    step `warmup_steps + t` every rate is what `after` gives at its own step `t`, or stays at
+    its target. Call `.step()` once after each `optimizer.step()`, and never `after.step()`.
+
+    `state_dict()` holds `after`'s state as well, so a run can be resumed anywhere.
+    Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+
+    Args:
+        optimizer: its groups' rates are changed in place, at once to those of step 0.
+        warmup_steps: optimizer steps until the target is reached; above zero.
+        start_lr: the first group's rate at step 0; above zero.
+        after: a scheduler built beforehand on the same optimizer and not yet stepped.
+
+    Raises:
+        ValueError: a size or rate is not positive; `after` is another optimizer's or has been
+            stepped already.
+        TypeError: `after` is a `ReduceLROnPlateau`, which cannot step without a metric.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.6)
+    >>> after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    >>> scheduler = gradual_warmup(optimizer, warmup_steps=3, start_lr=0.1, after=after)
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 6))
+    ...     optimizer.step()
+    ...     scheduler.step()
+    >>> rates
+    [0.1, 0.6, 1.1, 1.6, 0.8, 0.4]
+
+    """
+    _require_positive("warmup_steps", warmup_steps)
+    _require_positive("start_lr", start_lr)
+    _require_positive("the first group's learning rate", float(optimizer.param_groups[0]["lr"]))
+    if after is not None:
+        _require_fresh(after, optimizer)
+    return _GradualWarmup(optimizer, warmup_steps, start_lr, after)
+
+
+class _GradualWarmup(LRScheduler):
+    """A ramp of its own, and after it the steps of another scheduler.
+
+    `SequentialLR` is not used: at its milestone it calls `after.step(0)`, which starts
+    schedulers without a closed form (`MultiplicativeLR`, nested ones) from the wrong rate.
+    Here the rates of `after`'s step 0 are put back, and it goes on as if nothing had been.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_steps: int, start_lr: float, after: LRScheduler | None
+    ) -> None:
+        self.warmup_steps = warmup_steps
+        self.targets = [float(group["lr"]) for group in optimizer.param_groups]
+        self.start_factor = start_lr / self.targets[0]
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        """Compute the groups' rates at step `last_epoch`, up to the end of the warm-up."""
+        if self.last_epoch > self.warmup_steps:
+            return [group["lr"] for group in self.optimizer.param_groups]
+        done = self.last_epoch / self.warmup_steps
+        factor = self.start_factor * (1 - done) + done
+        return [target * factor for target in self.targets]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step; `epoch` is not supported."""
+        if epoch is not None:
+            raise ValueError(f"step() takes no epoch, but {epoch} was given: call step() alone")
+        if self.after is None or self.last_epoch < self.warmup_steps:
+            super().step()
+        else:
+            self.after.step()
+            self.last_epoch += 1
+            self._step_count += 1
+            self._last_lr = self.after.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything needed to go on from here, `after`'s state under `"after"`."""
+        state = super().state_dict()
+        state["after"] = None if self.after is None else self.after.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and put the rates that belong to it into the optimizer."""
+        state = dict(state_dict)
+        after_state = state.pop("after")
+        if (after_state is None) != (self.after is None):
+            saved, here = ("without", "with") if after_state is None else ("with", "without")
+            raise ValueError(
+                f"the state is of a warm-up {saved} an `after` scheduler, but this one was built "
+                f"{here}: build it as the saved one was"
+            )
+        super().load_state_dict(state)
+        if self.after is not None:
+            self.after.load_state_dict(after_state)
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split a module's parameters into a group with weight decay and one without.
+
+    Without decay are biases (parameters with "bias" in their own name) and the parameters of
+    normalisation layers (classes whose name ends in "Norm", "Norm2d" and the like). Every
+    parameter of `module.parameters()` is in exactly one group, a shared one too, and frozen
+    ones are kept, as they may be trained later. Goyal et al. 2017, arXiv:1706.02677, section
+    5.1, has no decay on normalisation; Jia et al. 2018, arXiv:1807.11205, adds the biases.
+
+    Args:
+        module: any module.
+        weight_decay: the decay of the first group; zero or above.
+
+    Returns:
+        Two parameter groups for any optimizer of `torch.optim`, the one with decay first.
+
+    Raises:
+        ValueError: `weight_decay` is negative or not finite.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    >>> for group in weight_decay_groups(model, 1e-4):
+    ...     print(group["weight_decay"], [tuple(p.shape) for p in group["params"]])
+    0.0001 [(3, 2)]
+    0.0 [(3,), (3,), (3,)]
+
+    """
+    if not (math.isfinite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"weight_decay must be zero or above, but is {weight_decay}")
+    exempt = {
+        id(parameter)
+        for layer in module.modules()
+        for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False)
+        if "bias" in name or _NORMALISATION.search(type(layer).__name__)
+    }
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if id(p) not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) in exempt], "weight_decay": 0.0},
+    ]
+
+
+def zero_init_residual(module: nn.Module) -> int:
+    """Set the scale of the last normalisation of every residual block to zero, in place.
+
+    Each block then starts as the identity, which eases the first steps at a large rate.
+    Residual blocks are found by their parts, as `torchvision` and this package name them: a
+    `downsample` or `shortcut`, and `bn3` or else `bn2` as the last normalisation.
+    Goyal et al. 2017, arXiv:1706.02677, section 5.1.
+
+    Args:
+        module: any module; one without residual blocks is left as it is.
+
+    Returns:
+        The number of residual blocks found.
+
+    >>> block = nn.Module()
+    >>> block.bn1, block.bn2, block.shortcut = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.Identity()
+    >>> zero_init_residual(nn.Sequential(block))
+    1
+    >>> block.bn1.weight.tolist(), block.bn2.weight.tolist()
+    ([1.0, 1.0], [0.0, 0.0])
+
+    """
+    blocks = 0
+    for block in module.modules():
+        last = getattr(block, "bn3", None) or getattr(block, "bn2", None)
+        is_residual = hasattr(block, "downsample") or hasattr(block, "shortcut")
+        scale = getattr(last, "weight", None)
+        if is_residual and isinstance(scale, nn.Parameter):
+            nn.init.zeros_(scale)
+            blocks += 1
+    return blocks
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be above zero and finite, but is {value}")
+
+
+def _require_fresh(after: LRScheduler, optimizer: Optimizer) -> None:
+    if isinstance(after, ReduceLROnPlateau):
+        raise TypeError(
+            "`after` is a ReduceLROnPlateau, which needs a metric at every step: "
+            "warm up without `after`, then step the ReduceLROnPlateau yourself"
+        )
+    if after.optimizer is not optimizer:
+        raise ValueError("`after` belongs to another optimizer: build it on the one given here")
+    steps = getattr(after, "last_epoch", 0)
+    if steps != 0:
+        raise ValueError(
+            f"`after` must be at its step 0, but is at step {steps}: "
+            "build it right before the warm-up and do not step it"
+        )

@@ -1,0 +1,288 @@
+"""Learning rates against formulas written by hand, parameter groups against plain names."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from scatterpar.recipe import (
+    gradual_warmup,
+    linear_scaled_lr,
+    weight_decay_groups,
+    zero_init_residual,
+)
+
+pytestmark = pytest.mark.draws
+
+TARGETS = (0.8, 0.2)
+WARMUP = 5
+START = 0.1
+
+# name -> (a scheduler on the optimizer, the factor on the target that its step t has)
+AFTER = {
+    "nothing": (lambda optimizer: None, lambda t: 1.0),
+    "StepLR": (
+        lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        lambda t: 0.5 ** (t // 3),
+    ),
+    "CosineAnnealingLR": (
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+        lambda t: (1 + math.cos(math.pi * t / 10)) / 2,
+    ),
+    "LambdaLR": (
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+        lambda t: 1 / (1 + t),
+    ),
+    "MultiplicativeLR": (
+        lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda t: 0.9),
+        lambda t: 0.9**t,
+    ),
+    "SequentialLR": (
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.ConstantLR(optimizer, factor=1.0),
+                lr_scheduler.ExponentialLR(optimizer, gamma=0.5),
+            ],
+            milestones=[2],
+        ),
+        lambda t: 1.0 if t < 2 else 0.5 ** (t - 2),
+    ),
+}
+
+
+def make_optimizer():
+    parameters = [torch.zeros(1, requires_grad=True) for _ in TARGETS]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, TARGETS, strict=True)]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def make_warmup(optimizer, after_name):
+    after = AFTER[after_name][0](optimizer)
+    return gradual_warmup(optimizer, WARMUP, START, after)
+
+
+def rates(optimizer):
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def advance(optimizer, scheduler):
+    optimizer.step()
+    scheduler.step()
+
+
+def expected_rates(after_name, step):
+    if step < WARMUP:
+        ratio = START / TARGETS[0]
+        factor = ratio + (1 - ratio) * step / WARMUP
+    else:
+        factor = AFTER[after_name][1](step - WARMUP)
+    return [target * factor for target in TARGETS]
+
+
+@pytest.mark.parametrize("after_name", AFTER)
+def test_every_step_has_the_rate_of_the_formula(after_name):
+    optimizer = make_optimizer()
+    scheduler = make_warmup(optimizer, after_name)
+    for step in range(14):
+        assert rates(optimizer) == pytest.approx(expected_rates(after_name, step), rel=1e-12)
+        assert scheduler.get_last_lr() == rates(optimizer)
+        advance(optimizer, scheduler)
+
+
+@pytest.mark.parametrize("after_name", AFTER)
+@pytest.mark.parametrize("saved_at", [2, WARMUP, 8])
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_resumed_schedule_goes_on_as_if_never_interrupted(after_name, saved_at, optimizer_first):
+    optimizer = make_optimizer()
+    scheduler = make_warmup(optimizer, after_name)
+    for _ in range(saved_at):
+        advance(optimizer, scheduler)
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+
+    resumed_optimizer = make_optimizer()
+    resumed = make_warmup(resumed_optimizer, after_name)
+    if optimizer_first:
+        resumed_optimizer.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    else:
+        resumed.load_state_dict(saved[1])
+        resumed_optimizer.load_state_dict(saved[0])
+    for _ in range(6):
+        assert rates(resumed_optimizer) == rates(optimizer)
+        advance(optimizer, scheduler)
+        advance(resumed_optimizer, resumed)
+
+
+def test_a_lambda_that_does_not_begin_at_one_is_met_where_it_begins():
+    optimizer = make_optimizer()
+    after = lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 / (1 + t))
+    scheduler = gradual_warmup(optimizer, 2, 0.1, after)
+    seen = []
+    for _ in range(4):
+        seen.append(rates(optimizer)[0])
+        advance(optimizer, scheduler)
+    assert seen == pytest.approx([0.1, 0.25, 0.4, 0.2])
+
+
+def test_a_rate_held_in_a_tensor_stays_that_tensor():
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=torch.tensor(0.8, dtype=torch.float64))
+    tensor = optimizer.param_groups[0]["lr"]
+    scheduler = gradual_warmup(optimizer, 2, 0.4)
+    advance(optimizer, scheduler)
+    scheduler.load_state_dict(scheduler.state_dict())
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert tensor.item() == pytest.approx(0.6)
+
+
+def test_a_rate_set_by_hand_after_the_warmup_stays():
+    optimizer = make_optimizer()
+    scheduler = gradual_warmup(optimizer, 1, 0.1)
+    advance(optimizer, scheduler)
+    advance(optimizer, scheduler)
+    optimizer.param_groups[0]["lr"] = 0.123
+    advance(optimizer, scheduler)
+    assert rates(optimizer)[0] == 0.123
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, 0.1), "warmup_steps must be above zero and finite, but is 0"),
+        ((-3, 0.1), "warmup_steps must be above zero and finite, but is -3"),
+        ((5, 0.0), "start_lr must be above zero and finite, but is 0.0"),
+        ((5, math.nan), "start_lr must be above zero and finite, but is nan"),
+    ],
+)
+def test_sizes_and_rates_of_a_warmup_are_positive(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        gradual_warmup(make_optimizer(), *arguments)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        gradual_warmup(make_optimizer(), 5, 0.1, lr_scheduler.StepLR(make_optimizer(), 1))
+
+
+def test_a_scheduler_already_stepped_is_refused():
+    optimizer = make_optimizer()
+    after = lr_scheduler.StepLR(optimizer, 1)
+    advance(optimizer, after)
+    with pytest.raises(ValueError, match="must be at its step 0, but is at step 1"):
+        gradual_warmup(optimizer, 5, 0.1, after)
+
+
+def test_a_scheduler_on_a_metric_is_refused():
+    optimizer = make_optimizer()
+    after = lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau, which needs a metric"):
+        gradual_warmup(optimizer, 5, 0.1, after)
+
+
+def test_an_epoch_given_to_step_is_refused():
+    with pytest.raises(ValueError, match="takes no epoch, but 3 was given"):
+        gradual_warmup(make_optimizer(), 5, 0.1).step(3)
+
+
+def test_a_state_of_another_schedule_is_refused():
+    with_after = make_warmup(make_optimizer(), "StepLR").state_dict()
+    with pytest.raises(
+        ValueError, match="with an `after` scheduler, but this one was built without"
+    ):
+        make_warmup(make_optimizer(), "nothing").load_state_dict(with_after)
+
+
+def test_the_rate_grows_with_the_batch():
+    assert linear_scaled_lr(0.1, 8192) == pytest.approx(3.2)
+    assert linear_scaled_lr(0.1, 64) == pytest.approx(0.025)
+    assert linear_scaled_lr(0.1, 64, base_batch_size=32) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0.0, 256), "base_lr must be above zero and finite, but is 0.0"),
+        ((0.1, 0), "batch_size must be above zero and finite, but is 0"),
+        ((0.1, 256, -1), "base_batch_size must be above zero and finite, but is -1"),
+        ((math.inf, 256), "base_lr must be above zero and finite, but is inf"),
+    ],
+)
+def test_sizes_and_rates_of_the_scaling_are_positive(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        linear_scaled_lr(*arguments)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.attention = nn.MultiheadAttention(3, 1)
+        self.norms = nn.ModuleList(
+            [nn.BatchNorm2d(3), nn.LayerNorm([3, 3]), nn.GroupNorm(1, 3), RMSNorm()]
+        )
+        self.slope = nn.PReLU()
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embed.weight
+        self.attention.out_proj.weight.requires_grad_(False)
+
+
+def test_biases_and_normalisation_are_without_decay():
+    model = Mixed()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decay, no_decay = weight_decay_groups(model, 0.01)
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.01, 0.0)
+    assert [names[id(parameter)] for parameter in decay["params"]] == [
+        "embed.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "slope.weight",
+    ]
+    assert len(decay["params"]) + len(no_decay["params"]) == len(names)
+
+
+def test_the_groups_train_also_when_one_is_empty():
+    model = nn.Linear(2, 1, bias=False)
+    torch.optim.SGD(weight_decay_groups(model, 0.5), lr=1.0)
+    model.weight.grad = torch.zeros_like(model.weight)
+    before = model.weight.detach().clone()
+    torch.optim.SGD(weight_decay_groups(model, 0.5), lr=1.0).step()
+    torch.testing.assert_close(model.weight.detach(), before / 2)
+
+
+@pytest.mark.parametrize("decay", [-0.1, math.nan, math.inf])
+def test_a_negative_decay_is_refused(decay):
+    with pytest.raises(ValueError, match=f"weight_decay must be zero or above, but is {decay}"):
+        weight_decay_groups(nn.Linear(2, 1), decay)
+
+
+class Block(nn.Module):
+    def __init__(self, norms, residual=True):
+        super().__init__()
+        for i in range(1, norms + 1):
+            setattr(self, f"bn{i}", nn.BatchNorm2d(2))
+        if residual:
+            self.downsample = None
+
+
+def test_the_last_scale_of_each_residual_block_becomes_zero():
+    basic, bottleneck, plain = Block(2), Block(3), Block(2, residual=False)
+    assert zero_init_residual(nn.Sequential(basic, bottleneck, plain)) == 2
+    assert basic.bn2.weight.tolist() == bottleneck.bn3.weight.tolist() == [0, 0]
+    untouched = [basic.bn1, bottleneck.bn1, bottleneck.bn2, plain.bn1, plain.bn2]
+    assert all(norm.weight.tolist() == [1, 1] for norm in untouched)
+
+
+def test_a_block_whose_normalisation_has_no_scale_is_left_alone():
+    block = Block(1)
+    block.bn2 = nn.BatchNorm2d(2, affine=False)
+    assert zero_init_residual(block) == 0

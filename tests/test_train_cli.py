@@ -1,0 +1,208 @@
+"""The tool from the outside: options, exit codes, what it prints and leaves behind."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.__main__ import main as command
+from scatterpar.train import data
+from scatterpar.train.cli import main, parse
+from scatterpar.train.loop import Batches
+
+pytestmark = pytest.mark.draws
+TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--accum", "4", "--epochs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch", "0"], "argument --batch: '0' is not a whole number above zero"),
+        (["--batch", "many"], "argument --batch: 'many' is not a whole number above zero"),
+        (["--accum", "-1"], "argument --accum: "),
+        (["--epochs", "1.5"], "argument --epochs: '1.5' is not a whole number above zero"),
+        (["--replicas", "0"], "argument --replicas: "),
+        (["--warmup-epochs", "-1"], "'-1' is not a whole number, zero or above"),
+        (
+            ["--warmup-epochs", "9", "--epochs", "9"],
+            "--warmup-epochs 9 must be less than --epochs 9",
+        ),
+        (["--base-lr", "0"], "argument --base-lr: '0' is not a number above 0"),
+        (["--base-lr", "nan"], "argument --base-lr: 'nan' is not a number above 0"),
+        (["--base-lr", "inf"], "argument --base-lr: 'inf' is not a number above 0"),
+        (["--momentum", "1"], "'1' is not a number at least 0 and below 1"),
+        (["--weight-decay", "-1"], "argument --weight-decay: '-1' is not a number at least 0"),
+        (["--seed", str(2**31)], "2147483648 is too large: seeds are below 2"),
+        (["--accum", "4", "--micro-batch-size", "8"], "say the same thing twice"),
+        (["--devices", "cpu", "--replicas", "2"], "drop --replicas"),
+        (["--devices", "gpu"], "'gpu' is not a device"),
+        (["--data", "/no/such/folder"], "--data /no/such/folder: there is no such folder"),
+        (["--model", "transformer"], "--model transformer: neither built in"),
+        (["--batch", "64"], "a batch of 64 rows makes micro-batches of one row"),
+        (["--batch", "4095"], "a batch of 2 rows makes micro-batches of one row"),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+        (["--batch"], "argument --batch: expected one argument"),
+        (["--out", "/dev/null/runs"], "--out: /dev/null/runs/metrics.jsonl cannot be written"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_exit_code_2(
+    capsys, tmp_path, monkeypatch, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert re.fullmatch("scatterpar train: error: .*\n", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [([], "a command is missing"), (["tain"], "there is no command 'tain'")],
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, words):
+    assert command(arguments) == 2
+    assert re.fullmatch(f"scatterpar: error: {words}.*usage: .*\n", capsys.readouterr().err)
+
+
+def test_help_says_what_the_defaults_are(capsys):
+    assert command(["--help"]) == 0
+    with pytest.raises(SystemExit) as caught:
+        command(["train", "--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("default 4096", "default 16", "dataset-fashion-mnist", "pip", "resnet20"):
+        assert (words in text) == (words != "pip")
+
+
+def test_a_short_run_needs_no_warmup_of_its_own():
+    assert parse(["--epochs", "1"]).warmup_epochs == 0
+    assert parse(["--epochs", "100"]).warmup_epochs == 5
+
+
+def test_the_size_of_a_sub_step_takes_the_place_of_their_number():
+    options = parse(["--micro-batch-size", "8"])
+    assert (options.micro_batch_size, options.accum) == (8, 1)
+
+
+def test_a_run_reports_what_it_did(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "INSTALLED", tmp_path)
+    assert main([*TWO_CPUS, "--batch", "1024", "--check", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    for words in (
+        f"(all of Fashion-MNIST is installed in {tmp_path}: --data fashion-mnist trains on it)",
+        "8,192 images to train on, 1,808 to test",
+        "cpu:1   512:1024  4 x 128",
+        "largest relative difference",
+        "exact (limit 1e-10)",
+        "epoch 1/1: loss",
+        "finished after 1 of 1 epochs, 8 steps",
+        "test accuracy: ",
+        "nn.DataParallel, computed for    4 calls",
+    ):
+        assert words in printed.out
+    assert re.search(r"images/s, loss=\d", printed.err)
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in records] == ["run", *["step"] * 8, "epoch", "summary"]
+    step, epoch, summary = records[1], records[-2], records[-1]
+    assert step["images"] == 1024
+    assert step["bytes"]["scatter"] == 1024 * (28 * 28 * 4 + 8)
+    assert summary["test_accuracy"] == epoch["test_accuracy"]
+    assert f"test accuracy: {epoch['test_accuracy']:.2%}" in printed.out
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path, capsys):
+    losses = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert main([*TWO_CPUS, "--seed", seed, "--out", str(tmp_path / name)]) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in lines])
+    assert losses[0] == losses[1] != losses[2]
+
+
+class Diverging(nn.Module):
+    """Scores without bounds from the second step on."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Linear(28 * 28, num_classes)
+        self.register_buffer("step", torch.zeros(()))
+
+    def forward(self, images):
+        self.step += self.training
+        return self.head(images.flatten(1)) * torch.where(self.step > 1, torch.nan, 1.0)
+
+
+def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
+    arguments = ["--model", "test_train_cli:Diverging", "--out", str(tmp_path), "--epochs", "2"]
+    assert main([*arguments, "--devices", "cpu:0", "--accum", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"training diverged \(.*\); a lower --base-lr may help; stopped", printed)
+    assert "stopped after 0 of 2 epochs, 1 steps" in printed
+    assert "test accuracy: not measured, no epoch was finished" in printed
+
+
+class BatchCentred(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Linear(28 * 28, num_classes)
+
+    def forward(self, images):
+        return self.head(images.flatten(1)) * images.mean(0).sum()
+
+
+def test_a_failed_check_ends_the_run_with_exit_code_1(tmp_path, capsys):
+    arguments = ["--model", "test_train_cli:BatchCentred", "--out", str(tmp_path), "--check"]
+    assert main([*arguments, *TWO_CPUS]) == 1
+    printed = capsys.readouterr().out
+    assert "NOT EXACT" in printed
+    assert "epoch 1/1" not in printed
+
+
+def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path):
+    def interrupted(self, epoch):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batches, "order", interrupted)
+    assert main([*TWO_CPUS, "--check", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "scatterpar train: interrupted\n"
+
+
+def test_ctrl_c_ends_a_run_with_what_was_reached(tmp_path):
+    arguments = [sys.executable, "-m", "scatterpar", "train", *TWO_CPUS[:-1], "1000"]
+    with subprocess.Popen(
+        [*arguments, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        seen = ""
+        while "epoch 1/1000: loss" not in seen:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            seen += line
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert re.search(r"interrupted after [1-9]\d* of 1000 epochs", printed)
+    assert re.search(r"test accuracy: \d", printed)
+    assert (tmp_path / "curves.png").exists()
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["ending"] == "interrupted"
+
+
+def test_importing_the_engine_imports_nothing_of_the_tool():
+    code = (
+        "import sys, torch; before = set(sys.modules); import scatterpar; "
+        "tool = ('scatterpar.train', 'matplotlib', 'tqdm'); "
+        "print([m for m in set(sys.modules) - before if m.startswith(tool)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

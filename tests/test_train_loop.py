@@ -1,0 +1,207 @@
+"""The loop's order, evaluation, the check, and the arithmetic beside the counted bytes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.plan import make_plan
+from scatterpar.train.check import check_gradients, largest_difference
+from scatterpar.train.data import make_dataset
+from scatterpar.train.errors import UsageError
+from scatterpar.train.loop import Batches, Training, evaluate, train_epoch
+from scatterpar.train.report import Metrics, draw_curves, require_extras
+from scatterpar.train.split import Split
+from scatterpar.train.traffic import Traffic, data_parallel_bytes
+
+pytestmark = pytest.mark.draws
+VIRTUAL = [torch.device("cpu", i) for i in range(2)]
+
+
+def toy_data(rows=10):
+    images = torch.arange(rows * 4, dtype=torch.uint8).view(rows, 1, 2, 2)
+    split = Split(images, torch.arange(rows) % 2)
+    return make_dataset("toy", split, split)
+
+
+def toy_model(*layers):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), *layers, nn.Linear(3, 2))
+
+
+def test_an_epoch_uses_every_row_once_and_epochs_differ():
+    batches = Batches(rows=10, batch=4, seed=3)
+    first, second = [torch.cat(list(torch.split(batches.order(e), 4))) for e in (0, 1)]
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(10))
+    assert first.tolist() != second.tolist()
+    assert first.tolist() == Batches(rows=10, batch=4, seed=3).order(0).tolist()
+    assert first.tolist() != Batches(rows=10, batch=4, seed=4).order(0).tolist()
+    assert batches.steps_per_epoch == 3
+
+
+def test_the_order_goes_on_from_the_samples_consumed():
+    whole = [rows.tolist() for rows in Batches(rows=10, batch=4, seed=3).rest_of_epoch()]
+    resumed = Batches(rows=10, batch=4, seed=3)
+    resumed.consumed = 4
+    assert [rows.tolist() for rows in resumed.rest_of_epoch()] == whole[1:]
+
+
+def test_training_is_that_of_a_plain_loop():
+    data = toy_data()
+    plain = toy_model()
+    model = toy_model()
+    model.load_state_dict(plain.state_dict())
+    criterion = nn.CrossEntropyLoss()
+    batches = Batches(rows=10, batch=4, seed=0)
+
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    losses = []
+    for rows in batches.rest_of_epoch():
+        images = data.standardise(data.train.images[rows])
+        loss = criterion(plain(images), data.train.labels[rows])
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        losses.append(loss.item())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    with ScatterOnceParallel(model, accum=2, device_ids=VIRTUAL) as engine:
+        training = Training(engine, optimizer, scheduler, batches)
+        steps = list(train_epoch(training, data, criterion))
+    assert [report.loss for report, _ in steps] == pytest.approx(losses, rel=1e-5)
+    assert [rate for _, rate in steps] == [0.5] * 3
+    assert batches.consumed == 10
+    assert batches.epoch == 1
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_evaluation_counts_every_row_the_same_in_uneven_batches():
+    data, model, criterion = toy_data(), toy_model(), nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, device_ids=VIRTUAL) as engine:
+        loss, accuracy = evaluate(engine, data, data.test, 4, criterion)
+    scores = model(data.standardise(data.test.images))
+    assert loss == pytest.approx(criterion(scores, data.test.labels).item(), rel=1e-6)
+    right = (scores.argmax(1) == data.test.labels).double().mean().item()
+    assert accuracy == pytest.approx(right, abs=1e-12)
+
+
+def check(model, rows=9):
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.rand(rows, 1, 2, 2, generator=generator), torch.arange(rows) % 2
+    return check_gradients(model, images, labels, nn.CrossEntropyLoss(), 3, None, VIRTUAL)
+
+
+def test_the_check_passes_with_batch_normalisation_and_dropout_and_leaves_the_model_alone():
+    model = toy_model(nn.BatchNorm1d(3), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outcome = check(model)
+    assert outcome.passed
+    assert "first step's 9 images" in str(outcome)
+    assert "exact (limit 1e-10)" in str(outcome)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class BatchCentred(nn.Module):
+    def forward(self, features):
+        return features - features.mean(0)
+
+
+def test_the_check_fails_for_a_model_whose_rows_depend_on_each_other():
+    outcome = check(toy_model(BatchCentred()))
+    assert not outcome.passed
+    assert "NOT EXACT" in str(outcome)
+
+
+def test_a_difference_is_relative_to_the_parameters_own_gradient():
+    found, expected = toy_model(), toy_model()
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+    assert largest_difference(found, expected)[0] == 0
+    expected[1].bias.grad.mul_(0.01)
+    found[1].bias.grad.mul_(0.01)
+    found[1].bias.grad[1] *= 1.5
+    difference, place = largest_difference(found, expected)
+    assert place == "1.bias"
+    assert difference == pytest.approx(0.5)
+    found[2].weight.grad[0, 0] = float("nan")
+    assert largest_difference(found, expected)[1] == "2.weight"
+
+
+def test_a_gradient_that_only_one_side_has_is_a_difference():
+    found, expected = toy_model(), toy_model()
+    expected[1].bias.grad = torch.ones(3)
+    assert largest_difference(found, expected) == (float("inf"), "1.bias")
+
+
+def test_data_parallel_moves_parameters_and_gradients_once_a_call():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model[0].bias.requires_grad_(False)
+    devices = [torch.device("cpu", i) for i in range(4)]
+    moved = data_parallel_bytes(make_plan(16, devices, accum=2), model, 1000, row_bytes=12)
+    parameters, buffers, frozen = 4 * (9 + 6), 4 * 6 + 8, 4 * 3
+    assert moved == {
+        "scatter": 1000,
+        "replicate": 2 * 3 * (parameters + buffers),
+        "compute": 2 * 12 * 12,
+        "reduce": 2 * 3 * (parameters - frozen),
+    }
+
+
+def test_replicas_in_the_masters_memory_receive_nothing():
+    plan = make_plan(8, [torch.device("cpu")] * 4, accum=2)
+    moved = data_parallel_bytes(plan, nn.Linear(2, 3), 0, row_bytes=12)
+    assert set(moved.values()) == {0}
+    traffic = Traffic(nn.Linear(2, 3), row_bytes=12)
+    traffic.add(plan, moved)
+    assert "all replicas share one memory" in str(traffic)
+
+
+def test_the_engine_moves_what_one_call_of_data_parallel_moves_apart_from_outputs():
+    model = toy_model()
+    with ScatterOnceParallel(model, accum=4, device_ids=VIRTUAL) as engine:
+        images, labels = torch.zeros(16, 1, 2, 2), torch.zeros(16, dtype=torch.int64)
+        engine.forward_backward(images, labels, nn.CrossEntropyLoss())
+        report = engine.last_step
+    traffic = Traffic(model, row_bytes=8)
+    traffic.add(report.plan, report.bytes)
+    assert traffic.counted["scatter"] == traffic.computed["scatter"] == 16 * (4 * 4 + 8)
+    assert traffic.computed["replicate"] == 4 * traffic.counted["replicate"]
+    assert traffic.computed["reduce"] == 4 * traffic.counted["reduce"]
+    assert traffic.counted["compute"] == 0
+    assert "computed for    4 calls" in str(traffic)
+
+
+def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):
+    with Metrics(tmp_path / "new" / "metrics.jsonl") as metrics:
+        metrics.write("step", step=1, loss=float("nan"), seconds={"scatter": float("inf")})
+        metrics.write("epoch", step=1, epoch=1, test_loss=0.5, test_accuracy=0.25)
+    lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == metrics.records
+    assert metrics.records[0]["loss"] is None
+    assert metrics.records[0]["seconds"] == {"scatter": None}
+    draw_curves(metrics.records, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_drawn_of_a_run_that_reached_nothing(tmp_path):
+    draw_curves([], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--out: .*metrics.jsonl cannot be written: "):
+        Metrics(tmp_path / "file" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("package", ["tqdm", "matplotlib"])
+def test_a_missing_package_names_the_extra(monkeypatch, package):
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    words = rf"{package} is not installed.*pip install scatterpar\[train\]"
+    with pytest.raises(UsageError, match=words):
+        require_extras()

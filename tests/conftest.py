@@ -1,0 +1,65 @@
+"""Fixtures that every test shares, and those that police every test."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import police
+from hypothesis import settings
+
+settings.register_profile("suite", database=None, deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if report.when == "call":
+        item.stash[police.FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_threads(request: pytest.FixtureRequest):
+    before = police.threads()
+    yield
+    if not request.node.stash.get(police.FAILED, True):  # a traceback keeps an engine alive
+        leaked = police.leaked_threads(before)
+        assert not leaked, f"the test leaked threads: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def _no_moved_generators(request: pytest.FixtureRequest):
+    """Random state is put back after every test, and only tests marked ``draws`` may move it.
+
+    Data and initial weights come from generators of their own (``helpers``), so that what
+    moves the global one is the code under test.
+    """
+    before = police.random_states()
+    yield
+    moved = police.differences(before, police.random_states())
+    police.put_back_random_states(before)
+    if request.node.get_closest_marker("draws") is None:
+        assert not moved, f"the test moved random generators: {sorted(moved)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_changed_globals(_no_moved_generators: None):
+    before = police.globals_of_torch()
+    yield
+    changed = police.differences(before, police.globals_of_torch())
+    police.put_back(before)
+    assert not changed, f"the test changed globals: {changed}"
+
+
+@pytest.fixture(params=["shared", "virtual"])
+def devices(request: pytest.FixtureRequest):
+    """``devices(n)``: n replicas in one memory, or on n virtual devices of their own."""
+    if request.param == "shared":
+        return lambda n: ["cpu"] * n
+    return lambda n: [f"cpu:{i}" for i in range(n)]

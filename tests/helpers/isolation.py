@@ -1,0 +1,137 @@
+"""Virtual devices that behave like real ones: no operation may mix tensors of two memories.
+
+On GPUs torch refuses an operation on tensors of two devices. Virtual devices all lie in the
+host's memory, where torch sees no difference; this dispatch mode knows which memory each
+storage belongs to, and raises where a GPU would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scatterpar import devices
+from scatterpar.devices import Ledger
+
+HOST = torch.device("cpu")
+
+
+class MixedMemories(RuntimeError):
+    """One operation got tensors of two memories."""
+
+
+class Memories:
+    """Which memory each storage belongs to; those that nobody claimed are the host's."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._lock = threading.Lock()
+        self.checked: dict[torch.device, int] = {}
+
+    def claim(self, tensors: Any, memory: torch.device) -> None:
+        with self._lock:
+            for storage in _storages(tensors):
+                reference = StorageWeakRef(storage)
+                self._owners[reference.cdata] = (reference, memory)
+
+    def owner(self, tensor: Tensor) -> torch.device | None:
+        with self._lock:
+            for storage in _storages(tensor):
+                reference, memory = self._owners.get(storage._cdata, (None, None))
+                if reference is not None and not reference.expired():
+                    return memory
+        return None
+
+    def check(
+        self, operator: Any, values: Any, here: torch.device, *, host_too: bool
+    ) -> torch.device:
+        """The one memory that all tensors among ``values`` are in."""
+        found = {}
+        for tensor in _tensors(values):
+            memory = self.owner(tensor) or HOST
+            # As on GPUs, a number from the host may join in.
+            if memory != HOST or (tensor.ndim and not host_too):
+                found[memory] = tuple(tensor.shape)
+        if len(found) > 1:
+            raise MixedMemories(f"{operator} on {here} mixes tensors of {found}")
+        self.checked[here] = self.checked.get(here, 0) + 1
+        return next(iter(found), here)
+
+
+class Guard(TorchDispatchMode):
+    """Checks every operation of one thread, and claims what it makes for the memory it ran in.
+
+    With ``host_too`` the host's memory counts as ``here``: the caller's thread may move
+    tensors between the two with ``.to``, which on virtual devices leaves no trace.
+    """
+
+    def __init__(self, memories: Memories, here: torch.device, *, host_too: bool = False) -> None:
+        super().__init__()
+        self.memories, self.here, self.host_too = memories, here, host_too
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        memory = self.memories.check(func, (args, kwargs), self.here, host_too=self.host_too)
+        result = func(*args, **kwargs)
+        fresh = [t for t in _tensors(result) if self.memories.owner(t) is None]
+        self.memories.claim(fresh, memory)
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in _tensors(values):
+        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+        for part in parts:
+            if part.device.type != "meta":
+                yield part.untyped_storage()
+
+
+@contextlib.contextmanager
+def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Memories]:
+    """Virtual devices are apart from here on; ``modules`` are in the memory of ``cpu:0``."""
+    memories = Memories()
+    master = torch.device("cpu:0")
+    for module in modules:
+        memories.claim([*module.parameters(), *module.buffers()], master)
+    on, empty, copy, copy_into = devices.on, devices.empty, Ledger.copy, Ledger.copy_into
+
+    @contextlib.contextmanager
+    def guarded_on(device, stream):
+        with on(device, stream), Guard(memories, device):
+            yield
+
+    def claimed_empty(size, dtype, device):
+        with torch._C._DisableTorchDispatch():
+            tensor = empty(size, dtype, device)
+        memories.claim(tensor, device)
+        return tensor
+
+    def claimed_copy(self, tensor, device, phase):
+        with torch._C._DisableTorchDispatch():
+            result = copy(self, tensor, device, phase)
+        memories.claim(result, device)
+        return result
+
+    def allowed_copy_into(self, target, source, phase):
+        with torch._C._DisableTorchDispatch():
+            copy_into(self, target, source, phase)
+
+    monkeypatch.setattr(devices, "on", guarded_on)
+    monkeypatch.setattr(devices, "empty", claimed_empty)
+    monkeypatch.setattr(Ledger, "copy", claimed_copy)
+    monkeypatch.setattr(Ledger, "copy_into", allowed_copy_into)
+    with Guard(memories, master, host_too=True):  # the caller's own thread: refresh, reduce and commit
+        yield memories

@@ -1,0 +1,35 @@
+"""Small models with exact gradients: smooth, float64, no random numbers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from helpers.oracle import build
+
+FEATURES, CLASSES = 5, 4
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    """Rows of ``FEATURES`` to ``CLASSES`` logits."""
+    return build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)), seed
+    )
+
+
+class TokenClassifier(nn.Module):
+    """Token ids of shape (rows, length) to logits of shape (rows, CLASSES, length)."""
+
+    def __init__(self, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        hidden = hidden + self.mix(hidden).tanh().mean(1, keepdim=True)
+        return self.head(hidden).transpose(1, 2)
+
+
+def token_classifier(seed: int = 0) -> TokenClassifier:
+    return build(TokenClassifier, seed)

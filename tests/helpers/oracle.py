@@ -1,0 +1,107 @@
+"""Plain torch on one device: what every step is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RELATIVE = 1e-10
+_ROUNDING = 1e-14  # where the exact value is zero: some rounding errors of numbers around one
+
+Gradients = dict[str, Tensor | None]
+
+
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Draw from a seeded generator, and leave the global one as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def build(factory: Callable[[], Any], seed: int = 0) -> Any:
+    """A float64 module with the weights of ``seed``."""
+    with seeded(seed):
+        return factory().double()
+
+
+def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def randint(high: int, *shape: int, seed: int = 2) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call(module: Callable[..., Any], inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def gradients(module: nn.Module) -> Gradients:
+    """A copy of each parameter's gradient by name; tied parameters under each of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
+
+
+def whole_batch(
+    module: nn.Module,
+    inputs: Any,
+    targets: Any = None,
+    criterion: Callable[[Any, Any], Any] | None = None,
+) -> tuple[Tensor, Gradients]:
+    """The loss and the gradients of one whole-batch backward through a copy of ``module``."""
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    output = call(twin, inputs)
+    if criterion is not None:
+        loss = criterion(output, targets)
+    else:
+        loss = output if isinstance(output, Tensor) else output["loss"]
+    loss.backward()
+    return loss.detach(), gradients(twin)
+
+
+def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = RELATIVE) -> None:
+    """Equal up to rounding, measured against the expected tensor's own size."""
+    assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
+    actual, expected = (t.to_dense() if t.is_sparse else t for t in (actual, expected))
+    off, size = (actual - expected).norm().item(), expected.norm().item()
+    assert off <= relative * size + _ROUNDING, f"{name}: off by {off}, of {size}"
+
+
+def assert_gradients(module: nn.Module, expected: Gradients, relative: float = RELATIVE) -> None:
+    """Each parameter's gradient, separately, is the expected one or is missing where it is."""
+    actual = gradients(module)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert actual[name] is None, f"{name} has a gradient that the oracle has not"
+        else:
+            assert actual[name] is not None, f"{name} has no gradient"
+            assert_close(actual[name], gradient, name, relative)
+
+
+def assert_step(
+    engine: Any,
+    inputs: Any,
+    targets: Any = None,
+    criterion: Callable[[Any, Any], Any] | None = None,
+    *,
+    relative: float = RELATIVE,
+    **options: Any,
+) -> Tensor:
+    """One step of ``engine`` gives the whole batch's loss and gradients."""
+    expected_loss, expected = whole_batch(engine.module, inputs, targets, criterion)
+    engine.module.zero_grad()
+    loss = engine.forward_backward(inputs, targets, criterion, **options)
+    assert_close(loss, expected_loss, "loss", relative)
+    assert_gradients(engine.module, expected, relative)
+    return loss

@@ -1,0 +1,99 @@
+"""What a test must leave as it found it, and how to tell."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules import module as module_globals
+
+FAILED = pytest.StashKey[bool]()
+GRACE_SECONDS = 5.0
+_AUTOCAST_TYPES = ("cpu", "cuda")
+
+
+def threads() -> set[int | None]:
+    return {thread.ident for thread in threading.enumerate()}
+
+
+def leaked_threads(before: set[int | None]) -> list[str]:
+    """Names of threads that were not there before and that do not end by themselves."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while leaked := [t.name for t in threading.enumerate() if t.ident not in before]:
+        gc.collect()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return leaked
+
+
+def globals_of_torch() -> dict[str, Any]:
+    """What torch, or Python, keeps for the whole process or the calling thread."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast enabled": [torch.is_autocast_enabled(kind) for kind in _AUTOCAST_TYPES],
+        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warnings": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        "torch.default_generator": id(torch.default_generator),
+        "torch.random.default_generator": id(torch.random.default_generator),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "global module hooks": [
+            len(getattr(module_globals, name))
+            for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+        ],
+        "excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
+        "SIGINT": signal.getsignal(signal.SIGINT),
+    }
+
+
+def put_back(before: dict[str, Any]) -> None:
+    """Undo what can be undone, so that one test's fault is not its neighbour's."""
+    torch.set_num_threads(before["num_threads"])
+    torch.set_default_dtype(before["default dtype"])
+    torch.set_default_device(None if before["default device"].type == "cpu" else "meta")
+    torch.set_grad_enabled(before["grad mode"])
+    torch.set_autocast_enabled("cpu", before["autocast enabled"][0])
+    torch.set_autocast_dtype("cpu", before["autocast dtype"][0])
+    torch.set_autocast_cache_enabled(before["autocast cache"])
+    torch.use_deterministic_algorithms(
+        before["deterministic"], warn_only=before["deterministic warnings"]
+    )
+    torch.random.default_generator = torch.default_generator
+    signal.signal(signal.SIGINT, before["SIGINT"])
+
+
+def random_states() -> dict[str, Any]:
+    return {"torch": torch.default_generator.get_state().tolist(), "random": random.getstate()}
+
+
+def put_back_random_states(before: dict[str, Any]) -> None:
+    state = torch.tensor(before["torch"], dtype=torch.uint8, device="cpu")
+    torch.default_generator.set_state(state)
+    random.setstate(before["random"])
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (value, after[name])
+        for name, value in before.items()
+        if value is not after[name] and value != after[name]
+    }

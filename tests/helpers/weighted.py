@@ -1,0 +1,141 @@
+"""Losses whose terms do not all count alike, and oracles for them that share no code with torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.models import CLASSES
+from helpers.oracle import randint, randn
+
+CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.0, 0.125], dtype=torch.float64)
+IGNORED = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A criterion, and targets for a batch of some rows (with ``length`` terms in each)."""
+
+    criterion: Callable[[], Any]
+    targets: Callable[[int], Tensor]
+
+
+def classes(rows: int) -> Tensor:
+    return randint(CLASSES, rows, seed=rows)
+
+
+def padded(rows: int) -> Tensor:
+    """Classes, of which some are torch's default ``ignore_index``, in uneven runs."""
+    targets = classes(rows)
+    targets[randn(rows, seed=rows + 1) > 0.2] = -100
+    targets[: rows // 4] = -100
+    if (targets == -100).all():
+        targets[-1] = 1
+    return targets
+
+
+def probabilities(rows: int) -> Tensor:
+    return randn(rows, CLASSES, seed=rows).softmax(1)
+
+
+def values(rows: int) -> Tensor:
+    return randn(rows, CLASSES, seed=rows)
+
+
+def signs(rows: int) -> Tensor:
+    return (values(rows) > 0).double()
+
+
+class LogSoftmaxNLL(nn.NLLLoss):
+    """``nn.NLLLoss`` wants log-probabilities: take them inside, so that every case eats logits."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.log_softmax(1), target)
+
+
+class LogSoftmaxKL(nn.KLDivLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.log_softmax(1), target)
+
+
+def _ce(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.CrossEntropyLoss(**options)
+
+
+CASES = {
+    "mean": Case(_ce(), classes),
+    "sum": Case(_ce(reduction="sum"), classes),
+    "padded": Case(_ce(), padded),
+    "ignore_index": Case(_ce(ignore_index=IGNORED), classes),
+    "class weights": Case(_ce(weight=CLASS_WEIGHTS), classes),
+    "class weights, sum": Case(_ce(weight=CLASS_WEIGHTS, reduction="sum"), classes),
+    "class weights, ignore_index": Case(_ce(weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes),
+    "class weights, padded": Case(_ce(weight=CLASS_WEIGHTS), padded),
+    "smoothing": Case(_ce(label_smoothing=0.2), classes),
+    "smoothing, padded": Case(_ce(label_smoothing=0.2), padded),
+    "smoothing, class weights": Case(_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
+    "smoothing, class weights, ignore_index": Case(
+        _ce(label_smoothing=0.2, weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes
+    ),
+    "probabilities": Case(_ce(), probabilities),
+    "probabilities, class weights": Case(_ce(weight=CLASS_WEIGHTS), probabilities),
+    "probabilities, smoothing": Case(_ce(label_smoothing=0.3), probabilities),
+    "probabilities, sum": Case(_ce(reduction="sum"), probabilities),
+    "nll": Case(LogSoftmaxNLL, classes),
+    "nll, padded": Case(LogSoftmaxNLL, padded),
+    "nll, class weights": Case(lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
+    "nll, class weights, sum": Case(
+        lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS, reduction="sum"), classes
+    ),
+    "mse": Case(nn.MSELoss, values),
+    "mse, sum": Case(lambda: nn.MSELoss(reduction="sum"), values),
+    "l1, sum": Case(lambda: nn.L1Loss(reduction="sum"), values),
+    "huber": Case(nn.HuberLoss, values),
+    "bce, positive weights": Case(lambda: nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), signs),
+    "kl, batchmean": Case(lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
+    "kl, sum": Case(lambda: LogSoftmaxKL(reduction="sum"), probabilities),
+    "kl, log targets": Case(
+        lambda: LogSoftmaxKL(reduction="batchmean", log_target=True),
+        lambda rows: probabilities(rows).log(),
+    ),
+}
+
+
+def by_hand(
+    logits: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
+    """Mean cross entropy of (rows, classes) logits, one row at a time, from its definition."""
+    total, divisor = 0.0, 0.0
+    for row, target in zip(logits, targets.tolist(), strict=True):
+        if target == ignore_index:
+            continue
+        shifted = row - row.max()
+        log_p = shifted - shifted.exp().sum().log()
+        scale = torch.ones_like(row) if weight is None else weight
+        of_target = -(scale[target] * log_p[target])
+        of_all = -(scale * log_p).sum() / len(row)
+        total = total + (1 - smoothing) * of_target + smoothing * of_all
+        divisor = divisor + float(scale[target])
+    return total / divisor
+
+
+def gradient_by_hand(
+    inputs: Tensor, logits: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a linear layer under a mean cross entropy, by calculus, without autograd."""
+    scale = torch.ones(logits.size(1)).double() if weight is None else weight
+    slope = torch.zeros_like(logits)
+    divisor = 0.0
+    for i, target in enumerate(targets.tolist()):
+        if target == ignore_index:
+            continue
+        probability = logits[i].exp() / logits[i].exp().sum()
+        probability[target] -= 1
+        slope[i] = scale[target] * probability
+        divisor += float(scale[target])
+    slope /= divisor
+    return slope.T @ inputs, slope.sum(0)

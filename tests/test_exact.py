@@ -1,0 +1,161 @@
+"""A step gives the gradient, the loss and the training of the whole batch on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, weight_decay=1e-3
+    ),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+STEPS = 5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [64, 37, 9, 3, 1])
+@pytest.mark.parametrize("accum", [1, 3, 16])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimizer):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    criterion = nn.CrossEntropyLoss()
+    ours = OPTIMIZERS[optimizer](model.parameters())
+    theirs = OPTIMIZERS[optimizer](plain.parameters())
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        for step in range(STEPS):
+            inputs, targets = randn(rows, FEATURES, seed=step), randint(CLASSES, rows, seed=step)
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss = engine.forward_backward(inputs, targets, criterion)
+            expected = criterion(plain(inputs), targets)
+            expected.backward()
+            assert_close(loss, expected.detach(), f"loss of step {step}")
+            for (name, mine), its in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                assert_close(mine.grad, its.grad, f"gradient of {name}, step {step}")
+            ours.step()
+            theirs.step()
+            for (name, mine), its in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                assert_close(mine.detach(), its.detach(), f"{name} after step {step}")
+
+
+def test_several_calls_add_up_like_backward(devices):
+    model = mlp()
+    criterion = nn.CrossEntropyLoss()
+    batches = [(randn(n, FEATURES, seed=n), randint(CLASSES, n, seed=n)) for n in (7, 10, 2)]
+    expected = [whole_batch(model, *batch, criterion)[1] for batch in batches]
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for batch in batches:
+            engine.forward_backward(*batch, criterion)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, sum(gradients[name] for gradients in expected), name)
+
+
+def test_a_batch_may_change_its_size_from_step_to_step(devices):
+    with ScatterOnceParallel(mlp(), 3, devices(4)) as engine:
+        for rows in (64, 1, 9, 37, 2, 64):
+            inputs, targets = randn(rows, FEATURES, seed=rows), randint(CLASSES, rows, seed=rows)
+            assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
+
+
+def test_the_loss_is_detached_and_0_dim(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        loss = engine.forward_backward(
+            randn(5, FEATURES), randint(CLASSES, 5), nn.CrossEntropyLoss()
+        )
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    assert loss.dtype == torch.float64
+    assert engine.last_step.loss == loss.item()
+
+
+def test_grad_tensors_are_kept_and_added_to_in_place(devices):
+    """Optimizers and flat-gradient tricks hold on to ``.grad``: it is added to, not replaced."""
+    model = mlp()
+    held = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        held[name] = parameter.grad
+    batch = randn(6, FEATURES), randint(CLASSES, 6)
+    _, expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is held[name]
+        assert_close(parameter.grad, expected[name] + 1, name)
+
+
+def test_set_to_none_and_zeroed_gradients_are_both_served(devices):
+    model = mlp()
+    batch = randn(6, FEATURES), randint(CLASSES, 6)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for set_to_none in (True, False, True):
+            _, expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
+            model.zero_grad(set_to_none=set_to_none)
+            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            for name, parameter in model.named_parameters():
+                assert_close(parameter.grad, expected[name], name)
+
+
+def test_a_gradient_handed_out_is_not_written_by_the_next_step(devices):
+    model = mlp()
+    batch = randn(6, FEATURES), randint(CLASSES, 6)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        kept = [parameter.grad for parameter in model.parameters()]
+        copies = [gradient.clone() for gradient in kept]
+        model.zero_grad()
+        engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
+    for gradient, before in zip(kept, copies, strict=True):
+        assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_rows_along_another_dimension(devices, dim):
+    class ColumnsAreRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 2)
+
+        def forward(self, columns):
+            return self.linear(columns.T).T
+
+    with ScatterOnceParallel(build(ColumnsAreRows), 2, devices(3), dim=dim) as engine:
+        assert_step(engine, randn(FEATURES, 11), randn(2, 11, seed=3), nn.MSELoss())
+
+
+def test_micro_batch_size_is_another_way_to_say_it(devices):
+    with ScatterOnceParallel(mlp(), device_ids=devices(2), micro_batch_size=4) as engine:
+        assert_step(engine, randn(18, FEATURES), randint(CLASSES, 18), nn.CrossEntropyLoss())
+        shares = engine.last_step.plan.shares
+        assert [share.micro_batches for share in shares] == [
+            ((0, 3), (3, 6), (6, 9)),
+            ((9, 12), (12, 15), (15, 18)),
+        ]
+
+
+def test_two_engines_on_one_model_add_up(devices):
+    model = mlp()
+    batch = randn(6, FEATURES), randint(CLASSES, 6)
+    _, expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
+    with (
+        ScatterOnceParallel(model, 1, devices(2)) as one,
+        ScatterOnceParallel(model, 3, devices(3)) as other,
+    ):
+        one.forward_backward(*batch, nn.CrossEntropyLoss())
+        other.forward_backward(*batch, nn.CrossEntropyLoss())
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, 2 * expected[name], name)

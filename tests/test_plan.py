@@ -1,0 +1,124 @@
+"""plan(): rows to shares to micro-batches, as evenly as possible, in order, none empty."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import mlp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scatterpar import Plan, ScatterOnceParallel
+
+
+def engine_on(replicas, **options):
+    return ScatterOnceParallel(torch.nn.Identity(), device_ids=["cpu"] * replicas, **options)
+
+
+def sizes(plan):
+    return [share.rows for share in plan.shares]
+
+
+def spans(share):
+    return [stop - start for start, stop in share.micro_batches]
+
+
+@given(
+    rows=st.integers(1, 500),
+    replicas=st.integers(1, 9),
+    accum=st.integers(1, 20),
+    micro_batch_size=st.none() | st.integers(1, 60),
+)
+def test_every_plan(rows, replicas, accum, micro_batch_size):
+    options = {"micro_batch_size": micro_batch_size} if micro_batch_size else {"accum": accum}
+    plan = engine_on(replicas, **options).plan(rows)
+    assert plan.rows == rows
+    assert len(plan.shares) == min(rows, replicas)
+    assert [share.replica for share in plan.shares] == list(range(len(plan.shares)))
+    assert max(sizes(plan)) - min(sizes(plan)) <= 1
+    assert sizes(plan) == sorted(sizes(plan), reverse=True)
+    position = 0
+    for share in plan.shares:
+        assert share.start == position
+        for start, stop in share.micro_batches:
+            assert start == position
+            assert stop > start
+            position = stop
+        assert share.stop == position
+        assert max(spans(share)) - min(spans(share)) <= 1
+        if micro_batch_size:
+            assert len(share.micro_batches) == -(-share.rows // micro_batch_size)
+        else:
+            assert len(share.micro_batches) == min(accum, share.rows)
+    assert position == rows
+
+
+def test_9_rows_on_4_replicas_are_3_2_2_2():
+    assert sizes(engine_on(4).plan(9)) == [3, 2, 2, 2]
+
+
+def test_3_rows_on_4_replicas_use_3():
+    assert sizes(engine_on(4).plan(3)) == [1, 1, 1]
+
+
+def test_9_rows_in_micro_batches_of_4_are_3_3_3():
+    (share,) = engine_on(1, micro_batch_size=4).plan(9).shares
+    assert share.micro_batches == ((0, 3), (3, 6), (6, 9))
+
+
+def test_positions_are_the_batch_s(devices):
+    engine = ScatterOnceParallel(mlp(), 2, devices(2))
+    plan = engine.plan(10)
+    assert [(share.start, share.stop) for share in plan.shares] == [(0, 5), (5, 10)]
+    assert plan.shares[1].micro_batches == ((5, 8), (8, 10))
+    assert [share.device for share in plan.shares] == [torch.device(d) for d in devices(2)]
+
+
+def test_a_plan_is_pure_arithmetic():
+    engine = engine_on(4)
+    assert engine.plan(10**12).shares[3].stop == 10**12
+    assert engine.plan(9) == engine.plan(9)
+    assert isinstance(engine.plan(9), Plan)
+    assert engine.last_step is None
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_no_rows_no_plan(rows):
+    with pytest.raises(ValueError, match=f"rows must be at least 1, got {rows}"):
+        engine_on(2).plan(rows)
+
+
+@pytest.mark.parametrize("rows", [1.5, "3", None, True, torch.tensor(3)])
+def test_rows_are_an_int(rows):
+    with pytest.raises(TypeError, match="rows must be an int, got"):
+        engine_on(2).plan(rows)
+
+
+def test_a_plan_prints_as_a_table():
+    engine = ScatterOnceParallel(torch.nn.Identity(), 2, ["cpu:0", "cpu:1"])
+    assert str(engine.plan(9)).splitlines() == [
+        "9 rows on 2 replicas",
+        "replica  device  rows  micro-batches",
+        "0        cpu:0   0:5   1 x 3 + 1 x 2",
+        "1        cpu:1   5:9   2 x 2",
+    ]
+
+
+def test_a_step_follows_the_plan(devices):
+    seen = []
+
+    class Rows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, rows):
+            seen.append(rows.flatten().tolist())
+            return (rows * self.weight).mean()
+
+    with ScatterOnceParallel(Rows(), 2, devices(3)) as engine:
+        engine.forward_backward(torch.arange(11.0)[:, None])
+        plan = engine.last_step.plan
+        assert plan == engine.plan(11)
+    planned = [list(range(*span)) for share in plan.shares for span in share.micro_batches]
+    assert sorted(seen) == planned

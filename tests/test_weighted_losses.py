@@ -1,0 +1,271 @@
+"""Losses that average over something else than rows, against several independent oracles."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.weighted import (
+    CASES,
+    CLASS_WEIGHTS,
+    IGNORED,
+    by_hand,
+    classes,
+    gradient_by_hand,
+    padded,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("replicas", "accum"), [(1, 3), (4, 1), (3, 4)])
+def test_whole_batch_oracle(devices, replicas, accum, case):
+    criterion = CASES[case].criterion()
+    with ScatterOnceParallel(mlp(), accum, devices(replicas)) as engine:
+        for rows in (37, 9, 3):
+            assert_step(engine, randn(rows, FEATURES), CASES[case].targets(rows), criterion)
+
+
+@pytest.mark.parametrize("case", ["mean", "padded", "class weights", "sum", "smoothing"])
+def test_rows_of_many_terms(devices, case):
+    """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
+    length = 6
+    rows = 11
+    targets = CASES[case].targets(rows * length).view(rows, length)
+    with ScatterOnceParallel(token_classifier(), 3, devices(3)) as engine:
+        assert_step(
+            engine, randint(11, rows, length, seed=5), targets, CASES[case].criterion()
+        )
+
+
+def test_probabilities_for_every_position(devices):
+    targets = randn(7, CLASSES, 3).softmax(1)
+    with ScatterOnceParallel(token_classifier(), 2, devices(3)) as engine:
+        assert_step(engine, randint(11, 7, 3), targets, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
+@pytest.mark.parametrize(("targets", "ignored"), [(padded, -100), (classes, IGNORED)])
+def test_oracle_from_the_definition(devices, targets, ignored, weight, smoothing):
+    model = mlp()
+    inputs, wanted = randn(23, FEATURES), targets(23)
+    criterion = nn.CrossEntropyLoss(weight, ignore_index=ignored, label_smoothing=smoothing)
+    twin = copy.deepcopy(model)
+    expected = by_hand(twin(inputs), wanted, weight, ignored, smoothing)
+    expected.backward()
+    with ScatterOnceParallel(model, 2, devices(4)) as engine:
+        loss = engine.forward_backward(inputs, wanted, criterion)
+    assert_close(loss, expected.detach(), "loss")
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(mine.grad, its.grad, name)
+
+
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
+def test_oracle_without_autograd(devices, weight):
+    model = build(lambda: nn.Linear(FEATURES, CLASSES))
+    inputs, targets = randn(23, FEATURES), padded(23)
+    with torch.no_grad():
+        expected = gradient_by_hand(inputs, model(inputs), targets, weight, -100)
+    with ScatterOnceParallel(model, 3, devices(4)) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
+    assert_close(model.weight.grad, expected[0], "weight")
+    assert_close(model.bias.grad, expected[1], "bias")
+
+
+@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
+def test_oracle_of_one_row_at_a_time(devices, weight):
+    """Sum the rows' gradients in a loop, then divide by the terms that counted."""
+    model = mlp()
+    inputs, targets = randn(23, FEATURES), padded(23)
+    twin = copy.deepcopy(model)
+    divisor = 0.0
+    for row, target in zip(inputs, targets, strict=True):
+        if target != -100:
+            F.cross_entropy(twin(row), target, weight, reduction="sum").backward()
+            divisor += 1.0 if weight is None else weight[target].item()
+    with ScatterOnceParallel(model, 2, devices(4)) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(mine.grad, its.grad / divisor, name)
+
+
+def masked_mean(output, targets):
+    """A mean over real tokens, in a plain function that nobody can look into."""
+    losses = F.cross_entropy(output, targets["ids"], reduction="none")
+    return (losses * targets["mask"]).sum() / targets["mask"].sum()
+
+
+def test_count_says_what_a_function_averages_over(devices):
+    rows, length = 13, 6
+    ids = randint(11, rows, length)
+    lengths = randint(length, rows, seed=9) + 1
+    mask = (torch.arange(length) < lengths[:, None]).double()
+    targets = {"ids": randint(CLASSES, rows, length, seed=3), "mask": mask}
+    options = {"count": lambda _, targets: targets["mask"].sum()}
+    with ScatterOnceParallel(token_classifier(), 3, devices(3)) as engine:
+        assert_step(engine, ids, targets, masked_mean, **options)
+        # Without it rows are counted, which is another number: the test has teeth.
+        with pytest.raises(AssertionError, match="loss: off by"):
+            assert_step(engine, ids, targets, masked_mean)
+
+
+def test_count_may_look_at_inputs_and_return_a_number(devices):
+    seen = []
+
+    def count(inputs, targets):
+        seen.append((len(inputs), targets))
+        return int((inputs[:, 0] > 0).sum())
+
+    class PositiveMean(nn.Module):
+        def forward(self, output, targets):
+            return (output[:, 0] * output[:, 1]).sum() / output[:, 1].sum()
+
+    class FlagsRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 1)
+
+        def forward(self, inputs):
+            return torch.cat([self.linear(inputs), (inputs[:, :1] > 0).double()], 1)
+
+    inputs = randn(12, FEATURES)
+    inputs[:, 0] = inputs[:, 0].abs()
+    inputs[::3, 0] *= -1
+    with ScatterOnceParallel(build(FlagsRows), 2, devices(2)) as engine:
+        assert_step(engine, inputs, None, PositiveMean(), count=count)
+    assert seen == [(3, None)] * 4
+
+
+def test_reduction_given_for_a_function(devices):
+    def summed(output, targets):
+        return F.cross_entropy(output, targets, reduction="sum")
+
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        assert_step(engine, randn(9, FEATURES), classes(9), summed, reduction="sum")
+
+
+def test_reduction_given_wins_over_the_criterion(devices):
+    class Summed(nn.Module):
+        reduction = "mean"
+
+        def forward(self, output, targets):
+            return (output - targets).pow(2).sum()
+
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        assert_step(engine, randn(9, FEATURES), randn(9, CLASSES), Summed(), reduction="sum")
+
+
+def test_micro_batches_without_terms_add_nothing(devices):
+    """Cross entropy of padding alone is 0 / 0: such a micro-batch must not poison the step."""
+    targets = torch.full((12,), -100)
+    targets[5], targets[11] = 1, 3
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        loss = assert_step(engine, randn(12, FEATURES), targets, nn.CrossEntropyLoss())
+    assert torch.isfinite(loss)
+
+
+def test_micro_batches_without_terms_still_run_forward(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+    targets = torch.full((12,), -100)
+    targets[0] = 1
+    with ScatterOnceParallel(model, 3, devices(1)) as engine:
+        engine.forward_backward(randn(12, FEATURES), targets, nn.CrossEntropyLoss())
+    assert model[0].num_batches_tracked == 3
+
+
+def test_a_batch_without_terms_moves_nothing_and_is_never_nan(devices):
+    model = mlp()
+    targets = torch.full((8,), -100)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.forward_backward(randn(8, FEATURES), targets, nn.CrossEntropyLoss())
+    assert loss == 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None or not parameter.grad.any(), name
+
+
+def test_zero_weight_of_a_class_counts_as_no_term(devices):
+    weight = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    targets = torch.tensor([0, 0, 0, 1, 2, 3])
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        loss = assert_step(engine, randn(6, FEATURES), targets, nn.CrossEntropyLoss(weight))
+    assert torch.isfinite(loss)
+
+
+def test_criteria_that_are_methods_and_partials(devices):
+    import functools
+
+    class Losses:
+        def squared(self, output, targets):
+            return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        batch = randn(6, FEATURES), randn(6, CLASSES)
+        for criterion in (
+            Losses().squared,
+            functools.partial(F.smooth_l1_loss, beta=0.5),
+            nn.MSELoss().forward,
+        ):
+            assert_step(engine, *batch, criterion)
+
+
+def test_a_criterion_with_parameters_is_trained_too(devices):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(0.3).double())
+
+        def forward(self, output, targets):
+            return F.mse_loss(output * self.log_scale.exp(), targets) + self.log_scale
+
+    criterion = Scaled()
+    twin = copy.deepcopy(criterion)
+    model = mlp()
+    batch = randn(7, FEATURES), randn(7, CLASSES)
+    expected_loss, _ = whole_batch(model, *batch, twin)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        loss = engine.forward_backward(*batch, criterion)
+    assert_close(loss, expected_loss, "loss")
+    assert_close(criterion.log_scale.grad, twin.log_scale.grad, "log_scale")
+
+
+def test_reduction_none_says_what_to_do(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        for options in (
+            {"criterion": nn.CrossEntropyLoss(reduction="none")},
+            {"criterion": nn.CrossEntropyLoss(), "reduction": "none"},
+        ):
+            with pytest.raises(ValueError, match=r'"none".*one loss per term.*"mean" or "sum"'):
+                engine.forward_backward(randn(6, FEATURES), classes(6), **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "words"),
+    [
+        (lambda *_: "3", TypeError, "count must return a number or a 0-dim tensor, got '3'"),
+        (lambda *_: torch.ones(2), TypeError, "count must return a number or a 0-dim tensor"),
+        (lambda *_: -1, ValueError, "not negative, got -1"),
+        (lambda *_: float("nan"), ValueError, "finite number that is not negative, got nan"),
+        (lambda *_: float("inf"), ValueError, "finite number that is not negative, got inf"),
+    ],
+)
+def test_counts_that_are_none(devices, count, error, words):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine, pytest.raises(error, match=words):
+        engine.forward_backward(
+            randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), count=count
+        )
+
+
+def test_unknown_reductions_are_refused(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine, pytest.raises(
+        ValueError, match='reduction must be "mean" or "sum", got \'avg\''
+    ):
+        engine.forward_backward(
+            randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), reduction="avg"
+        )

@@ -54,7 +54,6 @@ class DataParallelModel(Wrapper):
         >>> loss.backward()
         >>> net.weight.grad.shape
         torch.Size([3, 8])
-
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class DataParallelModel(Wrapper):
             ValueError: no rows, or tensors that disagree in them.
 
             What the module raises arrives as it is, with a note of the replica.
-
         """
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
@@ -111,7 +109,6 @@ class DataParallelCriterion(Wrapper):
         >>> criterion = DataParallelCriterion(nn.MSELoss())
         >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))
         tensor(6.)
-
     """
 
     def __init__(
@@ -152,14 +149,13 @@ class DataParallelCriterion(Wrapper):
             TypeError: outputs that are not a tuple or list, a loss that is no tensor.
             ValueError: outputs and targets that do not belong together, a loss that is not
                 0-dim, ``reduction="none"``.
-
         """
         _require_entries(outputs)
         reduction = resolve_reduction(self.module, reduction)
         plan = self._plan(outputs, count_rows({"targets": targets}, self.dim))
         pieces = _scatter_owned(targets, plan, self.dim)
         calls = list(zip(outputs, pieces, strict=True))
-        weights = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
+        weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
         devices = [share.device for share in plan.shares]
         if self._workers.count < len(devices):
             self._workers = Workers(len(devices), "this DataParallelCriterion")
@@ -221,7 +217,6 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     Example:
         >>> gather((torch.zeros(2), torch.ones(1)), "cpu")
         tensor([0., 0., 1.])
-
     """
     _require_entries(outputs)
     if not outputs:
@@ -270,8 +265,11 @@ def _scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
 
 
 def _commit_buffers(module: nn.Module, mirror: Mirror) -> None:
-    owners = [owner for owner in module.modules() if owner._buffers]
-    commit_buffers([m._buffers for m in owners], [mirror.of(m)._buffers for m in owners], {})
+    commit_buffers(
+        (owner._buffers, name, mirror.of(owner)._buffers.get(name))
+        for owner in module.modules()
+        for name in list(owner._buffers)
+    )
 
 
 def _combine(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

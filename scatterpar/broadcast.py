@@ -32,7 +32,6 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Mir
 
     Returns:
         A mirror per replica: ``mirror.of(module)`` is the copy.
-
     """
     check_placement((module,), device_ids[0])
     survey = Survey((module,))

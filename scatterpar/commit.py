@@ -2,66 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-__all__ = ["commit_buffers", "commit_gradients"]
+from scatterpar.outcome import BufferValue, Outcome
+
+__all__ = ["commit", "commit_buffers"]
 
 
-def commit_gradients(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to ``.grad``, as one backward pass of the whole batch would.
+def commit(outcome: Outcome, settle: Callable[[], None]) -> None:
+    """Write gradients, buffers and random state, or leave all of them as they are.
 
-    Autograd itself does it, from the parameters as roots: so hooks on parameters run, once
-    and on the whole gradient, and what a hook raises leaves every ``.grad`` as it was.
+    Autograd itself adds the gradients, from the parameters as roots: so hooks on parameters
+    run as under a plain ``backward()``, once and on the whole gradient.
 
     Args:
-        gradients: pairs of a tensor of the user's and its gradient.
-
+        outcome: what the step computed.
+        settle: called last; if it raises, or a hook does, everything is put back.
     """
-    if not gradients:
-        return
-    roots = {id(root): root for root, _ in gradients}
-    before = [
-        (root, root.grad, values)
-        for root, values in zip(roots.values(), _kept(roots.values()), strict=True)
+    gradients = [(root, gradient) for root, gradient in outcome.gradients if gradient is not None]
+    undo = [
+        *_remember_gradients([root for root, _ in gradients]),
+        *_remember_buffers(outcome.buffers),
     ]
-    total: dict[int, Tensor] = {}
-    for root, gradient in gradients:
-        total[id(root)] = total[id(root)] + gradient if id(root) in total else gradient
     try:
-        torch.autograd.backward(list(roots.values()), list(total.values()))
+        if gradients:
+            roots, values = zip(*gradients, strict=True)
+            torch.autograd.backward(roots, values)
+        commit_buffers(outcome.buffers)
+        outcome.streams.commit()
+        settle()
     except BaseException:
         with torch.no_grad():
-            for root, there, values in before:
-                root.grad = there
-                if there is not None and values is not None:
-                    there.copy_(values)
+            for put_back in undo:
+                put_back()
+        outcome.streams.rollback()
         raise
 
 
-def commit_buffers(
-    masters: Sequence[dict[str, Tensor | None]],
-    values_of: Sequence[dict[str, Tensor | None]],
-    means: Mapping[tuple[int, str], Tensor],
-) -> None:
-    """Give modules the buffers of a replica, or their means where there are any.
-
-    Both come as one dict of buffers a module. They are written in place where shape and
-    dtype are the same, and rebound otherwise.
-    """
+def commit_buffers(buffers: Iterable[BufferValue]) -> None:
+    """Give modules their new buffers: in place where shape and dtype fit, else rebound."""
     into: list[Tensor] = []
     values: list[Tensor] = []
-    for m, (master, own) in enumerate(zip(masters, values_of, strict=True)):
-        for name, buffer in own.items():
-            value = means.get((m, name), buffer)
-            target = master.get(name)
-            if value is not None and target is not None and _fits(target, value):
-                into.append(target)
-                values.append(value)
-            elif value is not target:
-                master[name] = None if value is None else value.detach()
+    for holder, name, value in buffers:
+        target = holder.get(name)
+        if value is not None and target is not None and _fits(target, value):
+            into.append(target)
+            values.append(value)
+        elif value is not target:
+            holder[name] = None if value is None else value.detach()
     if into:
         with torch.no_grad():
             torch._foreach_copy_(into, values)
@@ -71,9 +63,43 @@ def _fits(target: Tensor, value: Tensor) -> bool:
     return target.shape == value.shape and target.dtype == value.dtype
 
 
-def _kept(roots: Iterable[Tensor]) -> list[Tensor | None]:
-    """Copies of the gradients that are there, in case somebody's hook makes the commit fail."""
-    roots = list(roots)
-    if not any(root._backward_hooks or root._post_accumulate_grad_hooks for root in roots):
-        return [None] * len(roots)
-    return [None if root.grad is None else root.grad.clone() for root in roots]
+def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]:
+    """How to put back each ``.grad``, and each parameter that a hook of its own may update."""
+    return [
+        partial(
+            _put_back_gradient,
+            root,
+            root.grad,
+            None if root.grad is None else root.grad.clone(),
+            root.detach().clone() if root._post_accumulate_grad_hooks else None,
+        )
+        for root in roots
+    ]
+
+
+def _put_back_gradient(
+    root: Tensor, gradient: Tensor | None, kept: Tensor | None, value: Tensor | None
+) -> None:
+    root.grad = gradient
+    if gradient is not None and kept is not None:
+        gradient.copy_(kept)
+    if value is not None:
+        root.copy_(value)
+
+
+def _remember_buffers(buffers: Iterable[BufferValue]) -> Iterable[Callable[[], None]]:
+    """How to put back each buffer, the object and its values."""
+    undo: list[Callable[[], None]] = []
+    for holder, name, _ in buffers:
+        target = holder.get(name)
+        kept = None if target is None else target.detach().clone()
+        undo.append(partial(_put_back_buffer, holder, name, target, kept))
+    return undo
+
+
+def _put_back_buffer(
+    holder: dict[str, Tensor | None], name: str, target: Tensor | None, kept: Tensor | None
+) -> None:
+    holder[name] = target
+    if target is not None and kept is not None:
+        target.copy_(kept)

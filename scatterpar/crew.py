@@ -20,30 +20,32 @@ __all__ = ["Crew", "run_shares"]
 
 
 class Crew:
-    """Replicas of ``module`` on ``device_ids``, with a worker for each.
+    """Replicas of modules on ``device_ids``, with a worker for each.
 
     A crew is made anew, not copied, when its owner is copied or unpickled.
     """
 
-    def __init__(self, module: nn.Module, device_ids: Sequence[torch.device]) -> None:
-        self.module = module
+    def __init__(self, device_ids: Sequence[torch.device]) -> None:
         self.device_ids = tuple(device_ids)
-        self.model = Replicas((module,), device_ids)
+        self.model = Replicas((), device_ids)
         self._criterion = Replicas((), device_ids)
         self.workers = Workers(len(device_ids), "this engine")
 
     def refresh(
-        self, criterion: Callable[..., Any] | None, ledger: Ledger
+        self, module: nn.Module, criterion: Callable[..., Any] | None, ledger: Ledger
     ) -> tuple[list[Replicas], list[Any]]:
         """Make all replicas equal to the master's; these, and the criterion of each.
 
         A criterion that is a module, or a method of one, is replicated like the model; any
         other callable is called as it is.
         """
-        if not self.workers.idle:
-            # Threads of an interrupted step still use the old replicas: leave these to them.
-            self.model = Replicas((self.module,), self.device_ids)
+        if self.workers.abandoned:
+            # Threads of an interrupted step may still use the old replicas: leave these to them.
+            self.workers.abandoned = False
+            self.model = Replicas((), self.device_ids)
             self._criterion = Replicas((), self.device_ids)
+        if self.model.roots != (module,):
+            self.model = Replicas((module,), self.device_ids)
         self.model.refresh(ledger)
         owner = owner_of(criterion)
         if owner is None:
@@ -57,8 +59,8 @@ class Crew:
         return [self.model, self._criterion], criteria
 
     def clear(self) -> None:
-        """Let go of the replicas' gradients, unless abandoned threads still work on them."""
-        if self.workers.idle:
+        """Let go of the replicas' gradients, unless the replicas are let go themselves."""
+        if not self.workers.abandoned:
             for part in (self.model, self._criterion):
                 part.clear_gradients()
 

@@ -14,7 +14,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["PHASES", "DeviceLike", "Ledger", "empty", "on", "physical", "resolve", "stream_of"]
+__all__ = [
+    "PHASES",
+    "DeviceLike",
+    "Ledger",
+    "empty",
+    "on",
+    "physical",
+    "release",
+    "resolve",
+    "stream_of",
+]
 
 DeviceLike = int | str | torch.device
 
@@ -34,7 +44,6 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
-
     """
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -88,6 +97,12 @@ def physical(device: torch.device) -> torch.device:
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised 1-D tensor in the memory of ``device``."""
     return torch.empty(size, dtype=dtype, device=physical(device))
+
+
+def release() -> None:
+    """Give cached memory back, so that blocks of other sizes can be had."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def stream_of(device: torch.device) -> torch.Stream | None:

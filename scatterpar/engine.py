@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step, as ``_step`` walks it::
+The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
     batch - plan - scatter -+- share 0 - replica 0: sub-step 0 ... 15 -+- reduce - commit
                             +- share 1 - replica 1: sub-step 0 ... 15 -+
@@ -9,21 +9,24 @@ The path of one step, as ``_step`` walks it::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from scatterpar.commit import commit_buffers, commit_gradients
+from scatterpar.commit import commit, commit_buffers
 from scatterpar.crew import Crew, run_shares
 from scatterpar.devices import DeviceLike, Ledger, physical, resolve
+from scatterpar.memory import smallest_that_fits
+from scatterpar.outcome import Outcome
 from scatterpar.plan import Plan, make_plan
 from scatterpar.randomness import Streams
-from scatterpar.reduce import gather, mean_buffers, reduce_gradients
-from scatterpar.replicas import Replicas, check_placement
+from scatterpar.reduce import gather, reduce_buffers, reduce_gradients
+from scatterpar.replicas import check_placement
 from scatterpar.report import Clock, StepReport
 from scatterpar.scatter import count_rows, micro_batches, scatter
 from scatterpar.substeps import Result, infer, train
@@ -62,7 +65,9 @@ class ScatterOnceParallel(Wrapper):
     Args:
         module: any ``nn.Module`` on ``device_ids[0]``. It stays the user's: optimizers,
             schedulers and checkpoints see it alone.
-        accum: sub-steps per replica.
+        accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
+            plan the same batch anew with the fewest sub-steps that fit; remembered for
+            later steps. What ran out of memory leaves no trace in the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -85,13 +90,12 @@ class ScatterOnceParallel(Wrapper):
         >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         >>> model.weight.grad.shape
         torch.Size([2, 4])
-
     """
 
     def __init__(
         self,
         module: nn.Module,
-        accum: int = 1,
+        accum: int | Literal["auto"] = 1,
         device_ids: Sequence[DeviceLike] | None = None,
         *,
         micro_batch_size: int | None = None,
@@ -102,7 +106,8 @@ class ScatterOnceParallel(Wrapper):
         super().__init__()
         _check_options(module, accum, micro_batch_size, dim, buffers)
         self.module = module
-        self.accum = accum
+        self.accum: Any = accum
+        self._fitting = 1
         self.device_ids = resolve(device_ids)
         self.micro_batch_size = micro_batch_size
         self.dim = dim
@@ -113,11 +118,14 @@ class ScatterOnceParallel(Wrapper):
         self._hire()
 
     def _hire(self) -> None:
-        self._crew = Crew(self.module, self.device_ids)
+        self._crew = Crew(self.device_ids)
 
     def plan(self, rows: int) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table."""
-        return make_plan(rows, self.device_ids, self.accum, self.micro_batch_size)
+        return self._plan(rows, self._fitting if self.accum == "auto" else self.accum)
+
+    def _plan(self, rows: int, accum: int) -> Plan:
+        return make_plan(rows, self.device_ids, accum, self.micro_batch_size)
 
     def forward_backward(
         self,
@@ -162,31 +170,66 @@ class ScatterOnceParallel(Wrapper):
 
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
-
         """
-        if targets is not None and criterion is None and count is None:
-            raise ValueError("targets were given without a criterion: pass criterion=")
-        plan = self.plan(count_rows({"inputs": inputs, "targets": targets}, self.dim))
-        request = _Request(
-            inputs,
-            targets,
-            criterion,
-            resolve_reduction(criterion, reduction),
-            count,
-            self._scale(scaler),
-            return_outputs,
-        )
         with self._crew.workers.exclusive():
-            loss, outputs = self._step(plan, request)
-        return (loss, outputs) if return_outputs else loss
+            if targets is not None and criterion is None and count is None:
+                raise ValueError("targets were given without a criterion: pass criterion=")
+            rows = count_rows({"inputs": inputs, "targets": targets}, self.dim)
+            request = _Request(
+                inputs,
+                targets,
+                criterion,
+                resolve_reduction(criterion, reduction),
+                count,
+                self._scale(scaler),
+                return_outputs,
+            )
+            outcome, retries = self._fit(request, rows)
+            commit(outcome, settle=self._crew.workers.interrupts.deliver)
+            self.last_step = StepReport(
+                outcome.plan,
+                outcome.loss,
+                outcome.clock.seconds,
+                outcome.ledger.bytes,
+                outcome.ledger.messages,
+                retries,
+            )
+            device = physical(self.device_ids[0])
+            loss = torch.tensor(outcome.loss, dtype=outcome.dtype, device=device)
+        return (loss, outcome.outputs) if return_outputs else loss
 
-    def _step(self, plan: Plan, request: _Request) -> tuple[Tensor, tuple[Any, ...]]:
+    def _fit(self, request: _Request, rows: int) -> tuple[Outcome, int]:
+        """The outcome with as many sub-steps as the memory asks for, and the tries it took."""
+        if self.accum != "auto":
+            return self._compute(request, self.plan(rows)), 0
+        start = self._fitting
+        self._fitting, outcome, retries = smallest_that_fits(
+            start,
+            self.plan(rows).shares[0].rows,
+            attempt=lambda accum: self._compute(request, self._plan(rows, accum)),
+            trial=lambda accum: self._try(request, self._plan(rows, accum)),
+        )
+        if retries:
+            warnings.warn(
+                f'accum="auto": {rows} rows with accum={start} ran out of memory; '
+                f"accum={self._fitting} is the smallest that fits, and is kept",
+                stacklevel=3,
+            )
+        return outcome, retries
+
+    def _try(self, request: _Request, plan: Plan) -> None:
+        """Take the memory of a step, in its first sub-steps, without a trace."""
+        request = replace(request, return_outputs=False)
+        self._compute(request, plan, most=2).streams.rollback()
+
+    def _compute(self, request: _Request, plan: Plan, most: int | None = None) -> Outcome:
+        """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
         ledger, clock = Ledger(), Clock()
         batch = (request.inputs, request.targets)
         streams = Streams([share.device for share in plan.shares])
         try:
             with clock.phase("scatter"):
-                weights = weigh(
+                weights, terms = weigh(
                     plan,
                     request.reduction,
                     request.criterion,
@@ -197,55 +240,44 @@ class ScatterOnceParallel(Wrapper):
                 )
                 pieces = scatter(batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
-                parts, criteria = self._crew.refresh(request.criterion, ledger)
+                parts, criteria = self._crew.refresh(self.module, request.criterion, ledger)
             with clock.phase("compute"):
-                sub_steps = partial(
+                work = partial(
                     train,
                     dim=self.dim,
                     batch=batch,
                     scale=request.scale,
                     check_finite=self.check_finite,
                     keep_outputs=request.return_outputs,
+                    most=most,
                 )
+                modules = [replica.roots[0] for replica in parts[0].replicas]
+                work_on = zip(modules, criteria, plan.shares, pieces, weights, strict=False)
                 results: list[Result] = run_shares(
                     self._crew.workers,
                     plan,
                     streams,
-                    sub_steps,
-                    [
-                        (replica.roots[0], criterion, share, *piece, weight)
-                        for replica, criterion, share, piece, weight in zip(
-                            parts[0].replicas, criteria, plan.shares, pieces, weights, strict=False
-                        )
-                    ],
+                    work,
+                    [(m, c, s, *p, w) for m, c, s, p, w in work_on],
                 )
             with clock.phase("reduce"):
-                self._commit(plan, parts, streams, ledger)
+                return Outcome(
+                    plan=plan,
+                    loss=sum(result.loss for result in results),
+                    dtype=results[0].dtype,
+                    terms=terms,
+                    outputs=tuple(result.outputs for result in results),
+                    gradients=reduce_gradients(parts, len(results), ledger),
+                    buffers=reduce_buffers(parts, plan.shares, self.buffers_from, ledger),
+                    streams=streams,
+                    ledger=ledger,
+                    clock=clock,
+                )
         except BaseException:
             streams.rollback()
             raise
         finally:
             self._crew.clear()
-        value = sum(result.loss for result in results)
-        self.last_step = StepReport(plan, value, clock.seconds, ledger.bytes, ledger.messages)
-        loss = torch.tensor(value, dtype=results[0].dtype, device=physical(self.device_ids[0]))
-        return loss, tuple(result.outputs for result in results)
-
-    def _commit(
-        self, plan: Plan, parts: Sequence[Replicas], streams: Streams, ledger: Ledger
-    ) -> None:
-        """Reduce what the replicas computed, then write it into the user's module."""
-        gradients, buffers = [], []
-        for part in parts:
-            active = part.replicas[: len(plan.shares)]
-            reduced = reduce_gradients(active, part.trained, ledger)
-            gradients += [(part.tensors[i], gradient) for i, gradient in reduced.items()]
-            means = mean_buffers(active, plan.shares, ledger) if self.buffers_from == "mean" else {}
-            buffers.append((part.buffers, active[0].buffers, means))
-        commit_gradients(gradients)
-        for targets, values, means in buffers:
-            commit_buffers(targets, values, means)
-        streams.commit()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
@@ -266,7 +298,6 @@ class ScatterOnceParallel(Wrapper):
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
             >>> engine(torch.randn(5, 4)).shape
             torch.Size([5, 2])
-
         """
         if self.module.training and torch.is_grad_enabled():
             raise RuntimeError(
@@ -275,38 +306,35 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         batch = (inputs, kwargs)
-        plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
         ledger = Ledger()
-        streams = Streams([share.device for share in plan.shares])
         with self._crew.workers.exclusive():
+            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
+            streams = Streams([share.device for share in plan.shares])
             try:
                 pieces = scatter(batch, plan, self.dim, ledger)
-                (part, *_), _ = self._crew.refresh(None, ledger)
+                (part, *_), _ = self._crew.refresh(self.module, None, ledger)
+                modules = [replica.roots[0] for replica in part.replicas]
                 outputs = run_shares(
                     self._crew.workers,
                     plan,
                     streams,
                     partial(infer, dim=self.dim, batch=batch),
-                    [
-                        (replica.roots[0], share, *piece)
-                        for replica, share, piece in zip(
-                            part.replicas, plan.shares, pieces, strict=False
-                        )
-                    ],
+                    [(m, s, *p) for m, s, p in zip(modules, plan.shares, pieces, strict=False)],
                 )
                 output = gather(outputs, plan, self.dim, ledger)
-                if self.module.training:
-                    self._commit(plan, [part], streams, ledger)
             except BaseException:
                 streams.rollback()
                 raise
+            if self.module.training:
+                commit_buffers(reduce_buffers([part], plan.shares, self.buffers_from, ledger))
+            streams.commit()
         return output
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
         with self._crew.workers.exclusive():
-            (part, *_), _ = self._crew.refresh(None, Ledger())
+            (part, *_), _ = self._crew.refresh(self.module, None, Ledger())
             return tuple(replica.roots[0] for replica in part.replicas)
 
     def close(self) -> None:
@@ -337,8 +365,11 @@ def _check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buf
             "replica; pass the original, module._orig_mod"
         )
     for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
+        if name == "accum" and value == "auto":
+            continue
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+            also = ' or "auto"' if name == "accum" else ""
+            raise TypeError(f"{name} must be an int{also}, got {value!r}")
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if micro_batch_size is not None and accum != 1:

@@ -154,7 +154,6 @@ class Mirror:
     Args:
         survey: what there is to copy.
         tensors: the copy's tensor for the ``id`` of each original one.
-
     """
 
     def __init__(self, survey: Survey, tensors: dict[int, Tensor]) -> None:

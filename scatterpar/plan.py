@@ -82,7 +82,6 @@ def make_plan(
     [3, 2, 2, 2]
     >>> make_plan(9, [cpu], micro_batch_size=4).shares[0].micro_batches
     ((0, 3), (3, 6), (6, 9))
-
     """
     if isinstance(rows, bool) or not isinstance(rows, int):
         raise TypeError(f"rows must be an int, got {rows!r}")

@@ -37,7 +37,6 @@ class Streams:
 
     Args:
         devices: the device of each replica that takes part.
-
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -35,7 +35,6 @@ def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256
 
     >>> linear_scaled_lr(0.1, 4096)
     1.6
-
     """
     _require_positive("base_lr", base_lr)
     _require_positive("batch_size", batch_size)
@@ -82,7 +81,6 @@ def gradual_warmup(
     ...     scheduler.step()
     >>> rates
     [0.1, 0.6, 1.1, 1.6, 0.8, 0.4]
-
     """
     _require_positive("warmup_steps", warmup_steps)
     _require_positive("start_lr", start_lr)
@@ -179,7 +177,6 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
     ...     print(group["weight_decay"], [tuple(p.shape) for p in group["params"]])
     0.0001 [(3, 2)]
     0.0 [(3,), (3,), (3,)]
-
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay must be zero or above, but is {weight_decay}")
@@ -216,7 +213,6 @@ def zero_init_residual(module: nn.Module) -> int:
     1
     >>> block.bn1.weight.tolist(), block.bn2.weight.tolist()
     ([1.0, 1.0], [0.0, 0.0])
-
     """
     blocks = 0
     for block in module.modules():

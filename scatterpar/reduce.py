@@ -12,28 +12,67 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from scatterpar import nested
 from scatterpar.devices import Ledger
+from scatterpar.outcome import BufferValue
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas import Replica
+from scatterpar.replicas import Replica, Replicas
 from scatterpar.scatter import join
 
-__all__ = ["gather", "mean_buffers", "reduce_gradients", "sum_in_order"]
+__all__ = ["gather", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
 
 
 def reduce_gradients(
-    replicas: Sequence[Replica], positions: Sequence[int], ledger: Ledger
-) -> dict[int, Tensor]:
+    parts: Sequence[Replicas], active: int, ledger: Ledger
+) -> list[tuple[Tensor, Tensor | None]]:
     """The sum of the replicas' gradients, in the master's memory.
 
     Args:
-        replicas: those that took part, the master's own first.
-        positions: which of their tensors were trained.
+        parts: the replicas of the model, and those of the criterion.
+        active: how many of them took part, the master's own first.
         ledger: copies, and counts what it copied.
 
     Returns:
-        The gradient by position; none for a tensor that no replica used, and zero stands in
-        where only some did. The sum runs in replica order, whichever finished first.
-
+        Every trained tensor of the master's with its gradient; ``None`` for one that no
+        replica used, and zero stands in where only some did. The sum runs in replica order,
+        whichever finished first.
     """
+    total: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for part in parts:
+        found = _sum(part.replicas[:active], part.trained, ledger)
+        for i in part.trained:
+            tensor, gradient = part.tensors[i], found.get(i)
+            _, other = total.get(id(tensor), (tensor, None))
+            if gradient is not None and other is not None:  # tied between model and criterion
+                gradient = gradient + other
+            total[id(tensor)] = (tensor, other if gradient is None else gradient)
+    return list(total.values())
+
+
+def reduce_buffers(
+    parts: Sequence[Replicas], shares: Sequence[Share], policy: str, ledger: Ledger
+) -> list[BufferValue]:
+    """Where each buffer of the master's is, its name, and its value after the step.
+
+    Args:
+        parts: the replicas of the model, and those of the criterion.
+        shares: the shares of those that took part.
+        policy: ``"master"`` for replica 0's buffers, ``"mean"`` for means where they exist.
+        ledger: copies, and counts what it copied.
+    """
+    values: list[BufferValue] = []
+    for part in parts:
+        replicas = part.replicas[: len(shares)]
+        means = mean_buffers(replicas, shares, ledger) if policy == "mean" else {}
+        values += [
+            (holder, name, means.get((m, name), own.get(name)))
+            for m, (holder, own) in enumerate(zip(part.buffers, replicas[0].buffers, strict=True))
+            for name in dict.fromkeys([*holder, *own])
+        ]
+    return values
+
+
+def _sum(
+    replicas: Sequence[Replica], positions: Sequence[int], ledger: Ledger
+) -> dict[int, Tensor]:
     gradients = [
         {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
         for replica in replicas
@@ -68,7 +107,6 @@ def mean_buffers(
     Returns:
         The mean by (module, name), in the master's memory, for buffers that all have in one
         shape. Where all are equal the mean is exactly that, infinities included.
-
     """
     first, *others = replicas
     rows = sum(share.rows for share in shares)

@@ -53,7 +53,6 @@ class Replica:
         roots: the copies of the modules that were replicated.
         tensors: this copy's tensors; those that are trained are leaves.
         of: this copy's counterpart of a module of the master's, or of a method of one.
-
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class Replicas:
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
-
     """
 
     def __init__(self, roots: Sequence[nn.Module], device_ids: Sequence[torch.device]) -> None:
@@ -202,9 +200,10 @@ class Replicas:
             for target, source in zip(bundle.flats, self._departure.flats, strict=True):
                 ledger.copy_into(target, source, "replicate")
 
-    def _signature(self) -> list[tuple[Any, ...]]:
-        """What ``.data`` edits, ``.to()`` and ``.half()`` change in the master's tensors."""
-        return [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
+    def _signature(self) -> list[Any]:
+        """What ``.data`` edits, ``.to()`` and ``.half()`` change, and the modules' classes."""
+        tensors = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
+        return [*tensors, *map(type, self._modules.values())]
 
 
 def check_placement(
@@ -217,7 +216,6 @@ def check_placement(
     Raises:
         RuntimeError: a lazy module that has not been initialised.
         ValueError: a parameter or buffer on another device.
-
     """
     expected = devices.physical(master)
     for root in roots:

@@ -24,7 +24,6 @@ class StepReport:
         bytes: bytes copied from one memory to another, by phase.
         messages: copies from one memory to another, by phase.
         retries: how often the step ran out of memory and was planned anew.
-
     """
 
     plan: Plan

@@ -36,7 +36,6 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     Raises:
         ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
             or one that requires grad.
-
     """
     found: dict[int, str] = {}
     for name, part in batch.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from scatterpar import nested
 from scatterpar.plan import Share
 from scatterpar.scatter import as_call, is_borrowed, join, take
-from scatterpar.workers import AUTOCAST_TYPES
+from scatterpar.workers import AUTOCAST_TYPES, note
 
 __all__ = ["Result", "infer", "noted", "scalar_loss", "train"]
 
@@ -28,7 +28,6 @@ class Result:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
         outputs: the module's outputs, detached and joined, where they were asked for.
-
     """
 
     loss: float = 0.0
@@ -49,6 +48,7 @@ def train(
     scale: float,
     check_finite: bool,
     keep_outputs: bool,
+    most: int | None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in ``module``'s parameters the gradient of its share of the batch's loss.
@@ -65,16 +65,15 @@ def train(
         scale: the gradient scaler's factor.
         check_finite: refuse losses that are NaN or infinite.
         keep_outputs: keep the module's outputs.
+        most: leave it at so many sub-steps.
         proceed: called before each sub-step; raises when the step is to end.
-
     """
+    cut = list(zip(share.micro_batches, weights, strict=True))[:most]
     borrowed = is_borrowed(batch, share.device)
     autocast = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    for number, ((start, stop), weight) in enumerate(
-        zip(share.micro_batches, weights, strict=True)
-    ):
+    for number, ((start, stop), weight) in enumerate(cut):
         proceed()
         with noted(share, number):
             micro_inputs, micro_targets = take(
@@ -162,7 +161,7 @@ def _backward(loss: Tensor, weight: float, autocast: Sequence[str]) -> None:
 def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
     """In double precision, with one transfer from the device; weight zero takes out even NaN."""
     values: list[float] = torch.stack(list(losses)).to("cpu", torch.float64).tolist()
-    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
 
 
 def _require_finite(loss: Tensor, share: Share, number: int) -> None:
@@ -183,7 +182,6 @@ class noted:
     Args:
         share: the replica's share.
         number: the sub-step, where there are any.
-
     """
 
     def __init__(self, share: Share, number: int | None = None) -> None:
@@ -195,7 +193,7 @@ class noted:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
-            note = f"in replica {self._share.replica} on {self._share.device}"
+            where = f"in replica {self._share.replica} on {self._share.device}"
             if self._number is not None:
-                note += f", sub-step {self._number} of {len(self._share.micro_batches)}"
-            error.add_note(f"{note}, counted from 0")
+                where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
+            note(error, f"{where}, counted from 0")

@@ -9,7 +9,6 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, SupportsFloat
 
 import torch
@@ -27,7 +26,6 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
     Raises:
         ValueError: anything else, ``"none"`` in particular.
-
     """
     own = getattr(criterion, "reduction", None)
     if reduction is None and isinstance(own, str):
@@ -52,8 +50,10 @@ def weigh(
     dim: int,
     count: Count | None,
     pieces: Iterable[tuple[Any, Any]],
-) -> list[list[float]]:
+) -> tuple[list[list[float]], float]:
     """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
+
+    And how many terms the whole batch's loss is a mean of; one for a sum.
 
     Args:
         plan: how the batch is cut.
@@ -63,19 +63,18 @@ def weigh(
         dim: the dimension that holds the rows.
         count: the user's own count of the terms of a piece.
         pieces: the inputs and targets of each micro-batch in order, for ``count``.
-
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     if reduction == "sum":
-        weights = [1.0] * len(spans)
+        weights, total = [1.0] * len(spans), 1.0
     elif count is not None:
-        weights = normalise([count(*piece) for piece in pieces])
+        weights, total = normalise([count(*piece) for piece in pieces])
     elif isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        weights = normalise(_count_classes(criterion, targets, dim, spans))
+        weights, total = normalise(_count_classes(criterion, targets, dim, spans))
     else:
-        weights = normalise([stop - start for start, stop in spans])
+        weights, total = normalise([stop - start for start, stop in spans])
     remaining = iter(weights)
-    return [[next(remaining) for _ in share.micro_batches] for share in plan.shares]
+    return [[next(remaining) for _ in share.micro_batches] for share in plan.shares], total
 
 
 def _count_classes(
@@ -97,13 +96,15 @@ def _count_classes(
     if criterion.weight is not None:
         weight = criterion.weight.detach().to(targets.device, torch.float64)
         terms = weight[targets.masked_fill(~counted, 0)] * counted
-    ends = terms.movedim(dim, 0).flatten(1).sum(1).cumsum(0) if terms.ndim > 1 else terms.cumsum(0)
-    totals = [0.0, *ends[[stop - 1 for _, stop in spans]].tolist()]
-    return [after - before for before, after in pairwise(totals)]
+    if terms.ndim > 1:
+        terms = terms.movedim(dim, 0).flatten(1).sum(1)
+    sizes = torch.tensor([stop - start for start, stop in spans], device=terms.device)
+    counts: list[float] = torch.segment_reduce(terms, "sum", lengths=sizes).tolist()
+    return counts
 
 
-def normalise(counts: Sequence[float | Tensor]) -> list[float]:
-    """Each micro-batch's weight in a mean: its count over all counts.
+def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
+    """Each micro-batch's weight in a mean, its count over all counts; and their total.
 
     A micro-batch without terms has weight zero, and so have all when nothing counts.
 
@@ -112,12 +113,11 @@ def normalise(counts: Sequence[float | Tensor]) -> list[float]:
         ValueError: a count below zero, infinite or NaN.
 
     >>> normalise([3, 1, 0])
-    [0.75, 0.25, 0.0]
-
+    ([0.75, 0.25, 0.0], 4.0)
     """
     numbers = [_as_number(count) for count in counts]
     total = sum(numbers)
-    return [number / total if number else 0.0 for number in numbers]
+    return [number / total if number else 0.0 for number in numbers], total
 
 
 def _as_number(count: Any) -> float:

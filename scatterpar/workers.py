@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from scatterpar import devices as verbs
+from scatterpar.interrupts import Interrupts
 
-__all__ = ["AUTOCAST_TYPES", "Cancelled", "Workers"]
+__all__ = ["AUTOCAST_TYPES", "Cancelled", "Workers", "note"]
 
 AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
@@ -30,6 +31,12 @@ _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step w
 
 class Cancelled(Exception):
     """Ends a replica's work at its next sub-step when another has failed; users never see it."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to a user's error, unless the error will not have it."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
 
 
 class Workers:
@@ -42,7 +49,6 @@ class Workers:
     Args:
         count: the number of replicas.
         owner: what errors call the object that the workers work for.
-
     """
 
     def __init__(self, count: int, owner: str) -> None:
@@ -51,7 +57,8 @@ class Workers:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
-        self._abandoned: list[_Call] = []
+        self.interrupts = Interrupts()
+        self.abandoned = False
         self._queues: list[SimpleQueue[_Call | None]] = []
         self._stop: weakref.finalize[..., Workers] | None = None
 
@@ -68,7 +75,7 @@ class Workers:
         A single call runs in the caller's own thread. When one fails, ``cancel`` is set, the
         others are waited for, and the error of the lowest replica is raised in the caller's
         thread, with the others noted on it. An interrupt does the same; a second interrupt
-        stops the waiting and gives the threads up (``idle`` tells).
+        stops the waiting and gives the threads up, which ``abandoned`` then tells.
 
         Args:
             modules: one callable per replica.
@@ -79,12 +86,11 @@ class Workers:
 
         Returns:
             The results in the order of ``modules``.
-
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
         if len(modules) == 1:
-            with verbs.on(devices[0], verbs.stream_of(devices[0])):
+            with verbs.on(devices[0], verbs.stream_of(devices[0])), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = _Context()
         cancel = cancel or threading.Event()
@@ -100,18 +106,12 @@ class Workers:
         finally:
             del calls  # an error's traceback holds this frame, and a call holds its error
 
-    @property
-    def idle(self) -> bool:
-        """Whether no thread is still at work on an abandoned call."""
-        return all(call.finished.is_set() for call in self._abandoned)
-
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """One job at a time; refuses where there are no workers to do it.
 
         Raises:
             RuntimeError: inside another job, after ``close()``, or in a forked child.
-
         """
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
@@ -126,7 +126,8 @@ class Workers:
                 f"a criterion or a hook, nor from a second thread"
             )
         try:
-            yield
+            with Interrupts() as self.interrupts:
+                yield
         finally:
             self._lock.release()
 
@@ -140,28 +141,31 @@ class Workers:
         for queue, call in zip(self._started(), calls, strict=False):
             queue.put(call)
         self._wait(calls, cancel)
-        failed = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
-        errors = [(i, error) for i, error in failed if not isinstance(error, Cancelled)]
+        errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
+        for call in calls:
+            call.error = None  # its traceback leads back to the call: no cycle may keep activations
+        errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
                 if error is not errors[0][1]:
-                    errors[0][1].add_note(f"replica {i} failed too: {error!r}")
+                    note(errors[0][1], f"replica {i} failed too: {_described(error)}")
             if errors:
                 raise errors[0][1]
         finally:
-            del failed, errors
+            del errors
 
     def _wait(self, calls: list[_Call], cancel: threading.Event) -> None:
         interrupt: BaseException | None = None
-        while True:
+        while not all(call.finished.is_set() for call in calls):
             try:
-                for call in calls:
-                    call.finished.wait()
-                break
+                with self.interrupts.allowed():
+                    for call in calls:
+                        call.finished.wait()
             except BaseException as error:
+                self.interrupts.defer()
                 cancel.set()
                 if interrupt is not None:
-                    self._abandon(calls)
+                    self._abandon()
                     raise
                 interrupt = error
         if interrupt is not None:
@@ -170,13 +174,11 @@ class Workers:
             finally:
                 del interrupt
 
-    def _abandon(self, calls: list[_Call]) -> None:
+    def _abandon(self) -> None:
         """Leave threads that are still at work to end by themselves; others follow them."""
-        self._abandoned = calls
+        self.abandoned = True
         for queue in self._queues:
             queue.put(None)
-        if self._stop is not None:
-            self._stop.detach()
         self._stop, self._queues = None, []
 
     def _started(self) -> list[SimpleQueue[_Call | None]]:
@@ -198,6 +200,13 @@ class Workers:
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
         return self._queues
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # a user's own __repr__
+        return type(error).__name__
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""What a step computed, before anything of the user's is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices import Ledger
+from scatterpar.plan import Plan
+from scatterpar.randomness import Streams
+from scatterpar.report import Clock
+
+__all__ = ["BufferValue", "Outcome"]
+
+BufferValue = tuple["dict[str, Tensor | None]", str, "Tensor | None"]
+
+
+@dataclass
+class Outcome:
+    """What a step computed: everything that is to be committed, and its report.
+
+    Attributes:
+        plan: the shares and micro-batches.
+        loss: the loss of the whole batch.
+        dtype: the dtype of the losses.
+        terms: how many terms the loss is a mean of; one for a sum.
+        outputs: one entry per replica, where they were asked for.
+        gradients: every trained tensor of the user's, and its gradient if any replica used it.
+        buffers: the dict that holds a buffer of the user's, its name, and its new value.
+        streams: the random numbers of the step.
+        ledger: what was copied.
+        clock: what it took.
+    """
+
+    plan: Plan
+    loss: float
+    dtype: torch.dtype
+    terms: float
+    outputs: tuple[Any, ...]
+    gradients: list[tuple[Tensor, Tensor | None]]
+    buffers: list[BufferValue]
+    streams: Streams
+    ledger: Ledger
+    clock: Clock

@@ -13,7 +13,7 @@ from scatterpar.outcome import BufferValue, Outcome
 __all__ = ["commit", "commit_buffers"]
 
 
-def commit(outcome: Outcome, settle: Callable[[], None]) -> None:
+def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
     Autograd itself adds the gradients, from the parameters as roots: so hooks on parameters
@@ -21,7 +21,7 @@ def commit(outcome: Outcome, settle: Callable[[], None]) -> None:
 
     Args:
         outcome: what the step computed.
-        settle: called last; if it raises, or a hook does, everything is put back.
+        settle: called last; if it raises, as a hook may, everything is put back.
     """
     gradients = [(root, gradient) for root, gradient in outcome.gradients if gradient is not None]
     undo = [
@@ -34,7 +34,8 @@ def commit(outcome: Outcome, settle: Callable[[], None]) -> None:
             torch.autograd.backward(roots, values)
         commit_buffers(outcome.buffers)
         outcome.streams.commit()
-        settle()
+        if settle is not None:
+            settle()
     except BaseException:
         with torch.no_grad():
             for put_back in undo:

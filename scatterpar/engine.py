@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scatterpar.commit import commit, commit_buffers
@@ -25,6 +26,7 @@ from scatterpar.memory import smallest_that_fits
 from scatterpar.outcome import Outcome
 from scatterpar.plan import Plan, make_plan
 from scatterpar.randomness import Streams
+from scatterpar.ranks import Ranks
 from scatterpar.reduce import gather, reduce_buffers, reduce_gradients
 from scatterpar.replicas import check_placement
 from scatterpar.report import Clock, StepReport
@@ -43,10 +45,16 @@ class _Request:
     inputs: Any
     targets: Any
     criterion: Callable[[Any, Any], Any] | None
-    reduction: str
+    reduction: str | None
     count: Count | None
-    scale: float
+    scaler: torch.amp.GradScaler | None
     return_outputs: bool
+
+    def checked(self) -> Self:
+        """The request with its reduction settled, if it makes sense."""
+        if self.targets is not None and self.criterion is None and self.count is None:
+            raise ValueError("targets were given without a criterion: pass criterion=")
+        return replace(self, reduction=resolve_reduction(self.criterion, self.reduction))
 
 
 class ScatterOnceParallel(Wrapper):
@@ -78,10 +86,15 @@ class ScatterOnceParallel(Wrapper):
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
             buffers over the replicas, weighted by rows.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
+        process_group: train together with other processes, one a machine. Each rank passes
+            its own rows; loss and gradients are those of all ranks' batches together, and a
+            rank that fails makes every rank raise in that step. Rank 0's parameters and
+            buffers win at construction. Inference stays each rank's own.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an argument out of range, or a parameter that is not on ``device_ids[0]``.
+        ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,
+            or modules that differ between ranks.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -102,6 +115,7 @@ class ScatterOnceParallel(Wrapper):
         dim: int = 0,
         buffers: str = "master",
         check_finite: bool = False,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         _check_options(module, accum, micro_batch_size, dim, buffers)
@@ -115,7 +129,19 @@ class ScatterOnceParallel(Wrapper):
         self.check_finite = check_finite
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
+        self._ranks: Ranks | None = None
+        if process_group is not None:
+            mean = buffers == "mean"
+            self._ranks = Ranks(process_group, module, self.device_ids[0], mean)
         self._hire()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._ranks is not None:
+            raise TypeError(
+                "an engine with a process_group cannot be copied or pickled, since the group "
+                "belongs to this process; copy engine.module, or save engine.state_dict()"
+            )
+        return super().__getstate__()
 
     def _hire(self) -> None:
         self._crew = Crew(self.device_ids)
@@ -171,21 +197,21 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        with self._crew.workers.exclusive():
-            if targets is not None and criterion is None and count is None:
-                raise ValueError("targets were given without a criterion: pass criterion=")
-            rows = count_rows({"inputs": inputs, "targets": targets}, self.dim)
-            request = _Request(
-                inputs,
-                targets,
-                criterion,
-                resolve_reduction(criterion, reduction),
-                count,
-                self._scale(scaler),
-                return_outputs,
-            )
-            outcome, retries = self._fit(request, rows)
-            commit(outcome, settle=self._crew.workers.interrupts.deliver)
+        request = _Request(inputs, targets, criterion, reduction, count, scaler, return_outputs)
+        with self._crew.workers.exclusive() as interrupts:
+            try:
+                outcome, retries = self._fit(request.checked(), self._rows(request))
+                if self._ranks is not None:
+                    self._ranks.check(outcome)
+            except BaseException as error:
+                if self._ranks is not None:
+                    self._ranks.report_failure(error)
+                raise
+            if self._ranks is None:
+                commit(outcome, settle=interrupts.deliver)
+            else:
+                outcome = self._ranks.exchange(outcome)
+                commit(outcome)  # other ranks commit too: from here on there is no way back
             self.last_step = StepReport(
                 outcome.plan,
                 outcome.loss,
@@ -226,7 +252,7 @@ class ScatterOnceParallel(Wrapper):
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
         ledger, clock = Ledger(), Clock()
         batch = (request.inputs, request.targets)
-        streams = Streams([share.device for share in plan.shares])
+        streams = self._streams(plan)
         try:
             with clock.phase("scatter"):
                 weights, terms = weigh(
@@ -246,7 +272,7 @@ class ScatterOnceParallel(Wrapper):
                     train,
                     dim=self.dim,
                     batch=batch,
-                    scale=request.scale,
+                    scale=self._scale(request.scaler),
                     check_finite=self.check_finite,
                     keep_outputs=request.return_outputs,
                     most=most,
@@ -265,6 +291,7 @@ class ScatterOnceParallel(Wrapper):
                     plan=plan,
                     loss=sum(result.loss for result in results),
                     dtype=results[0].dtype,
+                    is_mean=request.reduction == "mean",
                     terms=terms,
                     outputs=tuple(result.outputs for result in results),
                     gradients=reduce_gradients(parts, len(results), ledger),
@@ -309,7 +336,7 @@ class ScatterOnceParallel(Wrapper):
         ledger = Ledger()
         with self._crew.workers.exclusive():
             plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
-            streams = Streams([share.device for share in plan.shares])
+            streams = self._streams(plan)
             try:
                 pieces = scatter(batch, plan, self.dim, ledger)
                 (part, *_), _ = self._crew.refresh(self.module, None, ledger)
@@ -346,6 +373,13 @@ class ScatterOnceParallel(Wrapper):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _rows(self, request: _Request) -> int:
+        return count_rows({"inputs": request.inputs, "targets": request.targets}, self.dim)
+
+    def _streams(self, plan: Plan) -> Streams:
+        before = 0 if self._ranks is None else self._ranks.rank * len(self.device_ids)
+        return Streams([share.device for share in plan.shares], before)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The scaler's factor, from the scaler itself, which so gets to know the master."""

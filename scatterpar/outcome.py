@@ -26,7 +26,8 @@ class Outcome:
         plan: the shares and micro-batches.
         loss: the loss of the whole batch.
         dtype: the dtype of the losses.
-        terms: how many terms the loss is a mean of; one for a sum.
+        is_mean: the loss is a mean of ``terms``, not a sum.
+        terms: how many terms the loss is made of.
         outputs: one entry per replica, where they were asked for.
         gradients: every trained tensor of the user's, and its gradient if any replica used it.
         buffers: the dict that holds a buffer of the user's, its name, and its new value.
@@ -38,6 +39,7 @@ class Outcome:
     plan: Plan
     loss: float
     dtype: torch.dtype
+    is_mean: bool
     terms: float
     outputs: tuple[Any, ...]
     gradients: list[tuple[Tensor, Tensor | None]]

@@ -37,14 +37,16 @@ class Streams:
 
     Args:
         devices: the device of each replica that takes part.
+        earlier: how many replicas of other processes are numbered before these.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._alone = len(devices) == 1
+    def __init__(self, devices: Sequence[torch.device], earlier: int = 0) -> None:
+        self._alone = len(devices) == 1 and not earlier
+        self._earlier = earlier
         self._before = torch.default_generator.get_state()
         self._made: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._accelerators = [
-            _AcceleratorStream(device, replica)
+            _AcceleratorStream(device, earlier + replica)
             for replica, device in enumerate(devices)
             if device.type != "cpu" and device not in devices[:replica]
         ]
@@ -70,7 +72,8 @@ class Streams:
         """Move the process's generator on if anything was drawn, so that the next step differs."""
         moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]
         if moved:
-            following = self._made[0][0] if 0 in moved else self._draw_seed()[1]
+            continued = 0 in moved and not self._earlier
+            following = self._made[0][0] if continued else self._draw_seed()[1]
             torch.default_generator.set_state(following.get_state())
         for stream in self._accelerators:
             stream.commit()
@@ -85,8 +88,9 @@ class Streams:
     def _generator(self, replica: int) -> torch.Generator:
         if replica not in self._made:
             seed, _ = self._draw_seed()
-            generator = torch.Generator().manual_seed((seed + replica) % _SEEDS)
-            if replica == 0:
+            number = self._earlier + replica
+            generator = torch.Generator().manual_seed((seed + number) % _SEEDS)
+            if number == 0:
                 generator.set_state(self._before)
             self._made[replica] = (generator, generator.get_state())
         return self._made[replica][0]

@@ -239,7 +239,7 @@ def check_placement(
 
 
 def _flags(tensors: Iterable[Tensor]) -> list[bool]:
-    return [tensor.requires_grad and tensor.is_leaf for tensor in tensors]
+    return [t.requires_grad and t.is_leaf and not t.is_inference() for t in tensors]
 
 
 def _is_private(tensor: Tensor) -> bool:

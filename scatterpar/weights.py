@@ -44,7 +44,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
 def weigh(
     plan: Plan,
-    reduction: str,
+    reduction: str | None,
     criterion: Any,
     targets: Any,
     dim: int,

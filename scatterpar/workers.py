@@ -107,8 +107,8 @@ class Workers:
             del calls  # an error's traceback holds this frame, and a call holds its error
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """One job at a time; refuses where there are no workers to do it.
+    def exclusive(self) -> Iterator[Interrupts]:
+        """One job at a time, interrupts deferred; refuses where there is nobody to do it.
 
         Raises:
             RuntimeError: inside another job, after ``close()``, or in a forked child.
@@ -120,16 +120,17 @@ class Workers:
                 f"{self._owner} belongs to another process: threads do not survive a fork; "
                 f"make another in the process that uses it"
             )
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self._owner} is in the middle of a step: another cannot start from inside "
-                f"a criterion or a hook, nor from a second thread"
-            )
-        try:
-            with Interrupts() as self.interrupts:
-                yield
-        finally:
-            self._lock.release()
+        with Interrupts() as interrupts:  # first: none may come between the lock and the try
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError(
+                    f"{self._owner} is in the middle of a step: another cannot start from "
+                    f"inside a criterion or a hook, nor from a second thread"
+                )
+            try:
+                self.interrupts = interrupts
+                yield interrupts
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -184,6 +185,7 @@ class Workers:
     def _started(self) -> list[SimpleQueue[_Call | None]]:
         if self._stop is not None and self._stop.alive:
             return self._queues
+        verbs.keep_memory()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]

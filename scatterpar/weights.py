@@ -9,7 +9,7 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,9 +122,12 @@ def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
 
 def _as_number(count: Any) -> float:
     number = count.item() if isinstance(count, Tensor) and count.ndim == 0 else count
-    if isinstance(number, (bool, Tensor)) or not isinstance(number, SupportsFloat):
-        raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}")
-    number = float(number)
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"count must return a finite number that is not negative, got {number!r}")
-    return number
+    try:
+        if isinstance(number, (bool, str, Tensor)):
+            raise TypeError
+        value = float(number)
+    except (TypeError, ValueError):
+        raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"count must return a finite number that is not negative, got {value!r}")
+    return value

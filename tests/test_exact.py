@@ -13,9 +13,7 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 
 OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(
-        parameters, lr=0.1, momentum=0.9, weight_decay=1e-3
-    ),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
 STEPS = 5
@@ -40,15 +38,11 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimize
             expected = criterion(plain(inputs), targets)
             expected.backward()
             assert_close(loss, expected.detach(), f"loss of step {step}")
-            for (name, mine), its in zip(
-                model.named_parameters(), plain.parameters(), strict=True
-            ):
+            for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
                 assert_close(mine.grad, its.grad, f"gradient of {name}, step {step}")
             ours.step()
             theirs.step()
-            for (name, mine), its in zip(
-                model.named_parameters(), plain.parameters(), strict=True
-            ):
+            for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
                 assert_close(mine.detach(), its.detach(), f"{name} after step {step}")
 
 

@@ -205,7 +205,10 @@ def test_the_guard_sees_a_forgotten_copy(monkeypatch):
         def forward(self, inputs):
             return self.linear(inputs) * self.hidden.scale
 
-    with pytest.raises(MixedMemories, match="aten.mul"):
+    with pytest.raises(MixedMemories, match=r"aten\.mul"):
         check(
-            monkeypatch, build(Forgets), (randn(4, FEATURES), randint(CLASSES, 4)), nn.CrossEntropyLoss()
+            monkeypatch,
+            build(Forgets),
+            (randn(4, FEATURES), randint(CLASSES, 4)),
+            nn.CrossEntropyLoss(),
         )

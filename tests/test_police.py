@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 SECONDS = 120
 
-OFFENDERS = '''
+OFFENDERS = """
 import threading
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_everything_was_put_back():
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_default_device() == torch.device("cpu")
     assert not torch.is_autocast_enabled("cpu")
-'''
+"""
 
 EXPECTED = {
     "test_thread": "leaked threads: ['left-behind']",

@@ -108,7 +108,9 @@ def test_the_report():
     model = mlp()
     with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
         assert engine.last_step is None
-        loss = engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
+        loss = engine.forward_backward(
+            randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss()
+        )
         report = engine.last_step
         assert isinstance(report, StepReport)
         assert report.plan == engine.plan(9)

@@ -91,9 +91,7 @@ def test_gpt2_with_padded_labels(devices):
     attention_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
     batch = {"input_ids": ids, "labels": labels, "attention_mask": attention_mask}
     with ScatterOnceParallel(gpt2(), 2, devices(3)) as engine:
-        assert_step(
-            engine, batch, count=lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum()
-        )
+        assert_step(engine, batch, count=lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum())
 
 
 def test_gpt2_hidden_states_are_asked_for_step_after_step(devices):

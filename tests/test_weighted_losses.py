@@ -39,9 +39,7 @@ def test_rows_of_many_terms(devices, case):
     rows = 11
     targets = CASES[case].targets(rows * length).view(rows, length)
     with ScatterOnceParallel(token_classifier(), 3, devices(3)) as engine:
-        assert_step(
-            engine, randint(11, rows, length, seed=5), targets, CASES[case].criterion()
-        )
+        assert_step(engine, randint(11, rows, length, seed=5), targets, CASES[case].criterion())
 
 
 def test_probabilities_for_every_position(devices):
@@ -257,14 +255,13 @@ def test_reduction_none_says_what_to_do(devices):
 )
 def test_counts_that_are_none(devices, count, error, words):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine, pytest.raises(error, match=words):
-        engine.forward_backward(
-            randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), count=count
-        )
+        engine.forward_backward(randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), count=count)
 
 
 def test_unknown_reductions_are_refused(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine, pytest.raises(
-        ValueError, match='reduction must be "mean" or "sum", got \'avg\''
+    with (
+        ScatterOnceParallel(mlp(), 2, devices(2)) as engine,
+        pytest.raises(ValueError, match='reduction must be "mean" or "sum", got \'avg\''),
     ):
         engine.forward_backward(
             randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), reduction="avg"

@@ -1,6 +1,6 @@
 """One process of the published example under DistributedDataParallel: prints the weights.
 
-    python ddp_accumulation.py RANK STORE_FILE
+python ddp_accumulation.py RANK STORE_FILE
 """
 
 from __future__ import annotations

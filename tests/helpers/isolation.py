@@ -38,14 +38,16 @@ class Memories:
         self.checked: dict[torch.device, int] = {}
 
     def claim(self, tensors: Any, memory: torch.device) -> None:
+        storages = _storages(tensors)
         with self._lock:
-            for storage in _storages(tensors):
+            for storage in storages:
                 reference = StorageWeakRef(storage)
                 self._owners[reference.cdata] = (reference, memory)
 
     def owner(self, tensor: Tensor) -> torch.device | None:
+        storages = _storages(tensor)
         with self._lock:
-            for storage in _storages(tensor):
+            for storage in storages:
                 reference, memory = self._owners.get(storage._cdata, (None, None))
                 if reference is not None and not reference.expired():
                     return memory
@@ -91,12 +93,14 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    for tensor in _tensors(values):
-        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-        for part in parts:
-            if part.device.type != "meta":
-                yield part.untyped_storage()
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    with torch._C._DisableTorchDispatch():
+        return [
+            part.untyped_storage()
+            for tensor in _tensors(values)
+            for part in ((tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,))
+            if part.device.type != "meta"
+        ]
 
 
 @contextlib.contextmanager
@@ -133,5 +137,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
     monkeypatch.setattr(devices, "empty", claimed_empty)
     monkeypatch.setattr(Ledger, "copy", claimed_copy)
     monkeypatch.setattr(Ledger, "copy_into", allowed_copy_into)
-    with Guard(memories, master, host_too=True):  # the caller's own thread: refresh, reduce and commit
+    with Guard(
+        memories, master, host_too=True
+    ):  # the caller's own thread: refresh, reduce and commit
         yield memories

@@ -1,4 +1,4 @@
-"""Losses whose terms do not all count alike, and oracles for them that share no code with torch's."""
+"""Losses whose terms do not all count alike, and oracles that share no code with torch."""
 
 from __future__ import annotations
 

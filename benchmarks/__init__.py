@@ -1,0 +1,1 @@
+"""How fast, how much traffic, how much memory: measured, with the peers named."""

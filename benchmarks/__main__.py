@@ -1,0 +1,26 @@
+"""Run the benchmarks and write the tables and pictures that the READMEs show.
+
+``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some, and
+``--quick`` goes through every line in a minute or two, with tiny sizes, and writes nothing.
+Other arguments are pytest's.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def main(arguments: list[str]) -> int:
+    """Hand the folders to pytest, with the project's own options (which skip benchmarks) off."""
+    folders = [str(HERE / name) for name in arguments if (HERE / name).is_dir()]
+    options = [option for option in arguments if not (HERE / option).is_dir()]
+    fixed = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-s", "--benchmark-disable-gc"]
+    shown = "--benchmark-columns=median,iqr,rounds"
+    return pytest.main([*fixed, shown, *options, *(folders or [str(HERE)])])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""The two fixtures of every benchmark: its size, and where its results go."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.environment import describe
+from benchmarks.tables import Publisher
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="tiny sizes; write nothing")
+
+
+@pytest.fixture(scope="session")
+def quick(request):
+    """Whether this is a smoke run."""
+    return request.config.getoption("--quick")
+
+
+@pytest.fixture(scope="session")
+def environment():
+    return describe()
+
+
+@pytest.fixture
+def publish(request, quick, environment, tmp_path):
+    """Writes a table, its data and a picture into the folder of the benchmark that asks."""
+    folder = Path(request.path).parent
+    if quick:
+        shutil.copy(folder / "README.md", tmp_path)
+        folder = tmp_path
+    return Publisher(folder, environment)
+
+
+@pytest.fixture(autouse=True)
+def same_seed():
+    torch.manual_seed(0)

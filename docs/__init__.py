@@ -1,0 +1,1 @@
+"""What the README shows: a picture and a table, and the programs that make them."""

@@ -1,0 +1,107 @@
+"""Draws the README's picture: what crosses in one step, drawn and counted.
+
+``python -m docs.picture`` runs one step of the small CNN (4096 images, four replicas with
+memories of their own, 16 sub-steps), counts what is copied, and writes ``docs/step.png``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from benchmarks.models import CASES
+from benchmarks.per_call import PerCall
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices import PHASES, resolve
+from torch import nn
+
+REPLICAS, ACCUM = 4, 16
+DEVICES = [f"cpu:{i}" for i in range(REPLICAS)]
+COLOURS = {
+    "scatter": "#4c78a8",
+    "replicate": "#f2a541",
+    "compute": "#b9c4cc",
+    "gather": "#9d6bb0",
+    "reduce": "#d1495b",
+}
+NAMES = {
+    "scatter": "the batch out",
+    "replicate": "parameters out",
+    "compute": "forward and backward",
+    "gather": "outputs in, their gradients out",
+    "reduce": "gradients back",
+}
+
+
+def count() -> dict[str, dict[str, int]]:
+    """Bytes by phase, of the engine and of the schedule of ``nn.DataParallel``."""
+    case = CASES["cnn"]
+    images, labels = case.data()
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(case.module(), accum=ACCUM, device_ids=DEVICES) as engine:
+        engine.forward_backward(images, labels, criterion)
+        assert engine.last_step is not None
+        ours = dict(engine.last_step.bytes)
+    parallel = PerCall(case.module(), resolve(DEVICES))
+    master = parallel.device_ids[0]
+    for x, y in zip(images.chunk(ACCUM), labels.chunk(ACCUM), strict=True):
+        there = parallel.ledger.copy(y, master, "scatter")
+        (criterion(parallel(x), there) / ACCUM).backward()
+    theirs = dict(parallel.ledger.bytes)
+    return {"nn.DataParallel × 16": theirs, "scatterpar": ours}
+
+
+def schedule(axes: Any, top: float, calls: int, parts: Sequence[tuple[str, float]]) -> None:
+    """Blocks from left to right, on one lane per replica."""
+    left = 0.0
+    for _ in range(calls):
+        for phase, width in parts:
+            for lane in range(REPLICAS):
+                repeats = ACCUM if phase == "compute" and calls == 1 else 1
+                for k in range(repeats):
+                    box = (left + k * width, top - lane)
+                    axes.add_patch(
+                        Rectangle(box, width, 0.8, facecolor=COLOURS[phase], edgecolor="w", lw=0.4)
+                    )
+            left += width * repeats
+
+
+def draw(counted: dict[str, dict[str, int]]) -> Figure:
+    """The two schedules, not to scale, and the bytes, to scale."""
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
+    each = [("scatter", 0.1), ("replicate", 0.6), ("compute", 1.0), ("gather", 0.3)]
+    schedule(left, 9, ACCUM, [*each, ("reduce", 0.6)])
+    schedule(left, 3.6, 1, [("scatter", 1.6), ("replicate", 0.6), ("compute", 1.0), ("reduce", 0.6)])
+    left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
+    left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
+    left.set(xlim=(-0.3, 46), ylim=(-1.4, 11.2), xlabel="time, not to scale", yticks=[], xticks=[])
+    handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
+    left.legend(handles=handles, loc="lower right", fontsize=8, ncols=2, frameon=False)
+    for side in ("top", "right", "left"):
+        left.spines[side].set_visible(False)
+    bottom = dict.fromkeys(counted, 0.0)
+    for phase in PHASES:
+        heights = {who: found[phase] / 1e6 for who, found in counted.items()}
+        colour = COLOURS["gather" if phase == "compute" else phase]
+        right.bar(list(heights), list(heights.values()), bottom=list(bottom.values()), color=colour)
+        bottom = {who: bottom[who] + heights[who] for who in bottom}
+    for position, total in enumerate(bottom.values()):
+        right.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
+    right.set_ylim(0, 1.12 * max(bottom.values()))
+    right.set_title("copied between 4 memories, one step", fontsize=10)
+    right.set_yticks([])
+    for side in ("top", "right", "left"):
+        right.spines[side].set_visible(False)
+    return figure
+
+
+if __name__ == "__main__":
+    bytes_counted = count()
+    draw(bytes_counted).savefig(Path(__file__).parent / "step.png", dpi=110)
+    for who, found in bytes_counted.items():
+        print(who, {phase: f"{size / 1e6:.2f} MB" for phase, size in found.items()})

@@ -1,0 +1,95 @@
+"""Real signals at random moments, once and twice: ``python -m faults.ctrl_c virtual 30``.
+
+Half of the strikes come in pairs. Each time the state is that of before the step, or that of
+a whole one, and the next step is exact.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from faults.grid import LAYOUTS, SECONDS_EACH, Bench
+from faults.places import PLACES
+from faults.state import capture, differences, values_differ
+
+PLACE = PLACES["forward, first line"]
+
+
+def interrupts(delays: list[float]) -> threading.Thread:
+    """Send Ctrl-C to this process after each of the delays."""
+
+    def send() -> None:
+        for delay in delays:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+class Strikes:
+    """Lets interrupts through inside of ``attempt`` alone; others are counted."""
+
+    def __init__(self) -> None:
+        self.outside = 0
+        self.inside = 0
+        self._shield()
+
+    def _shield(self) -> None:
+        signal.signal(signal.SIGINT, self._count)
+
+    def _count(self, *_: object) -> None:
+        self.outside += 1
+
+    def attempt(self, function: Callable[[], Any]) -> None:
+        """Call ``function`` with the usual reaction to Ctrl-C."""
+        try:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                function()
+            finally:
+                self._shield()
+        except KeyboardInterrupt:
+            self._shield()
+            self.inside += 1
+
+
+def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
+    """Interrupt steps at ``times`` moments, every second time twice in a row."""
+    draw = random.Random(7)
+    bench = Bench(["cpu"] if layout == "alone" else LAYOUTS[layout])
+    expected, _, _ = bench.expected(PLACE, True)
+    strikes = Strikes()
+    for i in range(times):
+        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
+        wrong: list[str] = []
+        strikes.inside = strikes.outside = 0
+        thread = interrupts([draw.uniform(0, 0.01) for _ in range(1 + i % 2)])
+        while thread.is_alive():
+            bench.back_to_start(bench.subject, accumulate=True)
+            before = capture(bench.subject)
+            strikes.attempt(lambda: bench.step(bench.engine, PLACE))
+            undone = differences(before, capture(bench.subject))
+            done = values_differ(expected, bench.subject)
+            if undone and done:
+                wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")
+        bench.back_to_start(bench.subject, accumulate=True)
+        wrong += [f"next step: {name}" for name in bench.good_step(PLACE, True)]
+        yield {"layout": layout, "inside": strikes.inside, "wrong": wrong}
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    for found in run(sys.argv[1], int(sys.argv[2])):
+        print(json.dumps(found), flush=True)
+    print("end", flush=True)

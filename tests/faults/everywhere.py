@@ -1,0 +1,95 @@
+"""Ctrl-C between any two instructions that the engine executes in the main thread.
+
+``python -m faults.everywhere shared 300`` counts the instructions of one step and then takes
+300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
+that of before the step or that of a whole step, and the next step is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import scatterpar
+from faults.grid import LAYOUTS, SECONDS_EACH, Bench
+from faults.places import PLACES
+from faults.state import capture, differences, values_differ
+
+PLACE = PLACES["forward, first line"]
+WATCHED = (str(Path(scatterpar.__file__).parent), contextlib.__file__, threading.__file__)
+
+
+class At:
+    """Counts instructions of the engine, and interrupts before the one of a given number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.seen = 0
+        self.where = "nowhere"
+
+    def __enter__(self) -> At:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(WATCHED):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.seen += 1
+            if self.seen - 1 == self.number:
+                name = Path(frame.f_code.co_filename).name
+                self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
+    """Interrupt one step after another, each a little later."""
+    bench = Bench([*LAYOUTS[layout]] if layout != "alone" else ["cpu"])
+    bench.back_to_start(bench.subject, accumulate=True)
+    with At(-1) as count:
+        bench.step(bench.engine, PLACE)
+    for i in range(times):
+        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
+        accumulate = i % 2 == 0
+        bench.expected(PLACE, accumulate)
+        bench.back_to_start(bench.subject, accumulate=accumulate)
+        before = capture(bench.subject)
+        raised = "nothing"
+        with At(count.seen * i // times) as at:
+            try:
+                bench.step(bench.engine, PLACE)
+            except BaseException as error:
+                raised = type(error).__name__
+        if at.where == "nowhere":  # this step executed fewer instructions than the counted one
+            continue
+        wrong = [] if raised == "KeyboardInterrupt" else [f"raised {raised}"]
+        undone = differences(before, capture(bench.subject))
+        done = values_differ(bench.expected(PLACE, accumulate)[0], bench.subject)
+        if undone and done:
+            wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")
+        bench.back_to_start(bench.subject, accumulate=accumulate)
+        try:
+            wrong += [f"next step: {name}" for name in bench.good_step(PLACE, accumulate)]
+        except BaseException as error:
+            wrong.append(f"next step: {error!r}")
+            bench = Bench(bench.devices)
+        yield {"layout": layout, "where": at.where, "whole": bool(undone), "wrong": wrong}
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    for found in run(sys.argv[1], int(sys.argv[2])):
+        print(json.dumps(found), flush=True)
+    print("end", flush=True)

@@ -1,0 +1,205 @@
+"""Every fault, at every place, in the first, middle and last sub-step of first and last replica.
+
+``python -m faults.grid shared`` (from ``tests/``) tries all combinations on replicas that
+share a memory, ``virtual`` on virtual devices, and prints one line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import json
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from faults.kinds import KINDS, REPLACED
+from faults.places import PLACES, Place, Step
+from faults.state import capture, differences, values_differ
+from faults.subject import Subject, batch, build_subject
+from faults.trap import trap
+from scatterpar import ScatterOnceParallel
+
+REPLICAS, ACCUM, ROWS = 3, 3, 26
+SECONDS_EACH = 25
+
+LAYOUTS = {
+    "shared": ["cpu"] * REPLICAS,
+    "virtual": [f"cpu:{i}" for i in range(REPLICAS)],
+}
+
+
+class Bench:
+    """A subject whose steps are made to fail, always from the same start."""
+
+    def __init__(self, devices: list[str]) -> None:
+        self.devices = devices
+        self.subject = build_subject()
+        self.engine = ScatterOnceParallel(self.subject, ACCUM, devices)
+        self.optimizer = torch.optim.SGD(self.subject.parameters(), 0.01, momentum=0.9)
+        self.data = batch(ROWS, seed=5)
+        trap.plan = self.engine.plan(ROWS)
+        self.step(self.engine, PLACES["forward, first line"])
+        self.optimizer.step()
+        self._start = copy.deepcopy(self.subject)
+        self._gradients = [p.grad for p in self.subject.parameters()]
+        self._expected: dict[tuple[str, bool], tuple[Subject, float, torch.Tensor]] = {}
+
+    def back_to_start(self, module: Subject, *, accumulate: bool) -> None:
+        """Weights, buffers and random state of the start; gradients too, or none of them."""
+        for tensor, start in zip(_tensors(module), _tensors(self._start), strict=True):
+            tensor.detach().copy_(start)
+        for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
+            there = accumulate and gradient is not None
+            parameter.grad = gradient.clone() if there else None
+        torch.manual_seed(4)
+
+    def expected(self, place: Place, accumulate: bool) -> tuple[Subject, float, torch.Tensor]:
+        """The module, loss and random state after one step of an engine that never failed."""
+        if (place.name, accumulate) not in self._expected:
+            twin = copy.deepcopy(self._start)
+            with ScatterOnceParallel(twin, ACCUM, self.devices) as engine:
+                self.back_to_start(twin, accumulate=accumulate)
+                loss = self.step(engine, place)
+                self._expected[place.name, accumulate] = (twin, loss, torch.get_rng_state())
+        return self._expected[place.name, accumulate]
+
+    def good_step(self, place: Place, accumulate: bool) -> list[str]:
+        """In what the next step differs from that of an engine that never failed."""
+        loss = self.step(self.engine, place)
+        random_state = torch.get_rng_state()
+        twin, expected_loss, expected_state = self.expected(place, accumulate)
+        return [
+            *(["loss"] if loss != expected_loss else []),
+            *values_differ(twin, self.subject),
+            *([] if torch.equal(random_state, expected_state) else ["random state"]),
+        ]
+
+    def visits(self, place: Place) -> int:
+        """How often a good step comes by a counted place."""
+        twin = copy.deepcopy(self._start)
+        step = Step(*self.data)
+        with (
+            ScatterOnceParallel(twin, ACCUM, self.devices) as engine,
+            place.prepare(twin, step, place.name),
+        ):
+            trap.arm(place.name, AssertionError, visit=-1)
+            engine.forward_backward(step.inputs, step.targets, step.criterion, **step.options)
+            trap.activations_alive()
+            return trap.visits
+
+    def step(self, engine: ScatterOnceParallel, place: Place) -> float:
+        step = Step(*self.data)
+        trap.disarm()
+        with place.prepare(engine.module, step, place.name):
+            engine.forward_backward(step.inputs, step.targets, step.criterion, **step.options)
+        trap.activations_alive()
+        assert engine.last_step is not None
+        return engine.last_step.loss
+
+    def bad_step(self, place: Place, kind: str, **where: Any) -> list[str]:
+        """One step that is made to fail, and what is wrong afterwards."""
+        step = Step(*self.data)
+        wrong: list[str] = []
+        with place.prepare(self.subject, step, place.name):
+            before = capture(self.subject, self.optimizer)
+            trap.arm(place.name, KINDS[kind], **where)
+            try:
+                self.engine.forward_backward(
+                    step.inputs, step.targets, step.criterion, **step.options
+                )
+                wrong.append("nothing was raised")
+            except BaseException as error:
+                wrong += _judge_error(error, kind, where)
+                error = None  # type: ignore[assignment]
+            trap.sprung, sprung = {}, trap.sprung
+            wrong += [] if sprung else ["the trap was never visited"]
+            del step, sprung
+            alive = trap.activations_alive()
+            wrong += [f"{alive} activations alive"] if alive and kind not in REPLACED else []
+            trap.disarm()
+            wrong += [
+                f"changed: {path}"
+                for path in differences(before, capture(self.subject, self.optimizer))
+            ]
+        return wrong
+
+
+def _judge_error(error: BaseException, kind: str, where: dict[str, Any]) -> list[str]:
+    if kind in REPLACED:  # by Python's own context managers; the user's is its context
+        error = error.__context__ or error
+    positions = where.get("positions", [where.get("visit")])
+    if error is not trap.sprung.get(positions[0]):
+        return [f"another error: {type(error).__name__}"]
+    wrong = []
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    if "_spring" not in frames:
+        wrong.append(f"the traceback ends in {frames[-1]}")
+    notes = getattr(error, "__notes__", [])
+    if kind not in REPLACED and "positions" in where:
+        replica, number = positions[0]
+        expected = f", sub-step {number} of {ACCUM}, counted from 0"
+        found = [note for note in notes if note.endswith(expected)]
+        if len(found) != 1 or f"in replica {replica} on cpu" not in found[0]:
+            wrong.append(f"notes: {notes}")
+        for other, _ in positions[1:]:
+            if not any(note.startswith(f"replica {other} failed too: ") for note in notes):
+                wrong.append(f"no note of replica {other}: {notes}")
+    return wrong
+
+
+def _tensors(module: Subject) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def combinations(bench: Bench) -> Iterator[tuple[Place, str, str, dict[str, Any]]]:
+    """Each place, kind and moment, as words and as arguments of the trap."""
+    for place in PLACES.values():
+        if place.counted:
+            last = bench.visits(place) - 1
+            moments = {f"visit {visit}": {"visit": visit} for visit in {0, last // 2, last}}
+        else:
+            moments = {
+                f"replica {replica}, sub-step {number}": {"positions": [(replica, number)]}
+                for replica in (0, REPLICAS - 1)
+                for number in (0, ACCUM // 2, ACCUM - 1)
+            }
+            moments["all replicas at once"] = {
+                "positions": [(replica, ACCUM // 2) for replica in range(REPLICAS)]
+            }
+        for kind in KINDS:
+            for moment, where in moments.items():
+                yield place, kind, moment, where
+
+
+def run(layout: str) -> Iterator[dict[str, Any]]:
+    """Try all combinations on one layout of replicas."""
+    strays: list[str] = []
+    sys.unraisablehook = lambda raised: strays.append(f"unraisable {raised.exc_type.__name__}")
+    random.seed(0)
+    torch.manual_seed(0)
+    bench = Bench(LAYOUTS[layout])
+    for number, (place, kind, moment, where) in enumerate(combinations(bench)):
+        faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
+        bench.back_to_start(bench.subject, accumulate=number % 2 == 0)
+        wrong = bench.bad_step(place, kind, **where)
+        wrong += [f"next step: {name}" for name in bench.good_step(place, number % 2 == 0)]
+        wrong, strays[:] = wrong + strays, []
+        yield {
+            "layout": layout,
+            "place": place.name,
+            "kind": kind,
+            "moment": moment,
+            "wrong": wrong,
+        }
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    for found in run(sys.argv[1]):
+        print(json.dumps(found), flush=True)
+    print("end")

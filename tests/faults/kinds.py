@@ -1,0 +1,71 @@
+"""What may be raised: ordinary exceptions, and those that are awkward to pass on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+class ManyArguments(Exception):
+    """Cannot be made anew from its message, as ``type(error)(str(error))`` would."""
+
+    def __init__(self, what: str, where: int, *, why: str) -> None:
+        super().__init__(f"{what} at {where}: {why}")
+
+
+class NotAnException(BaseException):
+    """Passes ``except Exception``."""
+
+
+class Sulky(Exception):
+    """Refuses to be printed, compared or hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        raise RuntimeError("this exception has no repr")
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("this exception cannot be compared")
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("this exception is neither true nor false")
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """A frozen dataclass: no attribute can be set, so notes cannot be added."""
+
+    code: int
+
+
+class Noted(Exception):
+    """Has notes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("with a note")
+        self.add_note("the user's own note")
+
+
+KINDS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("boom"),
+    "with several arguments": lambda: ManyArguments("trap", 3, why="armed"),
+    "with notes": Noted,
+    "a group": lambda: ExceptionGroup("two", [ValueError("one"), TypeError("two")]),
+    "StopIteration": lambda: StopIteration("early"),
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "SystemExit": lambda: SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "GeneratorExit": GeneratorExit,
+    "a BaseException": lambda: NotAnException("not an Exception"),
+    "without a repr": Sulky,
+    "frozen": lambda: Frozen(7),
+}
+
+# No attribute of these can be set, so ``contextlib`` itself loses them: any context manager that
+# is written as a generator raises FrozenInstanceError in their place, with them as its context.
+REPLACED = {"frozen"}

@@ -1,0 +1,249 @@
+"""Where a fault may strike: each place is a context that sets the scene for one step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from faults.subject import Subject
+from faults.trap import trap
+
+
+@dataclass
+class Step:
+    """The arguments of one ``forward_backward``."""
+
+    inputs: Any
+    targets: Any
+    criterion: Any = field(default_factory=nn.CrossEntropyLoss)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Prepares the subject and the step; ``counted`` places are visited outside of sub-steps."""
+
+    name: str
+    prepare: Callable[[Subject, Step, str], contextlib.AbstractContextManager[None]]
+    counted: bool = False
+
+
+PLACES: dict[str, Place] = {}
+
+
+def place(name: str, *, counted: bool = False) -> Callable[[Any], Any]:
+    def add(prepare: Callable[..., Iterator[None]]) -> Any:
+        PLACES[name] = Place(name, contextlib.contextmanager(prepare), counted)
+        return prepare
+
+    return add
+
+
+def _nothing(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    yield
+
+
+for name in (  # the subject itself knows these
+    "forward, first line",
+    "forward, in the middle",
+    "forward, last line",
+    "parametrisation",
+    "recomputation under checkpoint",
+    "backward of a Function",
+    "hook on a tensor",
+):
+    place(name)(_nothing)
+
+
+@place("criterion, a function")
+def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def criterion(output: Tensor, targets: Tensor) -> Tensor:
+        trap.at(name)
+        return nn.functional.cross_entropy(output, targets)
+
+    step.criterion = criterion
+    yield
+
+
+class Centred(nn.Module):
+    """A criterion with a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.centre += output.detach().mean(0)
+        loss = nn.functional.cross_entropy(output + self.shift - self.centre, targets)
+        trap.at("criterion, a module with buffers")
+        return loss
+
+
+@place("criterion, a module with buffers")
+def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.criterion = centred = Centred()
+    yield
+    if trap.sprung:
+        assert centred.shift.grad is None
+        assert not centred.centre.any()
+
+
+class _TrappedLoss(nn.CrossEntropyLoss):
+    @property
+    def reduction(self) -> str:
+        trap.count("criterion's .reduction")
+        return "mean"
+
+    @reduction.setter
+    def reduction(self, value: str) -> None:
+        pass
+
+
+@place("criterion's .reduction", counted=True)
+def _reduction(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.criterion = _TrappedLoss()
+    yield
+
+
+@place("count=", counted=True)
+def _count(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def count(inputs: Tensor, targets: Tensor) -> int:
+        trap.count(name)
+        return len(targets)
+
+    step.options["count"] = count
+    yield
+
+
+class TrappedTensor(torch.Tensor):
+    """A dataset's tensor class: everything that is done to it passes by."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        trap.count("tensor subclass in the batch")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@place("tensor subclass in the batch", counted=True)
+def _subclass(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.inputs = (step.inputs,)
+    step.targets = {"y": step.targets.as_subclass(TrappedTensor)}
+    step.criterion = lambda output, targets: nn.functional.cross_entropy(output, targets["y"])
+    yield
+
+
+class TrappedDict(dict[str, Any]):
+    """A mapping of the user's own that is copied for every share."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        trap.count("mapping of the user's in the batch")
+        super().__setitem__(key, value)
+
+
+@place("mapping of the user's in the batch", counted=True)
+def _mapping(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.inputs = TrappedDict(inputs=step.inputs)
+    yield
+
+
+@contextlib.contextmanager
+def _removed(*handles: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _module_hook(name: str, method: str) -> None:
+    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
+        with _removed(getattr(subject.leave, method)(lambda *_: trap.at(name))):
+            yield
+
+    place(name)(prepare)
+
+
+_module_hook("forward pre-hook", "register_forward_pre_hook")
+_module_hook("forward hook", "register_forward_hook")
+_module_hook("full backward pre-hook", "register_full_backward_pre_hook")
+_module_hook("full backward hook", "register_full_backward_hook")
+
+
+@place("global forward hook")
+def _global_hook(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def hook(module: nn.Module, *_: Any) -> None:
+        if type(module) is nn.Dropout:
+            trap.at(name)
+
+    with _removed(nn.modules.module.register_module_forward_hook(hook)):
+        yield
+
+
+def _parameter_hook(name: str, method: str) -> None:
+    def prepare(subject: Subject, step: Step, name: str) -> Iterator[None]:
+        used = [p for n, p in subject.named_parameters() if not n.startswith("unused")]
+        with _removed(*(getattr(p, method)(lambda _: trap.count(name)) for p in used)):
+            yield
+
+    place(name, counted=True)(prepare)
+
+
+_parameter_hook("hook on a parameter", "register_hook")
+_parameter_hook("post-accumulate hook on a parameter", "register_post_accumulate_grad_hook")
+
+
+@place("saved-tensor hook, pack")
+def _pack(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def pack(tensor: Tensor) -> Tensor:
+        trap.at(name)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+@place("saved-tensor hook, unpack")
+def _unpack(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    def unpack(tensor: Tensor) -> Tensor:
+        trap.at(name)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        yield
+
+
+class Copied(nn.Module):
+    """Takes part in torch's replica protocol with a method of its own."""
+
+    def _replicate_for_data_parallel(self) -> Any:
+        trap.count("replication of a module")
+        return super()._replicate_for_data_parallel()
+
+
+@place("replication of a module", counted=True)
+def _replication(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    subject.extra = Copied()
+    yield
+    del subject.extra
+
+
+@place("outputs asked for", counted=False)
+def _outputs(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    """As the plain criterion, with the outputs of earlier sub-steps in hand."""
+    _function_of_outputs = nn.functional.cross_entropy
+
+    def criterion(output: Tensor, targets: Tensor) -> Tensor:
+        trap.at(name)
+        return _function_of_outputs(output, targets)
+
+    step.criterion = criterion
+    step.options["return_outputs"] = True
+    yield

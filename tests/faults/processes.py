@@ -1,0 +1,54 @@
+"""Scripts in processes of their own, with a hard limit on their time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+SECONDS = 110.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment() -> dict[str, str]:
+    """The environment of a script: this folder's modules and the package are importable."""
+    path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start Python with ``arguments``."""
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = SECONDS) -> Outcome:
+    """Wait for a process; one that hangs is killed, and fails the test with what it said."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s\n{out[-2000:]}\n{err}") from None
+    return Outcome(process.returncode, out, err)
+
+
+def run(*arguments: str, seconds: float = SECONDS) -> Outcome:
+    """Run Python with ``arguments`` to its end."""
+    return finish(start(*arguments), seconds)

@@ -1,0 +1,58 @@
+"""Whole or not at all: every fault, at every place, in first, middle and last sub-steps.
+
+All combinations of a layout share one process; a combination that hangs ends it with the
+stacks of all threads, and all that it did not come to count as failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from faults.grid import LAYOUTS
+from faults.places import PLACES
+from faults.processes import finish, start
+
+COMBINATIONS = 1600  # and more: what is counted depends on how often a place is visited
+
+
+@pytest.fixture(scope="module")
+def found():
+    processes = {layout: start("-m", "faults.grid", layout) for layout in LAYOUTS}
+    outcomes = {layout: finish(process) for layout, process in processes.items()}
+    return {
+        layout: (
+            [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")],
+            outcome,
+        )
+        for layout, outcome in outcomes.items()
+    }
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
+    results, outcome = found[layout]
+    mine = [result for result in results if result["place"] == name]
+    assert mine, f"never came to this place:\n{outcome.err}"
+    wrong = [
+        f"{result['kind']} in {result['moment']}: {', '.join(result['wrong'])}"
+        for result in mine
+        if result["wrong"]
+    ]
+    assert not wrong, f"{len(mine) - len(wrong)} of {len(mine)} hold; the others:\n" + "\n".join(
+        wrong
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_combinations_were_tried(found, layout):
+    results, outcome = found[layout]
+    assert outcome.code == 0
+    assert outcome.out.endswith("end\n")
+    assert "terminate called" not in outcome.err
+    assert len(results) > COMBINATIONS
+    tried = Counter((result["place"], result["kind"], result["moment"]) for result in results)
+    assert set(tried.values()) == {1}

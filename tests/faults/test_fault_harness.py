@@ -1,0 +1,166 @@
+"""The grid can fail: an engine that does any one thing wrong is caught, by name."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from faults.grid import LAYOUTS, Bench
+from faults.places import PLACES
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.draws
+
+PLACE = PLACES["backward of a Function"]
+LAST = {"positions": [(2, 2)]}
+
+
+@pytest.fixture
+def bench():
+    bench = Bench(LAYOUTS["shared"])
+    with bench.engine:
+        bench.back_to_start(bench.subject, accumulate=True)
+        yield bench
+    gc.collect()
+
+
+def sabotage(monkeypatch, before=lambda engine: None, after=lambda engine, error: error):
+    """Make every step do ``before`` first, and raise what ``after`` makes of its error."""
+    honest = ScatterOnceParallel.forward_backward
+
+    def step(self, *args, **kwargs):
+        before(self)
+        try:
+            return honest(self, *args, **kwargs)
+        except BaseException as error:
+            made = after(self, error)
+            try:
+                raise made from None
+            finally:
+                del made  # the traceback holds this frame
+
+    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
+
+
+def test_an_honest_engine_passes(bench):
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == []
+    assert bench.good_step(PLACE, True) == []
+
+
+def test_buffers_committed_first(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: engine.module.norm.running_mean.add_(1))
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: norm._buffers['running_mean']"]
+
+
+def test_gradients_committed_first(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: engine.module.leave.bias.grad.add_(1))
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: leave.bias.grad"]
+
+
+def test_a_gradient_exchanged_for_its_copy(bench, monkeypatch):
+    def exchange(engine):
+        engine.module.leave.bias.grad = engine.module.leave.bias.grad.clone()
+
+    sabotage(monkeypatch, exchange)
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == [
+        "changed: leave.bias.grad (another object)"
+    ]
+
+
+def test_a_gradient_from_nothing(bench, monkeypatch):
+    def fill(engine):
+        engine.module.unused.bias.grad = torch.zeros(2, dtype=torch.float64)
+
+    sabotage(monkeypatch, fill)
+    assert "changed: unused.bias.grad (another object)" in bench.bad_step(
+        PLACE, "ValueError", **LAST
+    )
+
+
+def test_random_numbers_drawn(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: torch.rand(()))
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: torch's generator"]
+
+
+def test_an_attribute_moved(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: setattr(engine.module, "calls", 99))
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: root.calls (another object)"]
+
+
+def test_a_hook_left_behind(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: engine.module.norm.register_forward_hook(print))
+    assert any(
+        wrong.startswith("changed: norm._forward_hooks")
+        for wrong in bench.bad_step(PLACE, "ValueError", **LAST)
+    )
+
+
+def test_a_global_left_behind(bench, monkeypatch):
+    sabotage(monkeypatch, lambda engine: torch.set_num_threads(torch.get_num_threads() + 1))
+    threads = torch.get_num_threads()
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: torch: num_threads"]
+    torch.set_num_threads(threads)
+
+
+def test_another_error(bench, monkeypatch):
+    sabotage(monkeypatch, after=lambda engine, error: type(error)(*error.args))
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["another error: ValueError"]
+
+
+def test_a_traceback_lost(bench, monkeypatch):
+    def cut(engine, error):
+        raise error.with_traceback(None)
+
+    sabotage(monkeypatch, after=cut)
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["the traceback ends in cut"]
+
+
+def test_a_note_lost(bench, monkeypatch):
+    def forget(engine, error):
+        error.__notes__.clear()
+        return error
+
+    sabotage(monkeypatch, after=forget)
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["notes: []"]
+
+
+def test_activations_kept(bench, monkeypatch):
+    kept = []
+
+    def keep(engine, error):
+        kept.append(error)
+        return error
+
+    sabotage(monkeypatch, after=keep)
+    assert any(
+        wrong.endswith("activations alive") for wrong in bench.bad_step(PLACE, "ValueError", **LAST)
+    )
+
+
+def test_an_error_swallowed(bench, monkeypatch):
+    honest = ScatterOnceParallel.forward_backward
+
+    def step(self, *args, **kwargs):
+        try:
+            honest(self, *args, **kwargs)
+        except ValueError:
+            return None
+
+    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["nothing was raised"]
+
+
+def test_a_next_step_that_is_not_exact(bench, monkeypatch):
+    assert bench.good_step(PLACE, True) == []
+    bench.back_to_start(bench.subject, accumulate=True)
+    honest = ScatterOnceParallel.forward_backward
+
+    def step(self, *args, **kwargs):
+        honest(self, *args, **kwargs)
+        gradient = self.module.leave.bias.grad
+        gradient[0] = torch.nextafter(gradient[0], gradient[0] + 1)
+
+    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
+    assert bench.good_step(PLACE, True) == ["leave.bias.grad"]

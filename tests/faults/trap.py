@@ -1,0 +1,100 @@
+"""The trap: raises what it was armed with, at the place and in the sub-step it was set for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from scatterpar import Plan
+
+Position = tuple[int, int]  # replica, sub-step
+BARRIER_SECONDS = 20.0
+
+
+class Trap:
+    """Springs once per position, when a thread comes by.
+
+    The first column of the inputs holds the number of the row. By it a forward pass knows
+    which replica and which sub-step it is part of; what follows in the same thread, such as
+    hooks and the backward pass, knows it from there. Places outside of sub-steps, such as
+    hooks on parameters, are counted instead: first visit, second visit, …
+    """
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+        self._activations: list[weakref.ref[Tensor]] = []
+        self.visited: list[Position] = []
+        self.disarm()
+
+    def arm(
+        self,
+        place: str,
+        error: Callable[[], BaseException],
+        positions: Sequence[Position] = (),
+        visit: int | None = None,
+    ) -> None:
+        """Raise ``error()`` at ``place``, at each of ``positions`` or at the given ``visit``."""
+        self.place, self.positions, self._make, self._visit = place, positions, error, visit
+        self.visits = 0
+        self.sprung: dict[Position | int, BaseException] = {}
+        self._barrier = threading.Barrier(len(positions)) if len(positions) > 1 else None
+        self.visited = []
+
+    def disarm(self) -> None:
+        """Let everything pass."""
+        self.arm("nowhere", AssertionError)
+
+    def enter(self, inputs: Tensor) -> None:
+        """Tell the trap what the current thread works on."""
+        row = int(inputs[0, 0])
+        assert self.plan is not None
+        for share in self.plan.shares:
+            for number, (start, stop) in enumerate(share.micro_batches):
+                if start <= row < stop:
+                    self._thread.position = (share.replica, number)
+        self.visited.append(self._thread.position)
+
+    def at(self, place: str) -> None:
+        """The current thread is at ``place``, within a sub-step."""
+        position = getattr(self._thread, "position", None)
+        if place != self.place or position not in self.positions or position in self.sprung:
+            return
+        if self._barrier is not None:
+            self._barrier.wait(BARRIER_SECONDS)
+        self._spring(position)
+
+    def count(self, place: str) -> None:
+        """Some thread is at ``place``, which is counted."""
+        if place != self.place:
+            return
+        with self._lock:
+            self.visits += 1
+            springs = self.visits - 1 == self._visit
+        if springs:
+            self._spring(self.visits - 1)
+
+    def _spring(self, where: Position | int) -> None:
+        self.sprung[where] = error = self._make()
+        try:
+            raise error
+        finally:
+            del error
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        """Remember an activation, weakly."""
+        self._activations.append(weakref.ref(tensor))
+        return tensor
+
+    def activations_alive(self) -> int:
+        """How many of the activations there still are; forgets them."""
+        alive = sum(activation() is not None for activation in self._activations)
+        self._activations.clear()
+        return alive
+
+
+trap = Trap()

@@ -1,0 +1,222 @@
+"""Buffers: replica 0's or the mean, bit for bit, and whatever else a buffer may be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES
+from helpers.oracle import assert_close, assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+ROWS = 11  # on three replicas: 4 + 4 + 3
+BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
+SHARES = [slice(0, 4), slice(4, 8), slice(8, 11)]
+
+
+def normalised():
+    return build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    )
+
+
+def after_share(model, rows, accum):
+    """The buffers of a copy of the model that saw these rows in ``accum`` micro-batches."""
+    twin = copy.deepcopy(model)
+    for piece in BATCH[0][rows].tensor_split(accum):
+        twin(piece)
+    return dict(twin.named_buffers())
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_master_keeps_those_of_replica_0_bit_for_bit(devices, accum):
+    """On a real GPU or a virtual one: the same kernels on the same rows, so the same bits."""
+    model = normalised()
+    expected = after_share(model, SHARES[0], accum)
+    held = dict(model.named_buffers())
+    if accum == 2:  # 4 rows as 2 + 2, but 3 as 2 + 1, which batch normalisation refuses
+        batch = tuple(part[:8] for part in BATCH)
+        device_ids = devices(2)
+    else:
+        batch, device_ids = BATCH, devices(3)
+    with ScatterOnceParallel(model, accum, device_ids) as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+        assert buffer is held[name], f"{name} was rebound"
+
+
+def test_mean_weighs_replicas_by_their_rows(devices):
+    model = normalised()
+    seen = [after_share(model, rows, 1) for rows in SHARES]
+    with ScatterOnceParallel(model, 1, devices(3), buffers="mean") as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            expected = sum(
+                part[name] * w for part, w in zip(seen, (4 / 11, 4 / 11, 3 / 11), strict=True)
+            )
+            assert_close(buffer, expected, name)
+            assert not torch.equal(buffer, seen[0][name])
+        else:
+            assert buffer == 1, "a count of batches is replica 0's"
+
+
+class Constants(nn.Module):
+    """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("table", torch.rand(7) / 3)
+        self.register_buffer("nothing", torch.tensor(float("nan")))
+        self.register_buffer("index", torch.arange(4))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("missing", None)
+
+    def forward(self, inputs):
+        scores = (self.mask + self.table[:4]).softmax(1)
+        return self.linear(inputs)[:, self.index] @ scores
+
+
+@pytest.mark.parametrize("buffers", ["master", "mean"])
+def test_constant_buffers_do_not_drift(devices, buffers):
+    """A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN."""
+    model = build(Constants)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ScatterOnceParallel(model, 1, devices(3), buffers=buffers) as engine:
+        for _ in range(7):
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer.nan_to_num(1234), before[name].nan_to_num(1234)), name
+
+
+class RequiresGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
+
+    def forward(self, inputs):
+        return self.linear(inputs) * self.scale
+
+
+@pytest.mark.parametrize("buffers", ["master", "mean"])
+def test_buffers_that_require_grad_get_gradients(devices, buffers):
+    model = build(RequiresGrad)
+    scale = torch.full((CLASSES,), 1.5, dtype=torch.float64, requires_grad=True)
+    model.scale = scale
+    twin = copy.deepcopy(model)
+    nn.CrossEntropyLoss()(twin(BATCH[0]), BATCH[1]).backward()
+    with ScatterOnceParallel(model, 2, devices(3), buffers=buffers) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_close(scale.grad, twin.scale.grad, "scale")
+        assert_close(model.linear.weight.grad, twin.linear.weight.grad, "weight")
+        assert model.scale is scale
+        assert scale.requires_grad
+        assert (scale == 1.5).all()
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_close(scale.grad, 2 * twin.scale.grad, "scale, twice")
+
+
+class Rebinds(nn.Module):
+    """Running state by assignment rather than in place, of a shape that changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(0, FEATURES))
+        self.register_buffer("cache", None)
+
+    def forward(self, inputs):
+        self.seen = self.seen + len(inputs)
+        self.last = inputs.detach().clone()
+        self.cache = inputs.detach().sum()
+        return self.linear(inputs)
+
+
+def test_buffers_rebound_in_forward_are_committed(devices):
+    model = build(Rebinds)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for step in (1, 2, 3):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            assert model.seen == 4 * step  # replica 0's rows
+            assert torch.equal(model.last, BATCH[0][2:4])
+            assert torch.equal(model.cache, BATCH[0][2:4].sum())
+
+
+def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
+    """A buffer taken from the batch must not alias it: the next batch may overwrite it in place."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+            self.register_buffer("last", torch.zeros(0, FEATURES))
+
+        def forward(self, inputs):
+            self.last = inputs
+            return self.linear(inputs)
+
+    model = build(Keeps)
+    inputs = BATCH[0].clone()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(inputs, BATCH[1], nn.CrossEntropyLoss())
+        kept = model.last.clone()
+        inputs.zero_()
+        assert torch.equal(model.last, kept)
+
+
+def test_committed_buffers_are_the_user_s_alone(devices):
+    """Buffers that a step rebound stay as they are while the next step runs on replica 0."""
+    model = build(Rebinds)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        held = model.last
+        before = held.clone()
+        other = randn(ROWS, FEATURES, seed=77)
+        engine.forward_backward(other, BATCH[1], nn.CrossEntropyLoss())
+        assert torch.equal(held, before) or held is model.last
+
+
+@pytest.mark.draws
+def test_old_spectral_norm_in_training_keeps_its_power_iteration(devices):
+    """Its forward rewrites ``weight_u``: the module must get the iterate of replica 0."""
+    model = build(lambda: nn.utils.spectral_norm(nn.Linear(FEATURES, CLASSES)))
+    before = model.weight_u.clone()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        first = model.weight_u.clone()
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert not torch.equal(first, before)
+    assert not torch.equal(first, model.weight_u)
+    assert torch.isfinite(model.weight_orig.grad).all()
+
+
+def test_inference_does_not_write_buffers(devices):
+    model = normalised().eval()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ScatterOnceParallel(model, 1, devices(3)) as engine:
+        engine(BATCH[0])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_forward_in_training_mode_updates_statistics_as_a_module_does(devices):
+    """Under no_grad a training-mode forward is allowed (to re-estimate statistics): it counts."""
+    model = normalised()
+    expected = after_share(model, SHARES[0], 1)
+    with ScatterOnceParallel(model, 1, devices(3)) as engine, torch.no_grad():
+        engine(BATCH[0])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
+def test_unknown_policies_are_refused():
+    with pytest.raises(ValueError, match='buffers must be "master" or "mean", got \'sum\''):
+        ScatterOnceParallel(normalised(), buffers="sum")

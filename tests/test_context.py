@@ -1,0 +1,296 @@
+"""What a new thread would lose of the caller's context arrives in every worker."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import threading
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_gradients, assert_step, build, randint, randn
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import ScatterOnceParallel
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+class Asks(nn.Module):
+    """Writes down, in every call, what ``question`` answers there."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.answers = Answers()
+
+    def forward(self, inputs):
+        self.answers.found.append((threading.current_thread().name, self.question()))
+        return self.linear(inputs)
+
+
+class Answers:
+    """Shared by all replicas, as any object that the engine cannot look into."""
+
+    def __init__(self):
+        self.found = []
+
+
+def asked(devices, question, *, count=3, inference=False):
+    """The answers in ``count`` workers, one call each, while the caller's context holds."""
+    with torch.inference_mode(False):
+        model = Asks(question).double()
+    with ScatterOnceParallel(model, 1, devices(count)) as engine:
+        if inference:
+            engine.eval()
+            engine(BATCH[0])
+        else:
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    threads = {name for name, _ in model.answers.found}
+    assert len(threads) == count
+    assert threading.current_thread().name not in threads or count == 1
+    return [answer for _, answer in model.answers.found]
+
+
+@pytest.fixture(autouse=True)
+def _weights_from_elsewhere():
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_dtype_and_cache(devices, cache):
+    """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there."""
+
+    def question():
+        return (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        assert asked(devices, question) == [(True, torch.bfloat16, cache)] * 3
+    assert asked(devices, question) == [(False, torch.bfloat16, True)] * 3
+
+
+def test_autocast_computes_in_bfloat16_and_trains_as_one_device_does(devices):
+    model = mlp().float()
+    dtypes = []
+    model[0].register_forward_hook(lambda m, args, output: dtypes.append(output.dtype))
+    twin = copy.deepcopy(model)
+    inputs, targets = BATCH[0].float(), BATCH[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = nn.CrossEntropyLoss()(twin(inputs), targets)
+        expected.backward()
+        with ScatterOnceParallel(model, 3, devices(3)) as engine:
+            loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert set(dtypes) == {torch.bfloat16}
+    assert len(dtypes) == 10
+    assert_close(loss, expected.detach(), "loss", 1e-2)
+    assert_gradients(model, {n: p.grad for n, p in twin.named_parameters()}, 2e-2)
+
+
+def test_autocast_sees_the_weights_of_the_next_step(devices):
+    """Its cache of cast weights must not survive an optimizer step inside one autocast region."""
+    model = mlp().float()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        ScatterOnceParallel(model, 2, devices(2)) as engine,
+    ):
+        first = engine.forward_backward(BATCH[0].float(), BATCH[1], nn.CrossEntropyLoss())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+        second = engine.forward_backward(BATCH[0].float(), BATCH[1], nn.CrossEntropyLoss())
+    assert (first - second).abs() > 0.05
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_inference_builds_no_graph(devices, mode):
+    with mode():
+        assert asked(devices, torch.is_grad_enabled, inference=True) == [False] * 3
+
+
+def test_inference_mode_reaches_the_workers(devices):
+    question = torch.is_inference_mode_enabled
+    with torch.inference_mode():
+        assert asked(devices, question, inference=True) == [True] * 3
+    assert asked(devices, question, inference=True) == [False] * 3
+
+
+def test_a_module_made_in_inference_mode_can_infer(devices):
+    with torch.inference_mode():
+        model = mlp()
+        expected = model(BATCH[0])
+        with ScatterOnceParallel(model.eval(), 2, devices(3)) as engine:
+            assert_close(engine(BATCH[0]), expected, "output")
+
+
+def test_training_works_after_inference_mode(devices):
+    """Replicas built or refreshed under inference mode must still be fit for training."""
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        with torch.inference_mode():
+            engine.eval()
+            output = engine(BATCH[0])
+            assert output.is_inference()
+        engine.train()
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_default_dtype_and_device(devices):
+    def question():
+        return torch.get_default_dtype(), torch.get_default_device(), torch.ones(1).device
+
+    assert asked(devices, question)[0][1] == torch.device("cpu")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {answer[0] for answer in asked(devices, question)} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_default_device_in_the_caller_s_thread(devices):
+    def question():
+        return torch.get_default_device().type, torch.empty(1).device.type
+
+    model = Asks(question).double()
+    with ScatterOnceParallel(model, 1, devices(3)) as engine, torch.device("meta"):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert [answer for _, answer in model.answers.found] == [("meta", "meta")] * 3
+
+
+def test_contextvars(devices):
+    variable = contextvars.ContextVar("variable", default="none")
+    token = variable.set("the caller's")
+    assert asked(devices, variable.get) == ["the caller's"] * 3
+    variable.reset(token)
+    assert asked(devices, variable.get) == ["none"] * 3
+
+
+def test_contextvars_set_in_a_worker_stay_there(devices):
+    variable = contextvars.ContextVar("variable", default=0)
+
+    def question():
+        variable.set(variable.get() + 1)
+        return variable.get()
+
+    assert asked(devices, question) == [1] * 3
+    assert variable.get() == 0
+
+
+def test_saved_tensors_hooks(devices):
+    """Every worker packs what it saves, and unpacks it for its backward."""
+    counts = {"packed": 0, "unpacked": 0}
+    lock = threading.Lock()
+
+    def pack(tensor):
+        with lock:
+            counts["packed"] += 1
+        return tensor.clone()
+
+    def unpack(tensor):
+        with lock:
+            counts["unpacked"] += 1
+        return tensor
+
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        expected = copy.deepcopy(engine.module)
+        nn.CrossEntropyLoss()(expected(BATCH[0]), BATCH[1]).backward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert counts["packed"] >= 6 * 3
+        assert counts["unpacked"] > 0
+        assert_gradients(engine.module, {n: p.grad for n, p in expected.named_parameters()})
+        before = dict(counts)
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert counts == before
+
+
+def test_disabled_saved_tensors_hooks(devices):
+    with (
+        ScatterOnceParallel(mlp(), 2, devices(2)) as engine,
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_grad_scaler(devices):
+    model = mlp().float()
+    twin = copy.deepcopy(model)
+    inputs, targets = BATCH[0].float(), BATCH[1]
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, twin))
+    scaler, plain = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in "ab")
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), scaler=scaler)
+            expected = nn.CrossEntropyLoss()(twin(inputs), targets)
+            plain.scale(expected).backward()
+            assert_close(loss, expected.detach(), "the loss is not scaled", 1e-5)
+            assert_gradients(model, {n: p.grad for n, p in twin.named_parameters()}, 1e-5)
+            assert max(p.grad.abs().max() for p in model.parameters()) > 10
+            for each, optimizer in ((scaler, ours), (plain, theirs)):
+                each.step(optimizer)
+                each.update()
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(mine.detach(), its.detach(), name, 1e-5)
+
+
+def test_grad_scaler_skips_a_step_that_overflowed(devices):
+    model = mlp().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(
+            BATCH[0].float(), BATCH[1], lambda *both: 100 * cross_entropy(*both), scaler=scaler
+        )
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**126
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_a_disabled_grad_scaler_does_nothing(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss(), scaler=scaler)
+
+
+def test_workers_share_the_caller_s_threads(devices):
+    """Two cores and two workers: one thread each, or they get into each other's way."""
+    threads = torch.get_num_threads()
+    answers = asked(devices, torch.get_num_threads, count=2)
+    assert answers == [max(1, threads // 2)] * 2
+    assert torch.get_num_threads() == threads
+    seen = []
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert seen == [threads]
+
+
+def test_steps_from_another_thread(devices):
+    """The caller need not be the main thread, nor always the same one."""
+    with ScatterOnceParallel(build(mlp), 2, devices(2)) as engine:
+        errors = []
+
+        def step():
+            try:
+                assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+            except BaseException as error:
+                errors.append(error)
+
+        for _ in range(2):
+            thread = threading.Thread(target=step)
+            thread.start()
+            thread.join()
+            step()
+    assert not errors

@@ -1,0 +1,30 @@
+"""The examples in the docstrings run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import scatterpar
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(scatterpar.__path__, "scatterpar.")
+    if not module.name.endswith("__main__")
+]
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert not failed
+
+
+def test_the_public_classes_have_examples():
+    finder = doctest.DocTestFinder()
+    for name in ("ScatterOnceParallel", "DataParallelModel", "DataParallelCriterion", "gather"):
+        assert any(test.examples for test in finder.find(getattr(scatterpar, name))), name

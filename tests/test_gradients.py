@@ -1,0 +1,244 @@
+"""Gradients that are not there, sparse ones, and hooks that wait for them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from scatterpar import ScatterOnceParallel
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+class Branches(nn.Module):
+    """Rows whose first feature is positive use one head, others the other; one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.plus = nn.Linear(FEATURES, CLASSES)
+        self.minus = nn.Linear(FEATURES, CLASSES)
+        self.never = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs):
+        positive = inputs[:, 0] > 0
+        outputs = inputs.new_zeros(len(inputs), CLASSES)
+        if positive.any():
+            outputs = outputs.index_put((positive,), self.plus(inputs[positive]))
+        if (~positive).any():
+            outputs = outputs.index_put((~positive,), self.minus(inputs[~positive]))
+        return outputs
+
+
+def test_unused_everywhere_stays_none_and_unused_somewhere_counts_as_zero(devices):
+    inputs = BATCH[0].clone()
+    inputs[:6, 0], inputs[6:, 0] = 1.0, -1.0  # replica 2 alone uses the other head
+    model = build(Branches)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2):
+            assert_step(engine, inputs, BATCH[1], nn.CrossEntropyLoss())
+            assert model.never.weight.grad is None
+            assert model.minus.weight.grad is not None
+
+
+def test_weight_decay_does_not_move_what_is_unused(devices):
+    model = build(Branches)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    before = model.never.weight.detach().clone()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for _ in range(2):
+            optimizer.zero_grad()
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            optimizer.step()
+    assert torch.equal(model.never.weight, before)
+
+
+def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
+    model = build(Branches)
+    all_plus, all_minus = BATCH[0].clone(), BATCH[0].clone()
+    all_plus[:, 0], all_minus[:, 0] = 1, -1
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(all_plus, BATCH[1], nn.CrossEntropyLoss())
+        kept = model.plus.weight.grad.clone()
+        assert model.minus.weight.grad is None
+        engine.forward_backward(all_minus, BATCH[1], nn.CrossEntropyLoss())
+        assert torch.equal(model.plus.weight.grad, kept)
+        assert model.minus.weight.grad is not None
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 6, sparse=True)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids).mean(1).tanh())
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_sparse_gradients_stay_sparse(devices, accum):
+    model = build(Embedding)
+    ids, targets = randint(40, 9, 3), randint(CLASSES, 9)
+    with ScatterOnceParallel(model, accum, devices(3)) as engine:
+        assert_step(engine, ids, targets, nn.CrossEntropyLoss())
+        assert model.embedding.weight.grad.is_sparse
+        _, once = whole_batch(model, ids, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(ids, targets, nn.CrossEntropyLoss())
+        assert model.embedding.weight.grad.is_sparse
+        assert_close(
+            model.embedding.weight.grad.to_dense(),
+            2 * once["embedding.weight"].to_dense(),
+            "two steps",
+        )
+        torch.optim.SparseAdam([model.embedding.weight]).step()
+
+
+def test_sparse_on_one_replica_and_dense_on_another(devices):
+    """A tied embedding: looked up by all, and used densely where a share asks for it."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 3, sparse=True)
+
+        def forward(self, ids):
+            looked_up = self.embedding(ids).sum((1, 2))
+            return looked_up + (self.embedding.weight.pow(2).sum() if (ids == 0).any() else 0)
+
+    model = build(Mixed)
+    ids = randint(9, 8, 2) + 1
+    ids[1] = 0
+    criterion = lambda output, _: output.mean()  # noqa: E731
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(ids, None, criterion)
+    half = [whole_batch(model, part, None, criterion)[1] for part in ids.chunk(2)]
+    expected = sum(gradients["embedding.weight"].to_dense() for gradients in half) / 2
+    assert_close(model.embedding.weight.grad.to_dense(), expected, "embedding")
+
+
+def test_register_hook_acts_once_on_the_whole_gradient(devices):
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    seen = []
+
+    def clip(gradient):
+        seen.append(gradient.clone())
+        return gradient.clamp(-0.01, 0.01)
+
+    model[0].weight.register_hook(clip)
+    with ScatterOnceParallel(model, 3, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    (whole,) = seen
+    assert_close(whole, expected["0.weight"], "what the hook saw")
+    expected["0.weight"] = expected["0.weight"].clamp(-0.01, 0.01)
+    assert_gradients(model, expected)
+
+
+def test_post_accumulate_hooks_run_once_in_the_caller_s_thread(devices):
+    """The optimizer in the backward pass: it must see the sum, and only once."""
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    calls = []
+
+    def step(parameter):
+        calls.append(threading.current_thread())
+        with torch.no_grad():
+            parameter -= 0.5 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert len(calls) == len(before)
+    assert set(calls) == {threading.current_thread()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        assert_close(parameter.detach(), before[name] - 0.5 * expected[name], name)
+
+
+def test_multi_grad_hooks_run_once(devices):
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    seen = []
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    handle = register_multi_grad_hook(parameters, seen.append)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    handle.remove()
+    (gradients,) = seen
+    for name, gradient in zip(names, gradients, strict=True):
+        assert_close(gradient, expected[name], name)
+
+
+def test_a_hook_that_raises_leaves_every_gradient_as_it_was(devices):
+    model = mlp()
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+
+        def fail(gradient):
+            raise KeyError("mine")
+
+        handle = model[0].bias.register_hook(fail)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        handle.remove()
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_module_hooks_run_in_every_sub_step(devices):
+    model = mlp()
+    calls = {"pre": [], "forward": [], "backward": []}
+    model[0].register_forward_pre_hook(lambda m, args: calls["pre"].append(len(args[0])))
+    model[0].register_forward_hook(lambda m, args, output: calls["forward"].append(m))
+    model[2].register_full_backward_hook(
+        lambda m, grad_in, grad_out: calls["backward"].append(grad_out[0].shape[0])
+    )
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        for name in ("pre", "backward"):  # the oracle's own call of 9 rows came first
+            assert calls[name][0] == 9
+            assert sorted(calls[name][1:]) == [1, 1, 1, 2, 2, 2]
+        assert set(calls["forward"][1:]) == {replica[0] for replica in engine.replicas}
+
+
+def test_hooks_that_change_gradients_in_the_backward_pass(devices):
+    model = mlp()
+    model[1].register_full_backward_hook(lambda m, grad_in, grad_out: (grad_in[0] * 3,))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs):
+            self.linear.register_forward_hook(lambda m, args, output: output * 2)
+            return self.linear(inputs)
+
+    model = build(Lazy)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        losses = [engine.forward_backward(*BATCH, nn.CrossEntropyLoss()) for _ in range(3)]
+    assert not model.linear._forward_hooks
+    assert torch.equal(losses[0], losses[2])

@@ -1,0 +1,225 @@
+"""Calling the engine: one forward pass of the whole batch, in the module's own types."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+INPUTS = randn(11, FEATURES)
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+@dataclass
+class Record:
+    logits: torch.Tensor
+    name: str
+    inner: dict
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: torch.Tensor
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.wrap = wrap
+
+    def forward(self, inputs):
+        return self.wrap(self.linear(inputs), inputs)
+
+
+def record(y, x):
+    return Record(y, "a name", {"deep": [y * 2, (x,)], "none": None, "number": 3})
+
+
+OUTPUTS = {
+    "tensor": lambda y, x: y,
+    "tuple": lambda y, x: (y, x),
+    "list": lambda y, x: [y, [x]],
+    "namedtuple": Pair,
+    "dict": lambda y, x: {"logits": y, "more": {"x": x}},
+    "ordered dict": lambda y, x: collections.OrderedDict(b=y, a=x),
+    "dataclass": record,
+    "frozen dataclass": lambda y, x: Frozen(y),
+    "with None": lambda y, x: (y, None),
+    "integers and flags": lambda y, x: (y.argmax(1), y > 0),
+}
+
+
+def flat(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flat(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flat(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return flat(vars(value))
+    return [value]
+
+
+def assert_same(actual, expected):
+    assert type(actual) is type(expected)
+    actual, expected = flat(actual), flat(expected)
+    assert len(actual) == len(expected)
+    for mine, its in zip(actual, expected, strict=True):
+        if isinstance(its, torch.Tensor):
+            assert mine.dtype == its.dtype
+            assert_close(mine.double(), its.double(), "output")
+        else:
+            assert mine == its
+
+
+@pytest.mark.parametrize("wrap", OUTPUTS)
+@pytest.mark.parametrize("accum", [1, 3])
+def test_types_and_rows_are_the_module_s(devices, accum, wrap):
+    model = build(lambda: Returns(OUTPUTS[wrap])).eval()
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(INPUTS)
+    with ScatterOnceParallel(model, accum, devices(4)) as engine:
+        assert_same(engine(INPUTS), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 64])
+def test_ragged_batches(devices, rows):
+    model = mlp().eval()
+    inputs = randn(rows, FEATURES)
+    with ScatterOnceParallel(model, 3, devices(4)) as engine:
+        output = engine(inputs)
+    assert_close(output, model(inputs).detach(), "output")
+    assert not output.requires_grad
+
+
+def test_positional_and_keyword_inputs(devices):
+    class Takes(nn.Module):
+        def forward(self, first, second, *, scale, mode="plain", extra=None):
+            assert mode == "fancy"
+            assert extra == {"k": 1}
+            return first + scale * second["x"]
+
+    second, scale = {"x": randn(11, FEATURES, seed=4)}, torch.tensor(2.0)
+    with ScatterOnceParallel(Takes().eval(), 2, devices(3)) as engine:
+        output = engine(INPUTS, second, scale=scale, mode="fancy", extra={"k": 1})
+    assert_close(output, INPUTS + 2 * second["x"], "output")
+
+
+def test_0_dim_outputs_are_averaged_over_rows(devices):
+    model = build(lambda: Returns(lambda y, x: (y, y.mean(), y.argmax(1).eq(0).float().mean())))
+    with torch.no_grad():
+        expected = copy.deepcopy(model.eval())(INPUTS)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        output = engine(INPUTS)
+    assert output[1].shape == ()
+    for mine, its in zip(output, expected, strict=True):
+        assert_close(mine, its, "output", 1e-6)
+
+
+def test_rows_along_another_dimension(devices):
+    class Transposed(nn.Module):
+        def forward(self, columns):
+            return columns * 2
+
+    with ScatterOnceParallel(Transposed().eval(), 2, devices(3), dim=1) as engine:
+        assert_close(engine(INPUTS.T), INPUTS.T * 2, "output")
+
+
+def test_training_mode_is_refused_with_the_way_out(devices):
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        with pytest.raises(
+            RuntimeError, match=r"engine\.forward_backward\(inputs, targets, criterion\)"
+        ) as caught:
+            engine(INPUTS)
+        assert "engine.eval()" in str(caught.value)
+        assert "torch.no_grad()" in str(caught.value)
+        with torch.no_grad():
+            engine(INPUTS)
+        engine.eval()
+        engine(INPUTS)
+
+
+def test_in_place_layers_do_not_write_the_caller_s_tensors(devices):
+    class Writes(nn.Module):
+        def forward(self, inputs, number):
+            return inputs.add_(number.mul_(2))
+
+    inputs, number = INPUTS.clone(), torch.tensor(1.0).double()
+    with ScatterOnceParallel(Writes().eval(), 2, devices(3)) as engine:
+        engine(inputs, number)
+    assert torch.equal(inputs, INPUTS)
+    assert number == 1
+
+
+def test_return_outputs(devices):
+    """One entry per replica, where it was computed: detached, joined, in the module's types."""
+    model = build(lambda: Returns(lambda y, x: {"logits": y, "mean": y.mean(), "tag": "t"}))
+    targets = randint(CLASSES, 11)
+
+    def criterion(output, targets):
+        return nn.functional.cross_entropy(output["logits"], targets)
+
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(INPUTS)["logits"]
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        loss, outputs = engine.forward_backward(INPUTS, targets, criterion, return_outputs=True)
+    assert loss.shape == ()
+    assert isinstance(outputs, tuple)
+    assert [len(output["logits"]) for output in outputs] == [4, 4, 3]
+    assert_close(torch.cat([output["logits"] for output in outputs]), expected, "logits")
+    for output, part in zip(outputs, expected.split([4, 4, 3]), strict=True):
+        assert output["tag"] == "t"
+        assert not output["logits"].requires_grad
+        assert_close(output["mean"], part.mean(), "0-dim, averaged with the rows as weights")
+
+
+def test_return_outputs_uses_only_the_replicas_that_had_rows(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(4)) as engine:
+        _, outputs = engine.forward_backward(
+            INPUTS[:2], randint(CLASSES, 2), nn.CrossEntropyLoss(), return_outputs=True
+        )
+    assert [len(output) for output in outputs] == [1, 1]
+
+
+def test_outputs_of_a_module_that_returns_its_loss(devices):
+    class OwnLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs, labels):
+            logits = self.linear(inputs)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    batch = {"inputs": INPUTS, "labels": randint(CLASSES, 11)}
+    with ScatterOnceParallel(build(OwnLoss), 2, devices(3)) as engine:
+        loss, outputs = engine.forward_backward(batch, return_outputs=True)
+    weighted = sum(output["loss"] * len(output["logits"]) for output in outputs) / 11
+    assert_close(loss, weighted, "loss")
+
+
+def test_outputs_hold_no_graph_and_no_replica_memory_is_reused(devices):
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        _, outputs = engine.forward_backward(
+            INPUTS, randint(CLASSES, 11), nn.CrossEntropyLoss(), return_outputs=True
+        )
+        kept = [output.clone() for output in outputs]
+        engine.forward_backward(INPUTS * 2, randint(CLASSES, 11), nn.CrossEntropyLoss())
+    for output, before in zip(outputs, kept, strict=True):
+        assert output.grad_fn is None
+        assert torch.equal(output, before)

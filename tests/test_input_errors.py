@@ -1,0 +1,256 @@
+"""Errors about arguments and batches: the numbers given, what was expected, the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+ROWS = randn(6, FEATURES)
+LABELS = randint(CLASSES, 6)
+LOSS = nn.CrossEntropyLoss()
+
+BATCHES = {
+    "empty": (ROWS[:0], LABELS[:0], ValueError, r"batch is empty: inputs with 0.*\(0, 5\)"),
+    "rows disagree": (ROWS, LABELS[:5], ValueError, r"inputs with 6 .*targets with 5"),
+    "rows disagree inside": (
+        {"a": ROWS, "b": [ROWS[:4]]},
+        LABELS,
+        ValueError,
+        r"disagrees in its rows along dim=0: inputs with 6 .*inputs with 4",
+    ),
+    "no tensor": ("text", None, ValueError, r"no tensor with rows: inputs is str"),
+    "nothing at all": (None, None, ValueError, r"no tensor with rows: inputs is NoneType"),
+    "only 0-dim": (torch.tensor(1.0), None, ValueError, r"no tensor with rows: inputs is Tensor"),
+    "inputs require grad": (
+        ROWS.clone().requires_grad_(),
+        LABELS,
+        ValueError,
+        r"inputs: a tensor of shape \(6, 5\) requires grad.*tensor.detach\(\)",
+    ),
+    "targets require grad": (
+        ROWS,
+        randn(6, CLASSES).requires_grad_(),
+        ValueError,
+        r"targets: a tensor of shape \(6, 4\) requires grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches(devices, case):
+    """Refused before anything runs: the model is never called, and the next step works."""
+    inputs, targets, error, words = BATCHES[case]
+    model = mlp()
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(error, match=words):
+            engine.forward_backward(inputs, targets, LOSS)
+        assert not calls
+        assert_step(engine, ROWS, LABELS, LOSS)
+
+
+def test_too_few_dimensions(devices):
+    with (
+        ScatterOnceParallel(mlp(), 2, devices(2), dim=1) as engine,
+        pytest.raises(
+            ValueError, match=r"targets: a tensor of shape \(6,\) has no dimension 1 to split"
+        ),
+    ):
+        engine.forward_backward(ROWS, LABELS, LOSS)
+
+
+def test_targets_without_a_criterion(devices):
+    with (
+        ScatterOnceParallel(mlp(), 2, devices(2)) as engine,
+        pytest.raises(ValueError, match="targets were given without a criterion"),
+    ):
+        engine.forward_backward(ROWS, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "error", "words"),
+    [
+        (lambda o, t: o, ValueError, r"the criterion must give a 0-dim loss, got shape \(3, 4\)"),
+        (lambda o, t: o.mean(0), ValueError, r'got shape \(4,\); reduce it with "mean" or "sum"'),
+        (
+            lambda o, t: 1.0,
+            TypeError,
+            "the criterion must give the loss as a 0-dim tensor, got float",
+        ),
+        (lambda o, t: None, TypeError, "got NoneType"),
+        (
+            None,
+            ValueError,
+            r"the module must give a 0-dim loss, got shape \(3, 4\);.*pass a criterion",
+        ),
+    ],
+)
+def test_losses_that_are_none(devices, criterion, error, words):
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        with pytest.raises(error, match=words):
+            engine.forward_backward(ROWS, None, criterion)
+        assert all(parameter.grad is None for parameter in engine.parameters())
+
+
+def test_a_module_that_returns_no_loss(devices):
+    class Returns(nn.Module):
+        def forward(self, inputs):
+            return {"logits": inputs}
+
+    with (
+        ScatterOnceParallel(Returns(), 1, devices(2)) as engine,
+        pytest.raises(
+            TypeError, match=r"the module must give the loss.*got dict; pass a criterion, or return"
+        ),
+    ):
+        engine.forward_backward(ROWS)
+
+
+def test_a_loss_that_depends_on_nothing(devices):
+    """Torch's own error, in the caller's thread, with the place noted."""
+    with (
+        ScatterOnceParallel(mlp(), 1, devices(2)) as engine,
+        pytest.raises(RuntimeError, match="does not require grad") as caught,
+    ):
+        engine.forward_backward(ROWS, LABELS, lambda o, t: torch.tensor(1.0))
+    assert any("in replica" in note for note in caught.value.__notes__)
+
+
+def test_check_finite_raises_before_anything_is_committed(devices):
+    model = mlp()
+    inputs = ROWS.clone()
+    inputs[4] = float("inf")
+    with ScatterOnceParallel(model, 3, devices(2), check_finite=True) as engine:
+        with pytest.raises(
+            FloatingPointError, match=r"the loss is nan in replica 1 on .*sub-step 1"
+        ):
+            engine.forward_backward(inputs * 0, LABELS, LOSS)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert_step(engine, ROWS, LABELS, LOSS)
+
+
+def test_by_default_nan_passes_through_as_in_torch(devices):
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        loss = engine.forward_backward(ROWS * float("nan"), LABELS, LOSS)
+        assert loss.isnan()
+        assert engine.module[0].weight.grad.isnan().all()
+
+
+OPTIONS = [
+    ({"accum": 0}, ValueError, "accum must be at least 1, got 0"),
+    ({"accum": -2}, ValueError, "accum must be at least 1, got -2"),
+    ({"accum": 1.5}, TypeError, "accum must be an int.*got 1.5"),
+    ({"accum": True}, TypeError, "accum must be an int.*got True"),
+    ({"accum": "many"}, (TypeError, ValueError), "accum must be.*got 'many'"),
+    ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be at least 1, got 0"),
+    ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size must be an int, got 2.0"),
+    (
+        {"accum": 2, "micro_batch_size": 4},
+        ValueError,
+        "accum=2 and micro_batch_size=4 both say.*pass one of them",
+    ),
+    ({"dim": 0.0}, TypeError, "dim must be an int, got 0.0"),
+    ({"device_ids": []}, ValueError, "device_ids is empty; pass at least one device"),
+    (
+        {"device_ids": "cpu"},
+        TypeError,
+        r"must be a list.*got 'cpu'; for one replica pass \['cpu'\]",
+    ),
+    ({"device_ids": ["nonsense"]}, ValueError, "device_ids: 'nonsense' is not a device"),
+    ({"device_ids": [1.5]}, TypeError, "expected an int, a string or a torch.device, got 1.5"),
+    ({"device_ids": [True]}, TypeError, "expected an int, a string or a torch.device, got True"),
+    ({"device_ids": ["meta"]}, ValueError, "device_ids: meta is not here"),
+    ({"device_ids": ["cuda:99"]}, ValueError, "device_ids: cuda:99 is not here"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), OPTIONS)
+def test_options(options, error, words):
+    with pytest.raises(error, match=words):
+        ScatterOnceParallel(mlp(), **options)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_ordinals_without_an_accelerator_say_how_to_ask_for_the_cpu():
+    with pytest.raises(ValueError, match=r'none is visible here.*\["cpu"\] \* 2'):
+        ScatterOnceParallel(mlp(), 1, [0, 1])
+
+
+@pytest.mark.parametrize("module", [None, nn.functional.relu, mlp])
+def test_not_a_module(module):
+    with pytest.raises(TypeError, match=r"module must be an nn\.Module, got"):
+        ScatterOnceParallel(module)
+
+
+def test_a_module_elsewhere_names_the_first_parameter_that_is(devices):
+    model = mlp()
+    model[2].to("meta")
+    with pytest.raises(
+        ValueError, match=r"Sequential must be on device_ids\[0\].*parameter '2.weight' is on meta"
+    ):
+        ScatterOnceParallel(model, 1, devices(2))
+
+
+def test_a_buffer_elsewhere_is_named_too(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES)))
+    model[0].running_var = model[0].running_var.to("meta")
+    with pytest.raises(
+        ValueError, match=r"its buffer '0.running_var' is on meta; call \.to\('cpu'\)"
+    ):
+        ScatterOnceParallel(model, 1, devices(2))
+
+
+def test_a_module_moved_away_after_construction(devices):
+    model = mlp()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        assert_step(engine, ROWS, LABELS, LOSS)
+        model.to("meta")
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' is on meta"):
+            engine.forward_backward(ROWS, LABELS, LOSS)
+
+
+def test_inference_errors(devices):
+    with ScatterOnceParallel(mlp().eval(), 2, devices(2)) as engine:
+        with pytest.raises(ValueError, match="batch is empty: inputs with 0"):
+            engine(ROWS[:0])
+        with pytest.raises(ValueError, match="no tensor with rows"):
+            engine()
+
+
+def test_0_dim_tensors_and_non_tensors_go_to_every_replica(devices):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs, scale, name, flags):
+            assert scale.shape == ()
+            assert (name, flags) == ("n", [True, None])
+            return self.linear(inputs) * scale
+
+    inputs = (ROWS, torch.tensor(3.0).double(), "n", [True, None])
+    with ScatterOnceParallel(build(Takes), 2, devices(3)) as engine:
+        assert_step(engine, inputs, LABELS, LOSS)
+
+
+def test_a_list_is_one_argument_and_a_tuple_several(devices):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, first, second=None):
+            first, second = first if second is None else (first, second)
+            return self.linear(first * second)
+
+    with ScatterOnceParallel(build(Pair), 2, devices(3)) as engine:
+        by_tuple = engine.forward_backward((ROWS, ROWS), LABELS, LOSS)
+        by_list = engine.forward_backward([ROWS, ROWS], LABELS, LOSS)
+        by_dict = engine.forward_backward({"first": ROWS, "second": ROWS}, LABELS, LOSS)
+    assert by_tuple == by_list == by_dict

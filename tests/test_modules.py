@@ -1,0 +1,149 @@
+"""Modules of every kind: containers, ties, recurrences, dtypes, layouts, odd forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+)
+from helpers.zoo import MODELS, ComplexInside, UnregisteredList, linear
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exact_step_after_step(devices, model):
+    module, plain = build(MODELS[model]), build(MODELS[model])
+    criterion = nn.CrossEntropyLoss()
+    inputs = BATCH[0].clone()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, plain)]
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            expected = criterion(plain(inputs.clone()), BATCH[1])
+            expected.backward()
+            loss = engine.forward_backward(inputs, BATCH[1], criterion)
+            assert_close(loss, expected.detach(), "loss")
+            assert_gradients(module, gradients(plain))
+            for optimizer in optimizers:
+                optimizer.step()
+    assert torch.equal(inputs, BATCH[0]), "the caller's tensors were written"
+
+
+def test_the_module_s_own_modules_are_left_alone(devices):
+    """Replication must not exchange children, hooks or attributes of the user's module."""
+    module = build(UnregisteredList)
+    before = {name: id(child) for name, child in module.named_modules()}
+    attributes = {name: id(value) for name, value in vars(module).items()}
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert {name: id(child) for name, child in module.named_modules()} == before
+    assert {name: id(value) for name, value in vars(module).items()} == attributes
+
+
+def test_complex_parameters(devices):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = ComplexInside()
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+    assert module.weight.grad.dtype == torch.complex128
+
+
+@pytest.mark.parametrize(
+    ("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 3e-3)]
+)
+def test_low_precision_parameters_keep_their_dtype(devices, dtype, relative):
+    module = build(linear).to(dtype)
+    module.bias.data = module.bias.data.double().to(dtype)
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        loss = assert_step(
+            engine, BATCH[0].to(dtype), BATCH[1], nn.CrossEntropyLoss(), relative=relative
+        )
+    assert loss.dtype == dtype
+    assert {parameter.grad.dtype for parameter in module.parameters()} == {dtype}
+
+
+def test_parameters_of_several_dtypes_in_one_module(devices):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(FEATURES, 4).double()
+            self.odd = nn.Parameter(torch.randn(3))
+            self.narrow = nn.Linear(4, CLASSES).float()
+
+        def forward(self, inputs):
+            return self.narrow(self.wide(inputs).float()) * self.odd.sum()
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Mixed()
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss(), relative=1e-5)
+    assert [p.grad.dtype for p in module.parameters()] == [p.dtype for p in module.parameters()]
+
+
+def test_memory_format_is_kept(devices):
+    module = build(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, CLASSES, 2)))
+    module.to(memory_format=torch.channels_last)
+    images = randn(6, 3, 5, 5).to(memory_format=torch.channels_last)
+    seen = []
+    module.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    with ScatterOnceParallel(module, 2, devices(2)) as engine:
+        engine.forward_backward(images, None, lambda output, _: output.pow(2).mean())
+        replica_weight = engine.replicas[1][0].weight
+    assert all(seen)
+    for weight in (replica_weight, module[0].weight, module[0].weight.grad):
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(devices, use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Linear(FEATURES, 6)
+            self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+            self.head = nn.Linear(6, CLASSES)
+
+        def forward(self, inputs):
+            hidden = self.stem(inputs)
+            return self.head(checkpoint(self.block, hidden, use_reentrant=use_reentrant))
+
+    with ScatterOnceParallel(build(Checkpointed), 2, devices(3)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
+    with torch.random.fork_rng(devices=[]):
+        module = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(CLASSES)).double()
+    with ScatterOnceParallel(module, 2, devices(2)) as engine:
+        with pytest.raises(
+            RuntimeError, match=r"uninitialised lazy parameter, '0.weight': call the module once"
+        ):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        with torch.random.fork_rng(devices=[]):
+            module(BATCH[0][:2])
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_jitted_and_compiled_modules_are_refused_with_a_way_out(devices):
+    module = build(linear)
+    with pytest.raises(TypeError, match=r"_orig_mod"):
+        ScatterOnceParallel(torch.compile(module), 2, devices(2))

@@ -71,7 +71,7 @@ def ddp() -> dict[str, Tensor]:
         command = [sys.executable, "-m", "docs.averaging", folder]
         ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(2)]
         try:
-            if any([rank.wait(timeout=120) for rank in ranks]):
+            if [rank.wait(timeout=120) for rank in ranks] != [0, 0]:
                 raise RuntimeError("a process of DDP failed")
         finally:
             for rank in ranks:

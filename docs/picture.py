@@ -12,12 +12,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from torch import nn
 
 from benchmarks.models import CASES
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
 from scatterpar.devices import PHASES, resolve
-from torch import nn
 
 REPLICAS, ACCUM = 4, 16
 DEVICES = [f"cpu:{i}" for i in range(REPLICAS)]
@@ -52,7 +52,7 @@ def count() -> dict[str, dict[str, int]]:
         there = parallel.ledger.copy(y, master, "scatter")
         (criterion(parallel(x), there) / ACCUM).backward()
     theirs = dict(parallel.ledger.bytes)
-    return {"nn.DataParallel × 16": theirs, "scatterpar": ours}
+    return {"nn.DataParallel x 16": theirs, "scatterpar": ours}
 
 
 def schedule(axes: Any, top: float, calls: int, parts: Sequence[tuple[str, float]]) -> None:
@@ -76,7 +76,9 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
     each = [("scatter", 0.1), ("replicate", 0.6), ("compute", 1.0), ("gather", 0.3)]
     schedule(left, 9, ACCUM, [*each, ("reduce", 0.6)])
-    schedule(left, 3.6, 1, [("scatter", 1.6), ("replicate", 0.6), ("compute", 1.0), ("reduce", 0.6)])
+    schedule(
+        left, 3.6, 1, [("scatter", 1.6), ("replicate", 0.6), ("compute", 1.0), ("reduce", 0.6)]
+    )
     left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
     left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
     left.set(xlim=(-0.3, 46), ylim=(-1.4, 11.2), xlabel="time, not to scale", yticks=[], xticks=[])

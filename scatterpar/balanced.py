@@ -8,17 +8,18 @@ that holds it, so that no device has to hold the outputs of all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar import nested
-from scatterpar.broadcast import replicate
+from scatterpar.broadcast import Crossing, replicate
 from scatterpar.commit import commit_buffers
 from scatterpar.crew import run_shares
-from scatterpar.devices import DeviceLike, Ledger, physical, resolve
-from scatterpar.mirror import Mirror, owner_of
+from scatterpar.devices import DeviceLike, physical, resolve
+from scatterpar.mirror import owner_of
 from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.randomness import Streams
 from scatterpar.replicas import check_placement
@@ -87,12 +88,11 @@ class DataParallelModel(Wrapper):
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
         with self._workers.exclusive():
-            mirrors = replicate(self.module, [share.device for share in plan.shares])
-            modules = [mirror.of(self.module) for mirror in mirrors]
+            replicas = replicate(self.module, [share.device for share in plan.shares])
+            modules = [replica.of(self.module) for replica in replicas]
             calls = _scatter_owned((inputs, kwargs), plan, self.dim)
             outputs = _run(self._workers, plan, modules, calls)
-            if self.module.training:
-                _commit_buffers(self.module, mirrors[0])
+            commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)
 
 
@@ -152,29 +152,34 @@ class DataParallelCriterion(Wrapper):
         """
         _require_entries(outputs)
         reduction = resolve_reduction(self.module, reduction)
-        plan = self._plan(outputs, count_rows({"targets": targets}, self.dim))
+        plan = self._plan(outputs, targets)
+        devices = [share.device for share in plan.shares]
         pieces = _scatter_owned(targets, plan, self.dim)
         calls = list(zip(outputs, pieces, strict=True))
         weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
-        devices = [share.device for share in plan.shares]
         if self._workers.count < len(devices):
             self._workers = Workers(len(devices), "this DataParallelCriterion")
         with self._workers.exclusive():
             owner = owner_of(self.module)
-            mirrors = replicate(owner, devices) if owner else []
-            criteria = [mirror.of(self.module) for mirror in mirrors] or [self.module] * len(
-                devices
-            )
-            losses = _run(self._workers, plan, criteria, [(call, {}) for call in calls])
-            if owner and owner.training:
-                _commit_buffers(owner, mirrors[0])
-        losses = [scalar_loss(loss, "the criterion") for loss in losses]
-        return _combine(losses, [weight for (weight,) in weights])
+            replicas = replicate(owner, devices) if owner else []
+            criteria = [replica.of(self.module) for replica in replicas]
+            functions = [
+                partial(_loss, criterion) for criterion in criteria or [self.module] * len(devices)
+            ]
+            losses = _run(self._workers, plan, functions, [(call, {}) for call in calls])
+            if replicas:
+                commit_buffers(replicas[0].changed_buffers())
+        return _combine(losses, [weight for (weight,) in weights], devices)
 
-    def _plan(self, outputs: Sequence[Any], rows: int) -> Plan:
+    def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""
         here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        sizes = [_sizes(output, self.dim) for output in outputs]
         devices = here if self.device_ids is None else self.device_ids
+        if any(tensor.ndim for tensor in nested.tensors(targets)) or not all(sizes):
+            rows = count_rows({"targets": targets}, self.dim, data=False)
+        else:  # targets without rows, such as one label for all
+            rows = sum(own[0] for own in sizes)
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
             raise ValueError(
@@ -182,16 +187,15 @@ class DataParallelCriterion(Wrapper):
                 f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
                 f"that the model returned for this batch"
             )
-        for share, output, device in zip(plan.shares, outputs, here, strict=True):
+        for share, own, device in zip(plan.shares, sizes, here, strict=True):
             if physical(share.device) != device:
                 raise ValueError(
                     f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
                     f"{share.device}; give the criterion the model's device_ids, or none"
                 )
-            sizes = [t.size(self.dim) for t in nested.tensors(output) if t.ndim > abs(self.dim)]
-            if sizes and share.rows not in sizes:
+            if own and share.rows not in own:
                 raise ValueError(
-                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "
+                    f"output {share.replica} has {own[0]} rows along dim={self.dim}, but its "
                     f"share of the targets has {share.rows}: outputs and targets are not of one "
                     f"batch"
                 )
@@ -226,7 +230,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     def bring(leaf: Any) -> Any:
         return leaf.to(physical(target)) if isinstance(leaf, Tensor) else leaf
 
-    rows = [next((t.size(dim) for t in nested.tensors(o) if t.ndim), 1) for o in outputs]
+    rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
     return join([nested.transform(bring, output) for output in outputs], dim, rows)
 
 
@@ -244,13 +248,7 @@ def _run(
 
     streams = Streams([share.device for share in plan.shares])
     try:
-        results = run_shares(
-            workers,
-            plan,
-            streams,
-            apply,
-            list(zip(functions, plan.shares, calls, strict=True)),
-        )
+        results = run_shares(workers, plan, streams, apply, functions, plan.shares, calls)
     except BaseException:
         streams.rollback()
         raise
@@ -259,26 +257,42 @@ def _run(
 
 
 def _scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
-    """The shares of the batch, none of them views of the caller's tensors."""
-    borrowed = any(is_borrowed(batch, share.device) for share in plan.shares)
-    return scatter(take(batch, 0, plan.rows, dim, copy=borrowed), plan, dim, Ledger())
+    """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
+    return [
+        take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
+        for piece, share in zip(scatter(batch, plan, dim, Crossing()), plan.shares, strict=True)
+    ]
 
 
-def _commit_buffers(module: nn.Module, mirror: Mirror) -> None:
-    commit_buffers(
-        (owner._buffers, name, mirror.of(owner)._buffers.get(name))
-        for owner in module.modules()
-        for name in list(owner._buffers)
-    )
+def _loss(criterion: Callable[[Any, Any], Any], output: Any, targets: Any) -> Tensor:
+    return scalar_loss(criterion(output, targets), "the criterion")
 
 
-def _combine(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted sum on the first loss's device; weight zero takes out even NaN."""
-    master = losses[0].device
-    terms = [loss.to(master) * w for loss, w in zip(losses, weights, strict=True) if w]
+def _combine(
+    losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
+) -> Tensor:
+    """The weighted sum on the first device; weight zero takes out even NaN."""
+    terms = [
+        weight * _home(loss, device, devices[0])
+        for loss, weight, device in zip(losses, weights, devices, strict=True)
+        if weight
+    ]
     if not terms:
-        return torch.zeros_like(losses[0], requires_grad=torch.is_grad_enabled())
+        zero = torch.zeros_like(losses[0], device=physical(devices[0]))
+        return zero.requires_grad_(torch.is_grad_enabled())
     return torch.stack(terms).sum()
+
+
+def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
+    """The loss on the master, from wherever the criterion made it."""
+    if loss.device != physical(device):
+        device = loss.device
+    return loss if device == master else Crossing(device).copy(loss, master, "reduce")
+
+
+def _sizes(output: Any, dim: int) -> list[int]:
+    """The sizes along ``dim`` of the tensors that have it."""
+    return [t.size(dim) for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
 
 
 def _require_entries(outputs: Any) -> None:

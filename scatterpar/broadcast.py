@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from scatterpar import devices
 from scatterpar.devices import Ledger
 from scatterpar.mirror import Mirror, Survey
+from scatterpar.outcome import BufferValue
 from scatterpar.reduce import sum_in_order
 from scatterpar.replicas import Bundle, check_placement
 
-__all__ = ["replicate"]
+__all__ = ["Crossing", "PassingReplica", "replicate"]
 
 
-def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Mirror]:
+class PassingReplica:
+    """A copy of a module for one forward pass, which lives on in the graph of its outputs.
+
+    Args:
+        survey: what the module holds.
+        copies: the replica's tensor for each of the survey's, in order.
+    """
+
+    def __init__(self, survey: Survey, copies: Sequence[Tensor]) -> None:
+        self._survey = survey
+        self._copies = dict(zip(survey.tensors, copies, strict=True))
+        self._versions = {id(copy): _version(copy) for copy in copies}
+        self.of = Mirror(survey, self._copies).of
+
+    def changed_buffers(self) -> Iterator[BufferValue]:
+        """The buffers that a forward pass wrote or rebound: where the module's are, and values.
+
+        The others are left alone: a graph of the user's own may still need them as they are.
+        """
+        for module in self._survey.modules.values():
+            holder, own = module._buffers, self.of(module)._buffers
+            for name in dict.fromkeys([*holder, *own]):
+                if self._is_changed(holder.get(name), own.get(name)):
+                    yield holder, name, own.get(name)
+
+    def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:
+        if value is None or value is not self._copies.get(id(original)):
+            return True
+        return _version(value) != self._versions[id(value)]
+
+
+def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[PassingReplica]:
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
@@ -31,60 +62,98 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Mir
         device_ids: one entry per replica.
 
     Returns:
-        A mirror per replica: ``mirror.of(module)`` is the copy.
+        A replica per entry: ``replica.of(module)`` is the copy.
     """
     check_placement((module,), device_ids[0])
     survey = Survey((module,))
     here = devices.physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
-    trained = [i for i, tensor in enumerate(originals) if tensor.requires_grad]
-    fixed = [i for i, tensor in enumerate(originals) if not tensor.requires_grad]
-    copies: list[list[Tensor]] = [list(originals) for _ in device_ids]
-    if trained:
-        flat = _Broadcast.apply(  # type: ignore[no-untyped-call]
-            tuple(device_ids), *(originals[i] for i in trained)
-        )
-        for k, copy in enumerate(copies):
-            for i, tensor in zip(trained, flat[k * len(trained) :], strict=False):
+    with torch.inference_mode(False), torch.no_grad():
+        copies = [
+            [_own(tensor, original) for tensor, original in zip(arrived, originals, strict=True)]
+            for arrived in _broadcast(originals, device_ids)
+        ]
+    for i, original in enumerate(originals):
+        if original.requires_grad:
+            attached = _Attach.apply(  # type: ignore[no-untyped-call]
+                tuple(device_ids), original, *(copy[i] for copy in copies)
+            )
+            for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
-    with torch.no_grad():
-        for copy, arrived in zip(
-            copies, _broadcast([originals[i] for i in fixed], device_ids), strict=True
-        ):
-            for i, tensor in zip(fixed, arrived, strict=True):
-                is_parameter = isinstance(originals[i], nn.Parameter)
-                copy[i] = tensor.detach() if is_parameter else tensor.clone()
-    return [Mirror(survey, dict(zip(survey.tensors, copy, strict=True))) for copy in copies]
+        if isinstance(original, nn.Parameter):
+            for copy in copies:
+                vars(copy[i]).update(vars(original))
+    return [PassingReplica(survey, copy) for copy in copies]
 
 
-class _Broadcast(torch.autograd.Function):
-    """Each replica's copies of the master's tensors; replicas that share a memory share them."""
+class Crossing(Ledger):
+    """Copies whose gradients cross back to the memory that they came from.
+
+    Args:
+        origin: the memory of what is copied; by default the device that a tensor tells.
+    """
+
+    def __init__(self, origin: torch.device | None = None) -> None:
+        super().__init__()
+        self._origin = origin
+
+    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
+        """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
+        if not tensor.requires_grad:
+            return super().copy(tensor, device, phase)
+        origin = self._origin or tensor.device
+        crossed: Tensor = _Cross.apply(tensor, origin, device, phase)  # type: ignore[no-untyped-call]
+        return crossed
+
+
+class _Attach(torch.autograd.Function):
+    """Hang each replica's copy of one tensor on the master's; gradients are summed in order.
+
+    A node for every tensor, not one for all: a backward pass that uses none of a tensor's
+    copies must not reach it, or its hooks would run without a gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, device_ids: tuple[torch.device, ...], *tensors: Tensor
+        ctx: Any, device_ids: tuple[torch.device, ...], original: Tensor, *copies: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
         ctx.set_materialize_grads(False)
         # A view for every replica, so that each has a gradient of its own.
-        arrived = _broadcast(tensors, device_ids)
-        return tuple(tensor.view_as(tensor) for copies in arrived for tensor in copies)
+        return tuple(copy.view_as(copy) for copy in copies)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        device_ids: tuple[torch.device, ...] = ctx.device_ids  # type: ignore[attr-defined]
-        size = len(gradients) // len(device_ids)
-        by_replica = [
-            {
-                i: gradient
-                for i, gradient in enumerate(gradients[k * size : (k + 1) * size])
-                if gradient is not None
-            }
-            for k in range(len(device_ids))
-        ]
-        total = sum_in_order(by_replica, device_ids, Ledger(), in_place=False)
-        return (None, *(total.get(i) for i in range(size)))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = [{} if gradient is None else {0: gradient} for gradient in gradients]
+        total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
+        return (None, total.get(0), *(None for _ in gradients))
+
+
+class _Cross(torch.autograd.Function):
+    """A copy from one memory to another, and its gradient's way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, phase: str
+    ) -> Tensor:
+        ctx.way_back = (device, origin, phase)
+        return Ledger().copy(tensor, device, phase)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
+        return crossed, None, None, None
+
+
+def _own(tensor: Tensor, original: Tensor) -> Tensor:
+    """What one replica gets: parameters are only read, of anything else it needs its own."""
+    return tensor.detach() if isinstance(original, nn.Parameter) else tensor.detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often ``tensor`` was written; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _broadcast(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from scatterpar.randomness import Streams
 from scatterpar.replicas import Replicas
 from scatterpar.workers import Cancelled, Workers
 
-__all__ = ["Crew", "run_shares"]
+__all__ = ["Crew", "run_shares", "set_aside"]
 
 
 class Crew:
@@ -65,14 +66,33 @@ class Crew:
                 part.clear_gradients()
 
 
+@contextlib.contextmanager
+def set_aside(parts: Sequence[Replicas]) -> Iterator[None]:
+    """Take the user's ``.grad`` off for the body, and put it back, whatever happens.
+
+    A criterion that closes over the user's own parameters writes there, from the workers;
+    so that becomes part of the step, and goes with it if it fails.
+    """
+    kept = [(tensor, tensor.grad) for part in parts for tensor in part.trained_tensors]
+    try:
+        for tensor, _ in kept:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in kept:
+            tensor.grad = gradient
+
+
 def run_shares(
     workers: Workers,
     plan: Plan,
     streams: Streams,
     function: Callable[..., Any],
-    arguments: Sequence[tuple[Any, ...]],
+    *arguments: Iterable[Any],
 ) -> list[Any]:
-    """``function(*arguments[i], proceed=…)`` for every share of ``plan``, each by its worker.
+    """``function(…, proceed=…)`` for every share of ``plan``, each by its worker.
+
+    As with ``map``, every iterable in ``arguments`` gives one argument a call.
 
     Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
     once another has failed: the function calls it wherever it can stop.
@@ -87,10 +107,9 @@ def run_shares(
         with streams.of(replica):
             return function(*args, proceed=proceed)
 
-    with streams.redirected():
-        return workers.parallel_apply(
-            [work] * len(plan.shares),
-            [(share.replica, *args) for share, args in zip(plan.shares, arguments, strict=True)],
-            devices=[share.device for share in plan.shares],
-            cancel=cancel,
-        )
+    return workers.parallel_apply(
+        [work] * len(plan.shares),
+        list(zip(range(len(plan.shares)), *arguments, strict=False)),
+        devices=[share.device for share in plan.shares],
+        cancel=cancel,
+    )

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from scatterpar.commit import commit, commit_buffers
-from scatterpar.crew import Crew, run_shares
+from scatterpar.crew import Crew, run_shares, set_aside
 from scatterpar.devices import DeviceLike, Ledger, physical, resolve
+from scatterpar.interrupts import Interrupts
 from scatterpar.memory import smallest_that_fits
 from scatterpar.outcome import Outcome
 from scatterpar.plan import Plan, make_plan
@@ -31,7 +32,7 @@ from scatterpar.reduce import gather, reduce_buffers, reduce_gradients
 from scatterpar.replicas import check_placement
 from scatterpar.report import Clock, StepReport
 from scatterpar.scatter import count_rows, micro_batches, scatter
-from scatterpar.substeps import Result, infer, train
+from scatterpar.substeps import Result, infer, prepare_autograd, train
 from scatterpar.weights import Count, resolve_reduction, weigh
 from scatterpar.wrapper import Wrapper
 
@@ -52,6 +53,11 @@ class _Request:
 
     def checked(self) -> Self:
         """The request with its reduction settled, if it makes sense."""
+        for name, value in (("criterion", self.criterion), ("count", self.count)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {value!r}")
+        if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
         return replace(self, reduction=resolve_reduction(self.criterion, self.reduction))
@@ -178,8 +184,9 @@ class ScatterOnceParallel(Wrapper):
                 default its own ``.reduction``, else ``"mean"``.
             count: ``count(inputs, targets)`` gives the number of terms, as a number or
                 0-dim tensor, that a mean loss averages over in what it is given. By
-                default the rows, and for ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` what
-                their ``ignore_index`` and ``weight`` make of the targets.
+                default the rows, and for ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (or
+                their functions, also as a ``functools.partial``) what their ``ignore_index``
+                and ``weight`` make of the targets.
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
             return_outputs: return the module's outputs too.
 
@@ -199,19 +206,12 @@ class ScatterOnceParallel(Wrapper):
         """
         request = _Request(inputs, targets, criterion, reduction, count, scaler, return_outputs)
         with self._crew.workers.exclusive() as interrupts:
-            try:
-                outcome, retries = self._fit(request.checked(), self._rows(request))
-                if self._ranks is not None:
-                    self._ranks.check(outcome)
-            except BaseException as error:
-                if self._ranks is not None:
-                    self._ranks.report_failure(error)
-                raise
             if self._ranks is None:
+                outcome, retries = self._fit(request.checked(), self._rows(request))
                 commit(outcome, settle=interrupts.deliver)
             else:
-                outcome = self._ranks.exchange(outcome)
-                commit(outcome)  # other ranks commit too: from here on there is no way back
+                outcome, retries = self._with_the_others(request, interrupts)
+                commit(outcome)  # the other ranks do so too: there is no way back
             self.last_step = StepReport(
                 outcome.plan,
                 outcome.loss,
@@ -223,6 +223,21 @@ class ScatterOnceParallel(Wrapper):
             device = physical(self.device_ids[0])
             loss = torch.tensor(outcome.loss, dtype=outcome.dtype, device=device)
         return (loss, outcome.outputs) if return_outputs else loss
+
+    def _with_the_others(self, request: _Request, interrupts: Interrupts) -> tuple[Outcome, int]:
+        """The outcome of all ranks together; whoever fails before, tells them."""
+        assert self._ranks is not None
+        outcome = None
+        try:
+            outcome, retries = self._fit(request.checked(), self._rows(request))
+            interrupts.deliver()
+            self._ranks.check(outcome)
+        except BaseException as error:
+            if outcome is not None:
+                outcome.streams.rollback()
+            self._ranks.report_failure(error)
+            raise
+        return self._ranks.exchange(outcome), retries
 
     def _fit(self, request: _Request, rows: int) -> tuple[Outcome, int]:
         """The outcome with as many sub-steps as the memory asks for, and the tries it took."""
@@ -236,11 +251,15 @@ class ScatterOnceParallel(Wrapper):
             trial=lambda accum: self._try(request, self._plan(rows, accum)),
         )
         if retries:
-            warnings.warn(
-                f'accum="auto": {rows} rows with accum={start} ran out of memory; '
-                f"accum={self._fitting} is the smallest that fits, and is kept",
-                stacklevel=3,
-            )
+            try:
+                warnings.warn(
+                    f'accum="auto": {rows} rows with accum={start} ran out of memory; '
+                    f"accum={self._fitting} is the smallest that fits, and is kept",
+                    stacklevel=3,
+                )
+            except Warning:  # the user makes errors of warnings
+                outcome.streams.rollback()
+                raise
         return outcome, retries
 
     def _try(self, request: _Request, plan: Plan) -> None:
@@ -264,42 +283,42 @@ class ScatterOnceParallel(Wrapper):
                     request.count,
                     micro_batches(batch, plan, self.dim),
                 )
-                pieces = scatter(batch, plan, self.dim, ledger)
+                inputs, targets = zip(*scatter(batch, plan, self.dim, ledger), strict=True)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(self.module, request.criterion, ledger)
-            with clock.phase("compute"):
-                work = partial(
-                    train,
-                    dim=self.dim,
-                    batch=batch,
-                    scale=self._scale(request.scaler),
-                    check_finite=self.check_finite,
-                    keep_outputs=request.return_outputs,
-                    most=most,
-                )
-                modules = [replica.roots[0] for replica in parts[0].replicas]
-                work_on = zip(modules, criteria, plan.shares, pieces, weights, strict=False)
-                results: list[Result] = run_shares(
-                    self._crew.workers,
-                    plan,
-                    streams,
-                    work,
-                    [(m, c, s, *p, w) for m, c, s, p, w in work_on],
-                )
-            with clock.phase("reduce"):
-                return Outcome(
-                    plan=plan,
-                    loss=sum(result.loss for result in results),
-                    dtype=results[0].dtype,
-                    is_mean=request.reduction == "mean",
-                    terms=terms,
-                    outputs=tuple(result.outputs for result in results),
-                    gradients=reduce_gradients(parts, len(results), ledger),
-                    buffers=reduce_buffers(parts, plan.shares, self.buffers_from, ledger),
-                    streams=streams,
-                    ledger=ledger,
-                    clock=clock,
-                )
+            prepare_autograd()
+            with set_aside(parts):
+                with clock.phase("compute"):
+                    work = partial(
+                        train,
+                        dim=self.dim,
+                        batch=batch,
+                        scale=self._scale(request.scaler),
+                        check_finite=self.check_finite,
+                        keep_outputs=request.return_outputs,
+                        most=most,
+                    )
+                    modules = [replica.roots[0] for replica in parts[0].replicas]
+                    replicas = (modules, criteria, plan.shares, inputs, targets, weights)
+                    results: list[Result] = run_shares(
+                        self._crew.workers, plan, streams, work, *replicas
+                    )
+                with clock.phase("reduce"):
+                    gradients = reduce_gradients(parts, len(results), ledger)
+                    buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
+            return Outcome(
+                plan=plan,
+                loss=sum(result.loss for result in results),
+                dtype=results[0].dtype,
+                is_mean=request.reduction == "mean",
+                terms=terms,
+                outputs=tuple(result.outputs for result in results),
+                gradients=gradients,
+                buffers=buffers,
+                streams=streams,
+                ledger=ledger,
+                clock=clock,
+            )
         except BaseException:
             streams.rollback()
             raise
@@ -338,15 +357,12 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
             streams = self._streams(plan)
             try:
-                pieces = scatter(batch, plan, self.dim, ledger)
+                args, named = zip(*scatter(batch, plan, self.dim, ledger), strict=True)
                 (part, *_), _ = self._crew.refresh(self.module, None, ledger)
                 modules = [replica.roots[0] for replica in part.replicas]
+                work = partial(infer, dim=self.dim, batch=batch)
                 outputs = run_shares(
-                    self._crew.workers,
-                    plan,
-                    streams,
-                    partial(infer, dim=self.dim, batch=batch),
-                    [(m, s, *p) for m, s, p in zip(modules, plan.shares, pieces, strict=False)],
+                    self._crew.workers, plan, streams, work, modules, plan.shares, args, named
                 )
                 output = gather(outputs, plan, self.dim, ledger)
             except BaseException:
@@ -393,11 +409,13 @@ def _check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buf
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
-    if isinstance(getattr(module, "_orig_mod", None), nn.Module):
-        raise TypeError(
-            "a module made by torch.compile runs the code of the original, whatever the "
-            "replica; pass the original, module._orig_mod"
-        )
+    for name, child in module.named_modules():
+        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
+            which = f"the child {name!r}" if name else "the module"
+            raise TypeError(
+                f"{which} was made by torch.compile and runs the code of the original, whatever "
+                f"the replica; use the original, its ._orig_mod"
+            )
     for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
         if name == "accum" and value == "auto":
             continue

@@ -51,17 +51,14 @@ class Streams:
             if device.type != "cpu" and device not in devices[:replica]
         ]
 
-    def redirected(self) -> contextlib.AbstractContextManager[None]:
-        """While the step runs, a worker that asks for the process's generator gets its own."""
-        return contextlib.nullcontext() if self._alone else _thread_aware_default_generator()
-
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
         """Let the current thread draw from the stream of ``replica``."""
         if self._alone:
             yield
             return
-        with torch._C._IncludeDispatchKeyGuard(_install_kernels()):
+        key = _install_kernels()
+        with _thread_aware_default_generator(), torch._C._IncludeDispatchKeyGuard(key):
             _thread.generator = partial(self._generator, replica)
             try:
                 yield
@@ -141,7 +138,7 @@ class _ThreadAwareGenerator:
 
 
 _lock = threading.Lock()
-_steps_running = 0
+_streams_open = 0
 
 
 @contextlib.contextmanager
@@ -150,16 +147,16 @@ def _thread_aware_default_generator() -> Iterator[None]:
 
     Activation checkpointing saves and rewinds the generator through them.
     """
-    global _steps_running
+    global _streams_open
     with _lock:
-        _steps_running += 1
+        _streams_open += 1
         vars(torch.random)["default_generator"] = _ThreadAwareGenerator()
     try:
         yield
     finally:
         with _lock:
-            _steps_running -= 1
-            if not _steps_running:
+            _streams_open -= 1
+            if not _streams_open:
                 vars(torch.random)["default_generator"] = torch._C.default_generator
 
 

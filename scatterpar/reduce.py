@@ -30,6 +30,8 @@ def reduce_gradients(
         active: how many of them took part, the master's own first.
         ledger: copies, and counts what it copied.
 
+    The master's own ``.grad`` must be set aside: what is there now, came in this step.
+
     Returns:
         Every trained tensor of the master's with its gradient; ``None`` for one that no
         replica used, and zero stands in where only some did. The sum runs in replica order,
@@ -41,9 +43,9 @@ def reduce_gradients(
         for i in part.trained:
             tensor, gradient = part.tensors[i], found.get(i)
             _, other = total.get(id(tensor), (tensor, None))
-            if gradient is not None and other is not None:  # tied between model and criterion
-                gradient = gradient + other
-            total[id(tensor)] = (tensor, other if gradient is None else gradient)
+            # Tied between model and criterion, or reached through a closure over the tensor itself.
+            found_ones = [g for g in (other, gradient, tensor.grad) if g is not None]
+            total[id(tensor)] = (tensor, sum(found_ones[1:], found_ones[0]) if found_ones else None)
     return list(total.values())
 
 

@@ -142,6 +142,11 @@ class Replicas:
                 replica.tensors[i].grad = None
 
     @property
+    def trained_tensors(self) -> list[Tensor]:
+        """The master's leaves that a backward pass gives gradients."""
+        return [self.tensors[i] for i in self.trained]
+
+    @property
     def trained(self) -> list[int]:
         """Positions in ``tensors`` of the leaves that a backward pass gives gradients."""
         return [i for i, flag in enumerate(self._flags) if flag]

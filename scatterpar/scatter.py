@@ -69,12 +69,17 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
 
 def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies."""
+    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies.
+
+    0-dim tensors are copied always: no two takers share one.
+    """
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        piece = leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf
+        if not leaf.ndim:
+            return leaf.clone()
+        piece = leaf.narrow(dim, start, stop - start)
         return piece.clone() if copy else piece
 
     return nested.transform(one, value)

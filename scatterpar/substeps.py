@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from scatterpar.plan import Share
 from scatterpar.scatter import as_call, is_borrowed, join, take
 from scatterpar.workers import AUTOCAST_TYPES, note
 
-__all__ = ["Result", "infer", "noted", "scalar_loss", "train"]
+__all__ = ["Result", "infer", "noted", "prepare_autograd", "scalar_loss", "train"]
 
 Criterion = Callable[[Any, Any], Any]
 
@@ -33,6 +34,13 @@ class Result:
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
     outputs: Any = None
+
+
+@functools.cache
+def prepare_autograd() -> None:
+    """Let torch import what its first backward pass imports, before an interrupt can cut it in half."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
 
 def train(

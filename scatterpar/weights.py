@@ -9,11 +9,13 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.mirror import owner_of
 from scatterpar.plan import Plan
 
 __all__ = ["Count", "normalise", "resolve_reduction", "weigh"]
@@ -27,7 +29,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     Raises:
         ValueError: anything else, ``"none"`` in particular.
     """
-    own = getattr(criterion, "reduction", None)
+    own = _option(criterion, "reduction", None)
     if reduction is None and isinstance(own, str):
         reduction = "mean" if own == "batchmean" else own
     if reduction is None:
@@ -69,7 +71,7 @@ def weigh(
         weights, total = [1.0] * len(spans), 1.0
     elif count is not None:
         weights, total = normalise([count(*piece) for piece in pieces])
-    elif isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)):
+    elif _averages_classes(criterion):
         weights, total = normalise(_count_classes(criterion, targets, dim, spans))
     else:
         weights, total = normalise([stop - start for start, stop in spans])
@@ -77,24 +79,37 @@ def weigh(
     return [[next(remaining) for _ in share.micro_batches] for share in plan.shares], total
 
 
+def _averages_classes(criterion: Any) -> bool:
+    """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    owner = owner_of(function)
+    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    )
+
+
+def _option(criterion: Any, name: str, default: Any) -> Any:
+    """An option of a criterion: a module's attribute, or a keyword of a partial function."""
+    if isinstance(criterion, partial):
+        return criterion.keywords.get(name, _option(criterion.func, name, default))
+    return getattr(owner_of(criterion) or criterion, name, default)
+
+
 def _count_classes(
-    criterion: nn.CrossEntropyLoss | nn.NLLLoss,
-    targets: Any,
-    dim: int,
-    spans: Sequence[tuple[int, int]],
+    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
 ) -> list[float]:
     """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
     if not isinstance(targets, Tensor):
-        raise TypeError(
-            f"{type(criterion).__name__} takes a tensor of targets, got {type(targets).__name__}"
-        )
+        raise TypeError(f"cross entropy takes a tensor of targets, got {type(targets).__name__}")
     if targets.is_floating_point():
         # Probabilities of classes: every position is a term, whatever its weight.
         return [stop - start for start, stop in spans]
-    counted = targets != criterion.ignore_index
+    counted = targets != _option(criterion, "ignore_index", -100)
     terms = counted.to(torch.float64)
-    if criterion.weight is not None:
-        weight = criterion.weight.detach().to(targets.device, torch.float64)
+    class_weight = _option(criterion, "weight", None)
+    if class_weight is not None:
+        weight = class_weight.detach().to(targets.device, torch.float64)
         terms = weight[targets.masked_fill(~counted, 0)] * counted
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)

@@ -34,9 +34,10 @@ class Cancelled(Exception):
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to a user's error, unless the error will not have it."""
+    """Add a note to a user's error, unless it has it already or will not have it."""
     with contextlib.suppress(Exception):
-        error.add_note(text)
+        if text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
 
 
 class Workers:
@@ -157,11 +158,12 @@ class Workers:
 
     def _wait(self, calls: list[_Call], cancel: threading.Event) -> None:
         interrupt: BaseException | None = None
-        while not all(call.finished.is_set() for call in calls):
+        while not all(call.done for call in calls):
             try:
                 with self.interrupts.allowed():
                     for call in calls:
-                        call.finished.wait()
+                        if not call.done:
+                            call.ended.acquire()
             except BaseException as error:
                 self.interrupts.defer()
                 cancel.set()
@@ -268,7 +270,9 @@ class _Call:
         self._work = (module, args, kwargs, device, stream)
         self._context = context
         self._cancel = cancel
-        self.finished = threading.Event()
+        self.done = False
+        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
+        self.ended.acquire()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -280,7 +284,8 @@ class _Call:
             self.error = error
             self._cancel.set()
         finally:
-            self.finished.set()
+            self.done = True
+            self.ended.release()
 
     def _in_context(self) -> Any:
         module, args, kwargs, device, stream = self._work

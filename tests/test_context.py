@@ -116,6 +116,17 @@ def test_inference_builds_no_graph(devices, mode):
         assert asked(devices, torch.is_grad_enabled, inference=True) == [False] * 3
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_grad_is_torch_s_own_error(devices, mode):
+    with (
+        ScatterOnceParallel(mlp(), 2, devices(3)) as engine,
+        mode(),
+        pytest.raises(RuntimeError, match="grad"),
+    ):
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert all(parameter.grad is None for parameter in engine.parameters())
+
+
 def test_inference_mode_reaches_the_workers(devices):
     question = torch.is_inference_mode_enabled
     with torch.inference_mode():

@@ -80,7 +80,10 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_failed_step_leaves_the_generator_as_it_was(devices):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas):
+    """One replica draws from the process's own generator, several from theirs."""
+
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -92,7 +95,7 @@ def test_a_failed_step_leaves_the_generator_as_it_was(devices):
                 raise ArithmeticError("after drawing")
             return self.linear(inputs)
 
-    with ScatterOnceParallel(build(Fails), 2, devices(3)) as engine:
+    with ScatterOnceParallel(build(Fails), 2, devices(replicas)) as engine:
         before = torch.get_rng_state()
         with pytest.raises(ArithmeticError):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())

@@ -153,3 +153,25 @@ def test_two_engines_on_one_model_add_up(devices):
         other.forward_backward(*batch, nn.CrossEntropyLoss())
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, 2 * expected[name], name)
+
+
+def test_0_dim_inputs_are_fresh_in_every_sub_step(devices):
+    """A module may write to one in place; the next sub-step must get the caller's number again."""
+
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classify = mlp()
+
+        def forward(self, inputs, number):
+            return self.classify(inputs) * number.mul_(2)
+
+    number = torch.tensor(1.5, dtype=torch.float64)
+    batch, targets = randn(12, FEATURES), randint(CLASSES, 12)
+    with ScatterOnceParallel(Doubles(), 3, devices(2)) as engine:
+        expected, _ = whole_batch(
+            engine.module, (batch, number.clone()), targets, nn.CrossEntropyLoss()
+        )
+        loss = engine.forward_backward((batch, number), targets, nn.CrossEntropyLoss())
+    assert_close(loss, expected, "loss")
+    assert number == 1.5

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import scatterpar
 from scatterpar.plan import make_plan
 from scatterpar.train.models import SmallCNN
 
@@ -67,7 +68,7 @@ def test_three_commands_that_install_with_the_tested_versions():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     for command in COMMANDS:
-        install = re.search(r"\.venv/bin/pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command)
+        install = re.search(r"pip install -c constraints\.txt -e '\.\[(\w+)\]' && ", command)
         assert install is not None
         assert install[1] in setup["options.extras_require"]
     assert COMMANDS[0].endswith("python -m scatterpar train")
@@ -91,14 +92,22 @@ def test_constraints_hold_what_the_extras_ask_for():
 
 @pytest.mark.draws
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_each_snippet_runs(number, capsys):
+def test_each_snippet_runs(number, monkeypatch, tmp_path):
     names = namespace()
     code = blocks("python")[number]
     if "outputs" not in code and "DataParallelModel" in blocks("python")[number - 1]:
         run(blocks("python")[number - 1], names)
     elif "engine." in code and "engine =" not in code:
         run(blocks("python")[0], names)
+    if "process_group" in code:
+        names["ScatterOnceParallel"] = scatterpar.ScatterOnceParallel
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+        store = f"file://{tmp_path}/store"  # what torchrun tells by environment variables
+        code = code.replace('("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)')
     run(code, names)
+    if "process_group" in code:
+        torch.distributed.destroy_process_group()
     gc.collect()
 
 
@@ -145,11 +154,18 @@ def test_the_plan_that_is_shown():
     assert f"```text\n{plan}\n```" in README
 
 
+@pytest.mark.draws
 def test_the_table_of_averages(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from docs import averaging
 
     assert f"<!-- averaging -->\n{averaging.table()}\n<!-- /averaging -->" in README
+
+
+def test_the_table_of_output_memory():
+    page = (ROOT / "benchmarks" / "output_memory" / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<!-- peaks -->\n((?:\|.*\n)+)", page)
+    assert table in README
 
 
 def test_the_size_of_the_model_in_the_picture():

@@ -227,3 +227,24 @@ def test_errors_in_inference(devices):
         assert any("in replica 2" in note and "sub-step 1" in note for note in error.__notes__)
         model.errors.by_row.clear()
         assert engine(ROWS).shape == (12, CLASSES)
+
+
+def test_a_criterion_that_closes_over_the_user_s_parameters(devices):
+    """Weight decay by hand, on the module itself, not on a replica: a failure leaves no trace."""
+    model = mlp()
+
+    def criterion(output, targets):
+        if fails and (targets == -1).any():
+            raise MyError(5, detail="closure")
+        return nn.functional.mse_loss(output[:, 0], targets) + model[0].weight.pow(2).sum()
+
+    targets = randn(12)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        fails = False
+        assert_step(engine, ROWS, targets, lambda o, t: nn.functional.mse_loss(o[:, 0], t))
+        model.zero_grad()
+        fails = True
+        targets[11] = -1
+        with pytest.raises(MyError):
+            engine.forward_backward(ROWS, targets, criterion)
+        assert [p.grad for p in model.parameters()] == [None] * 4

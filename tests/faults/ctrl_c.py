@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from faults.grid import LAYOUTS, SECONDS_EACH, Bench
 from faults.places import PLACES
 from faults.state import capture, differences, values_differ
@@ -67,6 +69,7 @@ class Strikes:
 def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
     """Interrupt steps at ``times`` moments, every second time twice in a row."""
     draw = random.Random(7)
+    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = Bench(["cpu"] if layout == "alone" else LAYOUTS[layout])
     expected, _, _ = bench.expected(PLACE, True)
     strikes = Strikes()

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import scatterpar
 from faults.grid import LAYOUTS, SECONDS_EACH, Bench
 from faults.places import PLACES
@@ -56,6 +58,7 @@ class At:
 
 def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
+    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = Bench([*LAYOUTS[layout]] if layout != "alone" else ["cpu"])
     bench.back_to_start(bench.subject, accumulate=True)
     with At(-1) as count:

@@ -182,6 +182,7 @@ def run(layout: str) -> Iterator[dict[str, Any]]:
     sys.unraisablehook = lambda raised: strays.append(f"unraisable {raised.exc_type.__name__}")
     random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = Bench(LAYOUTS[layout])
     for number, (place, kind, moment, where) in enumerate(combinations(bench)):
         faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)

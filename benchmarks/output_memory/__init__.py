@@ -1,0 +1,1 @@
+"""Peak bytes on the master: the pair against gathering the outputs first."""

@@ -1,0 +1,142 @@
+"""What ranks add up in one collective: all gradients of one dtype, and buffers along with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from scatterpar.outcome import BufferValue
+
+__all__ = ["Parcel", "pack"]
+
+_SUMMED = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex64, torch.complex128),
+)  # what collectives can add up; other buffers travel as bytes
+_BYTES = torch.uint8
+
+Gradient = tuple[Tensor, Tensor | None]
+
+
+class Parcel:
+    """One flat tensor: gradients, a flag for each that says whether it was used, buffers.
+
+    It is made before anything is exchanged, so that what can fail, such as an allocation,
+    fails while the other ranks can still be told.
+
+    Args:
+        dtype: of the flat tensor.
+        gradients: of that dtype, by their number.
+        buffers: that travel along, by their number.
+        first: this is rank 0, whose buffers win.
+        mean: floating-point buffers are averaged over the ranks instead.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        gradients: dict[int, Gradient],
+        buffers: dict[int, BufferValue],
+        first: bool,
+        mean: bool,
+    ) -> None:
+        self._gradients = gradients
+        self._buffers = buffers
+        self._mean = mean and dtype != _BYTES and not dtype.is_complex
+        self._first = first
+        values = [self._share(buffer, dtype) for buffer in buffers.values()]
+        device = next(iter([*(t for t, _ in gradients.values()), *values])).device
+        sizes = [tensor.numel() for tensor, _ in gradients.values()]
+        self._ends = sum(sizes), sum(sizes) + len(sizes)
+        total = self._ends[1] + sum(value.numel() for value in values)
+        self.flat = torch.zeros(total, dtype=dtype, device=device)
+        grads, flags, rest = self._parts()
+        for view, (_, gradient) in zip(grads.split(sizes), gradients.values(), strict=True):
+            if gradient is not None:
+                view.view(gradient.shape).copy_(gradient.detach())
+        flags.copy_(torch.tensor([gradient is not None for _, gradient in gradients.values()]))
+        for view, value in zip(rest.split([v.numel() for v in values]), values, strict=True):
+            view.copy_(value)
+
+    def weigh(self, gradients: float, buffers: float) -> None:
+        """Scale this rank's part of the sum, now that the other ranks' parts are known."""
+        grads, _, rest = self._parts()
+        if self._gradients and gradients != 1:
+            grads.mul_(gradients)
+        if self._mean:
+            rest.mul_(buffers)
+
+    def unpack(self) -> tuple[dict[int, Gradient], dict[int, BufferValue]]:
+        """The gradients and buffers of all ranks, once ``flat`` is the sum."""
+        grads, flags, rest = self._parts()
+        tensors = [tensor for tensor, _ in self._gradients.values()]
+        parts = _unflatten_dense_tensors(grads, tensors) if tensors else ()
+        found = zip(self._gradients.items(), parts, flags.tolist(), strict=True)
+        gradients = {i: (tensor, part if flag else None) for (i, (tensor, _)), part, flag in found}
+        sizes = [self._size(buffer) for buffer in self._buffers.values()]
+        settled = {
+            i: self._settle(buffer, view)
+            for (i, buffer), view in zip(self._buffers.items(), rest.split(sizes), strict=True)
+        }
+        return gradients, settled
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        used, flagged = self._ends
+        return self.flat[:used], self.flat[used:flagged], self.flat[flagged:]
+
+    def _size(self, buffer: BufferValue) -> int:
+        value = _value(buffer)
+        return value.numel() * (value.element_size() if self.flat.dtype == _BYTES else 1)
+
+    def _share(self, buffer: BufferValue, dtype: torch.dtype) -> Tensor:
+        """What this rank adds to the sum that the buffer comes out of."""
+        value = _value(buffer)
+        if self._mean:
+            base = _base(buffer)
+            return torch.where(value == base, 0, value - base).reshape(-1)
+        flat = value.reshape(-1).contiguous()
+        flat = flat.view(_BYTES) if dtype == _BYTES else flat
+        return flat if self._first else torch.zeros_like(flat)
+
+    def _settle(self, buffer: BufferValue, total: Tensor) -> BufferValue:
+        value = _value(buffer)
+        if self._mean:
+            total = (_base(buffer) + total.view(value.shape)).to(value.dtype)
+        elif total.dtype != value.dtype:
+            total = total.clone().view(value.dtype)
+        return (*buffer[:2], total.view(value.shape))
+
+
+def pack(
+    gradients: Sequence[Gradient], buffers: Sequence[BufferValue], first: bool, mean: bool
+) -> list[Parcel]:
+    """One parcel per dtype, in an order that is the same on all ranks."""
+    by_dtype: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
+    by_dtype = defaultdict(lambda: ({}, {}))
+    for i, pair in enumerate(gradients):
+        by_dtype[pair[0].dtype][0][i] = pair
+    for i, buffer in enumerate(buffers):
+        if buffer[2] is not None:
+            dtype = buffer[2].dtype
+            by_dtype[dtype if dtype in _SUMMED else _BYTES][1][i] = buffer
+    return [Parcel(dtype, *parts, first, mean) for dtype, parts in by_dtype.items()]
+
+
+def _value(buffer: BufferValue) -> Tensor:
+    assert buffer[2] is not None, "only buffers that exist are packed"
+    return buffer[2].detach()
+
+
+def _base(buffer: BufferValue) -> Tensor:
+    """What all ranks count the change of an averaged buffer from.
+
+    From its value before the step, so that what does not change stays as it is to the bit;
+    from zero where that is not finite, as in a running minimum that starts at infinity.
+    """
+    before = buffer[0][buffer[1]]
+    assert before is not None
+    return torch.where(before.isfinite(), before, 0).detach()

@@ -1,0 +1,162 @@
+"""What is refused, and in which words: the table in ``tests/bad_inputs.md``.
+
+``python -m faults.bad_inputs`` (from ``tests/``) writes it anew.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.oracle import seeded
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+PAGE = Path(__file__).parent.parent / "bad_inputs.md"
+HEAD = """# Bad inputs
+
+What was tried, and what it says. `model` is `nn.Linear(4, 2)`, `engine` has two replicas on the
+CPU, `x` holds 6 rows of 4 features, `y` 6 classes, `loss` is `nn.CrossEntropyLoss()`. After each of
+them the model is bit for bit what it was, and the engine's next step is exact.
+
+A test tries every row of this page and fails when one says anything else.
+
+| tried | raises | says |
+|---|---|---|
+"""
+
+
+def world() -> dict[str, Any]:
+    """The names that the rows of the table use."""
+    generator = torch.Generator().manual_seed(0)
+    with seeded():
+        model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(2, 4, generator=generator))
+        model.bias.zero_()
+    model.weight.grad = torch.ones(2, 4)
+    return {
+        "model": model,
+        "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
+        "x": torch.randn(6, 4, generator=generator),
+        "y": torch.randint(2, (6,), generator=generator),
+        "loss": nn.CrossEntropyLoss(),
+        "none_loss": nn.CrossEntropyLoss(reduction="none"),
+        "nn": nn,
+        "torch": torch,
+        "Engine": ScatterOnceParallel,
+        "namedtuple": collections.namedtuple,
+    }
+
+
+TRIED = [
+    # what makes an engine
+    "Engine('resnet')",
+    "Engine(torch.jit.trace(model, x))",
+    "Engine(model, accum=0)",
+    "Engine(model, accum=-3)",
+    "Engine(model, accum=2.0)",
+    "Engine(model, accum=True)",
+    "Engine(model, accum='automatic')",
+    "Engine(model, micro_batch_size=0)",
+    "Engine(model, accum=2, micro_batch_size=8)",
+    "Engine(model, accum='auto', micro_batch_size=8)",
+    "Engine(model, dim='rows')",
+    "Engine(model, buffers='average')",
+    "Engine(model, device_ids=[])",
+    "Engine(model, device_ids=2)",
+    "Engine(model, device_ids='cpu')",
+    "Engine(model, device_ids=['cpu', None])",
+    "Engine(model, device_ids=['cpu', 1.5])",
+    "Engine(model.to('meta'), device_ids=['cpu'])",
+    # what is planned
+    "engine.plan(0)",
+    "engine.plan(-1)",
+    "engine.plan(2.5)",
+    # what a step is given
+    "engine.forward_backward(x[:0], y[:0], loss)",
+    "engine.forward_backward(x, y[:5], loss)",
+    "engine.forward_backward((x, x[:3]), y, loss)",
+    "engine.forward_backward({'input': x, 'other': y[:2]}, y, loss)",
+    "engine.forward_backward([], None, loss)",
+    "engine.forward_backward('text', 3, loss)",
+    "engine.forward_backward(torch.tensor(1.0), None, loss)",
+    "engine.forward_backward(x.clone().requires_grad_(), y, loss)",
+    "engine.forward_backward(x, model(x), nn.MSELoss())",
+    "engine.forward_backward(x, y)",
+    "engine.forward_backward(x)",
+    "engine.forward_backward(x, y, 'mse')",
+    "engine.forward_backward(x, y, loss, reduction='none')",
+    "engine.forward_backward(x, y, loss, reduction='avg')",
+    "engine.forward_backward(x, y, none_loss)",
+    "engine.forward_backward(x, y, lambda o, t: (o * o).sum(1))",
+    "engine.forward_backward(x, y, lambda o, t: 0.5)",
+    "engine.forward_backward(x, y, lambda o, t: None)",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: -1)",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: float('nan'))",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: None)",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: t)",
+    "engine.forward_backward(x, y, loss, count=7)",
+    "engine.forward_backward(x, y, loss, scaler=128.0)",
+    "engine.forward_backward(x, {'y': y}, loss)",
+    # how the engine is used otherwise
+    "engine(x)",
+    "engine.eval()(x[:0])",
+    "engine.eval()()",
+    "engine.close() or engine.forward_backward(x, y, loss)",
+    "engine.close() or engine.eval()(x)",
+    "engine.close() or engine.replicas",
+]
+
+
+# What torch says, or the user's own code: it arrives as it is, and other versions may word it
+# in another way.
+PASSED_ON = [
+    "engine.forward_backward(None, y, loss)",
+    "engine.forward_backward(x[:, :3], y, loss)",
+    "engine.forward_backward(x, y + 7, loss)",
+    "engine.forward_backward({'inputs': x}, y, loss)",
+    "engine.forward_backward(x.double(), y, loss)",
+    "engine.forward_backward((x, x), y, loss)",
+    "engine.forward_backward(x.to('meta'), y, loss)",
+    "engine.forward_backward(x, y, lambda o, t: o.detach().sum())",
+    "engine.forward_backward(x, y, lambda o, t: o.argmax())",
+    "engine.load_state_dict({'weight': x})",
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table, and the world after it was tried."""
+
+    tried: str
+    kind: str
+    said: str
+    names: dict[str, Any]
+
+    def __str__(self) -> str:
+        said = "(torch's own words)" if self.tried in PASSED_ON else self.said
+        return f"| `{self.tried}` | {self.kind} | {said} |"
+
+
+def attempt(tried: str) -> Row:
+    """Try it in a world of its own."""
+    names = world()
+    try:
+        kind, said = "nothing", repr(eval(tried, names))
+    except Exception as error:
+        kind, said = type(error).__name__, str(error)
+    return Row(tried, kind, " ".join(said.split()).replace("|", "\\|"), names)
+
+
+def page(rows: list[Row]) -> str:
+    """The whole page."""
+    return HEAD + "\n".join(map(str, rows)) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page([attempt(tried) for tried in TRIED + PASSED_ON]))

@@ -1,0 +1,113 @@
+"""Ctrl-C at any moment, twice too: prompt, whole or not at all, and the next step is exact."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from faults.processes import finish, run, start
+
+LAYOUTS = ("shared", "virtual", "alone")
+POSITIONS, STRIKES = "150", "24"
+
+
+@pytest.fixture(scope="module")
+def everywhere():
+    processes = {name: start("-m", "faults.everywhere", name, POSITIONS) for name in LAYOUTS}
+    return {name: finish(process) for name, process in processes.items()}
+
+
+@pytest.fixture(scope="module")
+def struck():
+    processes = {name: start("-m", "faults.ctrl_c", name, STRIKES) for name in LAYOUTS}
+    return {name: finish(process) for name, process in processes.items()}
+
+
+def judged(outcome):
+    """Every line of a script, after it was seen to have come to its end."""
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("end\n"), outcome.err
+    found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
+    wrong = [line for line in found if line["wrong"]]
+    assert not wrong, "\n".join(map(str, wrong))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_between_any_two_instructions(everywhere, layout):
+    found = judged(everywhere[layout])
+    assert len(found) > int(POSITIONS) // 2
+    assert not all(line["whole"] for line in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_signals_at_random_moments_once_and_twice(struck, layout):
+    found = judged(struck[layout])
+    assert len(found) == int(STRIKES)
+    assert any(line["inside"] for line in found)
+
+
+LONG = """
+import os, signal, threading, time
+import torch
+from torch import nn
+from scatterpar import ScatterOnceParallel
+
+visits, started, release = [], threading.Event(), threading.Event()
+
+class Slow(nn.Linear):
+    def forward(self, inputs):
+        visits.append(int(inputs[0, 0]))
+        started.set()
+        {pause}
+        return super().forward(inputs)
+
+def interrupt(times):
+    started.wait()
+    for _ in range(times):
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+# torch imports parts of itself in its first backward; an import that is cut in half stays so.
+torch.ones(1, requires_grad=True).sum().backward(torch.ones(()))
+torch.manual_seed(0)
+model = Slow(2, 1)
+inputs = torch.arange(240.0).reshape(120, 2)
+engine = ScatterOnceParallel(model, 60, {devices})
+threading.Thread(target=interrupt, args=({times},)).start()
+begun = time.monotonic()
+try:
+    engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted", len(visits), model.weight.grad)
+took = time.monotonic() - begun
+assert took < 10, took
+Slow.forward = nn.Linear.forward
+engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
+expected, = torch.autograd.grad(model(inputs).mean(), model.weight)
+assert torch.allclose(model.weight.grad, expected)
+print("exact")
+"""
+
+
+@pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]', '["cpu"]'])
+def test_a_long_step_ends_at_its_next_sub_step(devices):
+    script = LONG.format(pause="time.sleep(0.1)", devices=devices, times=1)
+    outcome = run("-c", script, seconds=40)
+    assert outcome.code == 0, outcome.err
+    first, last = outcome.out.splitlines()
+    assert last == "exact"
+    word, visits, gradient = first.split()
+    assert (word, gradient) == ("interrupted", "None")
+    assert int(visits) < 60
+
+
+@pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]'])
+def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
+    script = LONG.format(pause="release.wait(30)", devices=devices, times=2)
+    outcome = run("-c", script, seconds=40)
+    assert outcome.code == 0, outcome.err
+    assert "terminate called" not in outcome.err
+    assert outcome.out.splitlines() == ["interrupted 2 None", "exact"]

@@ -1,0 +1,257 @@
+"""``accum="auto"``: out of memory is a fault that the step gets over by itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from helpers.oracle import build, randint, randn
+from torch import nn
+
+from faults.state import capture, differences, values_differ
+from scatterpar import ScatterOnceParallel
+
+FEATURES, CLASSES = 5, 4
+
+FORMS = {
+    "torch": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "CUDA": lambda: RuntimeError("CUDA error: out of memory"),
+    "cuDNN": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
+    "host": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"
+    ),
+    "Python": MemoryError,
+}
+
+
+class Full(torch.autograd.Function):
+    """Runs out of memory in its backward."""
+
+    @staticmethod
+    def forward(ctx, inputs, budget, form):
+        ctx.budget, ctx.form = budget, form
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if len(gradient) > ctx.budget:
+            raise FORMS[ctx.form]()
+        return gradient, None, None
+
+
+class Budget(nn.Module):
+    """Has memory for so many rows; draws random numbers and keeps running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.2)
+        self.leave = nn.Linear(6, CLASSES)
+        self.rows = 10**9
+        self.form = "torch"
+        self.where = "forward"
+
+    def forward(self, inputs):
+        hidden = self.dropout(self.norm(self.enter(inputs)))
+        if self.where == "forward" and len(inputs) > self.rows:
+            raise FORMS[self.form]()
+        if self.where == "backward":
+            hidden = Full.apply(hidden, self.rows, self.form)
+        return self.leave(hidden)
+
+
+def budget(rows=10**9, **options):
+    model = build(Budget)
+    model.rows = rows
+    for name, value in options.items():
+        setattr(model, name, value)
+    return model
+
+
+def step(engine, rows=24, seed=1):
+    inputs, targets = randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
+    torch.manual_seed(seed)
+    return engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+
+
+def fixed(model, accum, devices, rows=24, seed=1):
+    """The same step with a fixed ``accum`` on a copy with all the memory of the world."""
+    twin = copy.deepcopy(model)
+    twin.rows = 10**9
+    with ScatterOnceParallel(twin, accum, devices) as engine:
+        loss = step(engine, rows, seed)
+    return twin, loss, torch.get_rng_state()
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_result_is_that_of_the_same_fixed_accum_bit_for_bit(devices, form, where):
+    model = budget(3, form=form, where=where)
+    ids = devices(2)
+    expected, loss, random_state = fixed(model, 4, ids)
+    with ScatterOnceParallel(model, "auto", ids) as engine:
+        with pytest.warns(UserWarning, match='accum="auto"') as caught:
+            assert torch.equal(step(engine), loss)
+        assert len(caught) == 1
+        assert values_differ(expected, model) == []
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert engine.last_step.retries >= 1
+        assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 11, 12])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_fewest_sub_steps_that_fit_are_found_and_kept(replicas, rows):
+    model = budget(rows)
+    model.norm.eval()
+    model.norm.momentum = 0.0
+    batch = 24
+    share = -(-batch // replicas)
+    fewest = -(-share // rows)
+    with ScatterOnceParallel(model, "auto", ["cpu"] * replicas) as engine:
+        model.norm.eval()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(engine, batch)
+        assert len(caught) == (fewest > 1)
+        assert len(engine.last_step.plan.shares[0].micro_batches) == fewest
+        assert (engine.last_step.retries > 0) == (fewest > 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(engine, batch, seed=2)
+        assert engine.last_step.retries == 0
+        assert len(engine.last_step.plan.shares[0].micro_batches) == fewest
+        assert len(engine.plan(batch).shares[0].micro_batches) == fewest
+
+
+@pytest.mark.draws
+def test_the_warning_says_what_was_found():
+    model = budget(5)
+    with (
+        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
+        pytest.warns(UserWarning, match="auto") as caught,
+    ):
+        step(engine)
+    assert str(caught[0].message) == (
+        'accum="auto": 24 rows with accum=1 ran out of memory; accum=3 is the smallest that fits, '
+        "and is kept"
+    )
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_row_that_does_not_fit_reaches_the_user_and_changes_nothing(devices, where):
+    model = budget(0, where=where)
+    model.norm.eval()
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+        model.norm.eval()
+        torch.manual_seed(1)
+        before = capture(model)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+            step(engine)
+        assert differences(before, capture(model)) == []
+        notes = "\n".join(caught.value.__notes__)
+        assert "with 12 sub-steps a sub-step is one row, and that does not fit" in notes
+        assert "in replica 0 on cpu" in notes or "in replica 1 on cpu" in notes
+        del caught
+        model.rows = 10**9
+        model.norm.train()
+        expected, loss, _ = fixed(model, len(engine.plan(24).shares[0].micro_batches), devices(2))
+        assert torch.equal(step(engine), loss)
+        assert values_differ(expected, model) == []
+
+
+class OneFails(nn.Linear):
+    """Only the replica that holds the last rows runs out of memory."""
+
+    limit = 2
+
+    def forward(self, inputs):
+        if inputs[-1, 0] >= 12 and len(inputs) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(inputs)
+
+
+def test_a_replica_that_fails_alone_holds_up_nobody(devices):
+    model = build(lambda: OneFails(2, 1))
+    inputs = torch.arange(48, dtype=torch.float64).reshape(24, 2)
+    inputs[:, 0] = torch.arange(24)
+    expected = torch.autograd.grad(model.weight @ inputs.mean(0), model.weight)[0]
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+        with pytest.warns(UserWarning, match="accum=6 is the smallest that fits"):
+            engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
+        assert torch.allclose(model.weight.grad, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fixed_accum_does_not_retry(form):
+    model = budget(3, form=form)
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        with pytest.raises(type(FORMS[form]())), torch.random.fork_rng():
+            step(engine)
+        assert model.leave.weight.grad is None
+
+
+def test_other_errors_are_not_taken_for_it():
+    model = budget()
+
+    def criterion(output, targets):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with (
+        ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine,
+        pytest.raises(RuntimeError, match="device-side assert"),
+    ):
+        engine.forward_backward(randn(8, FEATURES), randint(CLASSES, 8), criterion)
+
+
+class SharedList(list):
+    """Replicas share any object that is not a plain container."""
+
+
+class SharedDict(dict):
+    """Likewise."""
+
+
+class Remembers(Budget):
+    """Keeps, weakly, what it computed, and counts what is left when another try begins."""
+
+    def forward(self, inputs):
+        with self.lock:
+            if len(inputs) not in self.alive:
+                self.alive[len(inputs)] = sum(ref() is not None for ref in self.activations)
+        hidden = torch.tanh(self.enter(inputs))
+        self.activations.append(weakref.ref(hidden))
+        if len(inputs) > self.rows:
+            raise FORMS[self.form]()
+        return self.leave(hidden)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_failed_try_has_freed_what_it_held_when_the_next_begins(replicas):
+    model = build(Remembers)
+    model.rows, model.lock = 3, threading.Lock()
+    model.alive, model.activations = SharedDict(), SharedList()
+    model.norm = nn.Identity()
+    gc.disable()
+    try:
+        with (
+            ScatterOnceParallel(model, "auto", ["cpu"] * replicas) as engine,
+            pytest.warns(UserWarning, match="auto"),
+        ):
+            step(engine, 24)
+    finally:
+        gc.enable()
+    sizes = sorted(model.alive, reverse=True)
+    assert len(sizes) > 2
+    assert all(model.alive[size] < replicas for size in sizes if size > 3), model.alive

@@ -1,0 +1,30 @@
+"""A short soak: good steps, faults of all kinds and interrupts; threads and tensors stay flat."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from faults.processes import run
+
+SCRIPT = """
+import dataclasses, json, threading
+from faults.soak import soak
+record = soak(200, 60, 8, {layout!r}, every=20)
+print(json.dumps(dataclasses.asdict(record)))
+"""
+
+
+@pytest.mark.parametrize("layout", ["shared", "virtual"])
+def test_nothing_piles_up(layout):
+    outcome = run("-c", SCRIPT.format(layout=layout))
+    assert outcome.code == 0, outcome.err
+    record = json.loads(outcome.out)
+    assert record["wrong"] == []
+    assert (record["good"], sum(record["faults"].values()), record["interrupts"]) == (200, 60, 8)
+    assert record["strikes"] >= 8
+    half = len(record["steps"]) // 2
+    for what in ("threads", "tensors"):
+        early, late = record[what][:half], record[what][half:]
+        assert max(late) <= max(early), f"{what}: {record[what]}"

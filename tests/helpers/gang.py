@@ -1,0 +1,104 @@
+"""Ranks for tests: processes that start once, run what they are given, and end by themselves."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 3
+_IDLE_SECONDS = 300.0
+_REPLY_SECONDS = 60.0
+
+
+class Gang:
+    """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes = []
+        for rank in range(SIZE):
+            here, there = spawn.Pipe()
+            spawn.Process(target=_serve, args=(there, rank, store), daemon=True).start()
+            there.close()
+            self._pipes.append(here)
+
+    def __call__(self, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``case(group, *args)`` returns on each of the first ``size`` ranks."""
+        for pipe in self._pipes[:size]:
+            pipe.send((size, case, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            assert pipe.poll(_REPLY_SECONDS), f"rank {rank} said nothing for {_REPLY_SECONDS} s"
+            answers.append(pipe.recv())
+        for rank, (failure, _) in enumerate(answers):
+            assert failure is None, f"on rank {rank}: {failure}"
+        return [value for _, value in answers]
+
+
+@functools.cache
+def gang() -> Gang:
+    return Gang()
+
+
+def _serve(pipe: Any, rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=_REPLY_SECONDS / 3)
+    file = dist.FileStore(store, SIZE)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=SIZE, timeout=limit)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in (1, 2, SIZE)}
+    while pipe.poll(_IDLE_SECONDS):
+        try:
+            size, case, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            torch.manual_seed(0)
+            pipe.send((None, case(groups[size], *args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+    dist.destroy_process_group()
+
+
+def failure(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str] | None:
+    """The type and the words, notes included, of what ``call`` raises."""
+    try:
+        call(*args, **kwargs)
+    except BaseException as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return None
+
+
+class Counted:
+    """Counts the collectives of the body: for each, its name, dtype and bytes."""
+
+    def __enter__(self) -> list[tuple[str, torch.dtype, int]]:
+        self.calls: list[tuple[str, torch.dtype, int]] = []
+        self._originals = {
+            name: getattr(dist, name)
+            for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier")
+        }
+        for name, original in self._originals.items():
+            setattr(dist, name, functools.partial(self._call, name, original))
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+    def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensor = args[-1] if args else torch.empty(0)
+        self.calls.append((name, tensor.dtype, tensor.numel() * tensor.element_size()))
+        return original(*args, **kwargs)

@@ -1,0 +1,207 @@
+"""The gradient of the whole batch's loss, per parameter: replicas x rows x every kind of loss."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.oracle import assert_close, assert_gradients, gradients, randint, randn
+from helpers.weighted import CASES, padded, probabilities
+from pair.common import assert_pair
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from scatterpar import DataParallelCriterion, DataParallelModel
+
+EVEN, RAGGED = 12, 11
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED, 3, 1])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_losses(placed, case, replicas, rows):
+    batch = randn(rows, FEATURES), CASES[case].targets(rows)
+    assert_pair(mlp(), *batch, CASES[case].criterion(), placed(replicas))
+
+
+def per_row(output, targets):
+    return ((output - targets) ** 2).sum(1).mean()
+
+
+class Method:
+    def loss(self, output, targets):
+        return cross_entropy(output, targets)
+
+
+FUNCTIONS = {
+    "function of torch": (cross_entropy, lambda rows: randint(CLASSES, rows)),
+    "function": (per_row, probabilities),
+    "lambda": (lambda output, targets: (output * targets).mean(), probabilities),
+    "bound method": (Method().loss, lambda rows: randint(CLASSES, rows)),
+    "method of a module": (nn.MSELoss().forward, probabilities),
+}
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions(placed, function, replicas, rows):
+    criterion, targets = FUNCTIONS[function]
+    assert_pair(mlp(), randn(rows, FEATURES), targets(rows), criterion, placed(replicas))
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_reduction_of_a_function(placed, replicas, rows):
+    def summed(output, targets):
+        return mse_loss(output, targets, reduction="sum")
+
+    batch = randn(rows, FEATURES), probabilities(rows)
+    assert_pair(mlp(), *batch, summed, placed(replicas), reduction="sum")
+
+
+def counted(output, targets):
+    """A mean over the positions that are not padding."""
+    return cross_entropy(output, targets, ignore_index=-100)
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("answer", ["number", "tensor"])
+def test_count_gets_each_output_with_its_targets(placed, replicas, rows, answer):
+    seen = []
+
+    def count(output, targets):
+        seen.append((len(output), len(targets)))
+        number = (targets != -100).sum()
+        return number if answer == "tensor" else int(number)
+
+    batch = randn(rows, FEATURES), padded(rows)
+    assert_pair(mlp(), *batch, counted, placed(replicas), count=count)
+    assert [a for a, _ in seen] == [b for _, b in seen]
+    assert sum(a for a, _ in seen) == rows
+    assert len(seen) == replicas
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_padded_tokens(placed, replicas):
+    ids, targets = randint(11, 9, 6), randint(CLASSES, 9, 6)
+    for row in range(9):
+        targets[row, : row % 6] = -100
+    assert_pair(token_classifier(), ids, targets, nn.CrossEntropyLoss(), placed(replicas))
+
+
+class Head(nn.Module):
+    """A loss with parameters and a buffer of its own: a classifier after the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(randn(CLASSES, CLASSES, seed=5))
+        self.temperature = nn.Parameter(torch.tensor(0.7).double())
+        self.unused = nn.Parameter(torch.ones(2).double())
+        self.register_buffer("offset", randn(CLASSES, seed=6))
+
+    def forward(self, output, targets):
+        return cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("bound", [False, True])
+def test_parameters_of_the_criterion_are_trained(placed, replicas, rows, bound):
+    model, head = mlp(), Head()
+    inputs, targets = randn(rows, FEATURES), randint(CLASSES, rows)
+    twin = copy.deepcopy(nn.ModuleList([model, head]))
+    expected = twin[1](twin[0](inputs), targets)
+    expected.backward()
+    criterion = DataParallelCriterion(head.forward if bound else head, placed(replicas))
+    loss = criterion(DataParallelModel(model, placed(replicas))(inputs), targets)
+    loss.backward()
+    assert_close(loss.detach(), expected.detach(), "loss")
+    assert_gradients(nn.ModuleList([model, head]), gradients(twin))
+    assert head.unused.grad is None
+
+
+def test_parameters_of_the_criterion_are_those_of_the_wrapper():
+    head = Head()
+    criterion = DataParallelCriterion(head)
+    assert [id(p) for p in criterion.parameters()] == [id(p) for p in head.parameters()]
+    assert list(criterion.state_dict()) == list(head.state_dict())
+
+
+def test_a_weight_tied_between_model_and_criterion(placed):
+    class Tied(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, output, targets):
+            return cross_entropy(output @ self.weight, targets)
+
+    def step(model, run):
+        run(model, Tied(model[2].weight)).backward()
+        return gradients(model)
+
+    inputs, targets = randn(7, FEATURES), randint(7, 7)
+    expected = step(mlp(), lambda model, head: head(model(inputs), targets))
+
+    def pair(model, head):
+        outputs = DataParallelModel(model, placed(3))(inputs)
+        return DataParallelCriterion(head, placed(3))(outputs, targets)
+
+    model = mlp()
+    step(model, pair)
+    assert_gradients(model, expected)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_sixteen_calls_before_a_step_are_the_whole_batch(placed, loss):
+    rows = 16 * 5 - 3
+    inputs, targets = randn(rows, FEATURES), randint(CLASSES, rows)
+    model, whole = mlp(), mlp()
+    expected = nn.CrossEntropyLoss(reduction=loss)(whole(inputs), targets)
+    expected.backward()
+    pair = DataParallelModel(model, placed(3))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction=loss), placed(3))
+    total = torch.zeros(()).double()
+    for some, its in zip(inputs.tensor_split(16), targets.tensor_split(16), strict=True):
+        part = criterion(pair(some), its) * (len(some) / rows if loss == "mean" else 1)
+        part.backward()
+        total += part.detach()
+    assert_close(total, expected.detach(), "loss")
+    assert_gradients(model, gradients(whole))
+    after = []
+    for net in (model, whole):
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        after.append(net(inputs).detach())
+    assert_close(*after, "outputs after the step")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_one_replica_is_the_plain_model_bit_for_bit(device):
+    inputs, targets = randn(11, FEATURES), randint(CLASSES, 11)
+    model, whole = mlp().float(), mlp().float()
+    loss = DataParallelCriterion(nn.CrossEntropyLoss())(
+        DataParallelModel(model, [device])(inputs.float()), targets
+    )
+    expected = nn.CrossEntropyLoss()(whole(inputs.float()), targets)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+
+
+def test_runs_repeat_bit_for_bit(placed):
+    inputs, targets = randn(11, FEATURES).float(), randint(CLASSES, 11)
+    found = []
+    for _ in range(10):
+        model = mlp().float()
+        outputs = DataParallelModel(model, placed(4))(inputs)
+        loss = DataParallelCriterion(nn.CrossEntropyLoss(), placed(4))(outputs, targets)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

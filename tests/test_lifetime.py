@@ -1,0 +1,283 @@
+"""Life and death of an engine: nothing stays behind, and copies, moves and crowds work."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_step, build, randint, randn
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from scatterpar import ScatterOnceParallel
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def data(rows=12):
+    return randn(rows, FEATURES), randint(CLASSES, rows)
+
+
+def workers():
+    return [t.name for t in threading.enumerate() if t.name.startswith("scatterpar-")]
+
+
+def fail(engine):
+    def criterion(output, targets):
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        engine.forward_backward(*data(), criterion)
+
+
+LIVES = {
+    "never used": lambda engine: None,
+    "a step": lambda engine: engine.forward_backward(*data(), LOSS),
+    "outputs kept": lambda engine: engine.forward_backward(*data(), LOSS, return_outputs=True),
+    "inference": lambda engine: engine.eval()(data()[0]),
+    "a failed step": fail,
+    "replicas looked at": lambda engine: engine.replicas,
+    "a criterion with weights": lambda engine: engine.forward_backward(
+        *data(), nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))
+    ),
+    "a new tree": lambda engine: (
+        engine.forward_backward(*data(), LOSS),
+        engine.module.append(nn.Identity()),
+        engine.forward_backward(*data(), LOSS),
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ["del", "close"])
+@pytest.mark.parametrize("life", LIVES)
+def test_no_thread_tensor_or_cycle_is_left(devices, life, end):
+    """All by reference counts: the cyclic collector is off, and finds nothing afterwards."""
+    model = mlp()
+    LIVES[life](ScatterOnceParallel(mlp(), 2, devices(2)))  # what torch makes once, is made
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = count_tensors()
+        engine = ScatterOnceParallel(model, 2, devices(2))
+        LIVES[life](engine)
+        if end == "close":
+            engine.close()
+            assert workers() == []
+        gone = weakref.ref(engine)
+        del engine
+        assert gone() is None
+        deadline = time.monotonic() + 5
+        while workers() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert workers() == []
+        model.zero_grad()
+        assert count_tensors() <= tensors
+    finally:
+        gc.enable()
+
+
+def count_tensors():
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+def test_close_twice_and_close_before_use(devices):
+    engine = ScatterOnceParallel(mlp(), 2, devices(2))
+    engine.close()
+    engine.close()
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.forward_backward(*data(), LOSS)
+        engine.close()
+    assert workers() == []
+
+
+def test_twenty_engines_side_by_side(devices):
+    engines = [ScatterOnceParallel(mlp(seed), 2, devices(2)) for seed in range(20)]
+    for _ in range(2):
+        for engine in engines:
+            assert_step(engine, *data(), LOSS)
+    assert len(workers()) == 40
+    errors = []
+
+    def work(engine):
+        try:
+            assert_step(engine, *data(), LOSS)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not errors
+    for engine in engines:
+        engine.close()
+    assert workers() == []
+
+
+@pytest.mark.draws
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_data_loader_workers_fork_beside_a_live_engine(devices):
+    inputs, targets = data(24)
+    loader = DataLoader(
+        TensorDataset(inputs, targets), 8, num_workers=2, multiprocessing_context="fork"
+    )
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        for _ in range(2):
+            seen = 0
+            for batch in loader:
+                assert_step(engine, *batch, LOSS)
+                seen += len(batch[0])
+            assert seen == 24
+
+
+def through_torch(engine):
+    file = io.BytesIO()
+    torch.save(engine, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda engine: pickle.loads(pickle.dumps(engine)),
+    "torch.save": through_torch,
+    "a list in a deepcopy": lambda engine: copy.deepcopy([engine])[0],
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_work_and_are_their_own(devices, way, used):
+    with ScatterOnceParallel(mlp(), 2, devices(2), buffers="mean") as engine:
+        if used:
+            engine.forward_backward(*data(), LOSS)
+        with COPIES[way](engine) as twin:
+            assert (twin.accum, twin.device_ids, twin.buffers_from) == (
+                2,
+                engine.device_ids,
+                "mean",
+            )
+            assert_step(twin, *data(), LOSS)
+            with torch.no_grad():
+                twin.module[0].weight.zero_()
+            assert engine.module[0].weight.any()
+            assert_step(engine, *data(), LOSS)
+            assert_step(twin, *data(), LOSS)
+
+
+def test_a_copy_made_inside_a_step_works(devices):
+    twins = []
+
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+
+        def criterion(output, targets):
+            twins.append(copy.deepcopy(engine))
+            return nn.functional.cross_entropy(output, targets)
+
+        engine.forward_backward(*data(), criterion)
+        for twin in twins:
+            with twin:
+                assert_step(twin, *data(), LOSS)
+
+
+def test_to_another_dtype_is_followed(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, *data(), LOSS)
+        engine.float()
+        inputs, targets = data()
+        engine.module.zero_grad()
+        assert_step(engine, inputs.float(), targets, LOSS, relative=1e-5)
+        assert engine.module[0].weight.grad.dtype == torch.float32
+        engine.half()
+        engine.module.zero_grad()
+        engine.forward_backward(inputs.half(), targets, LOSS)
+        assert engine.module[0].weight.grad.dtype == torch.float16
+        engine.module.to(torch.float64)
+        engine.module.zero_grad()
+        assert_step(engine, inputs, targets, LOSS)
+
+
+def test_to_another_device_is_refused_in_words(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.forward_backward(*data(), LOSS)
+        engine.to("meta")
+        with pytest.raises(ValueError, match=r"must be on device_ids\[0\], which is cpu.* on meta"):
+            engine.forward_backward(*data(), LOSS)
+
+
+def test_a_module_exchanged_for_another_is_followed(devices):
+    with ScatterOnceParallel(mlp(0), 2, devices(2)) as engine:
+        assert_step(engine, *data(), LOSS)
+        engine.module = mlp(1)
+        assert_step(engine, *data(), LOSS)
+        engine.module[0] = build(lambda: nn.Linear(FEATURES, 7), seed=5)
+        assert_step(engine, *data(), LOSS)
+
+
+def test_two_engines_share_a_module(devices):
+    model = mlp()
+    with (
+        ScatterOnceParallel(model, 2, devices(2)) as one,
+        ScatterOnceParallel(model, 1, devices(3)) as other,
+    ):
+        for engine in (one, other, one):
+            assert_step(engine, *data(), LOSS)
+        model.zero_grad()
+        one.forward_backward(*data(), LOSS)
+        gradient = model[0].weight.grad.clone()
+        other.forward_backward(*data(), LOSS)
+        torch.testing.assert_close(model[0].weight.grad, 2 * gradient, rtol=1e-12, atol=0)
+
+
+def test_two_models_share_a_layer(devices):
+    first, second = mlp(0), mlp(1)
+    second[0] = first[0]
+    with (
+        ScatterOnceParallel(first, 2, devices(2)) as one,
+        ScatterOnceParallel(second, 2, devices(2)) as other,
+    ):
+        for engine in (one, other, one):
+            assert_step(engine, *data(), LOSS)
+
+
+def test_an_engine_in_an_engine_is_refused_or_exact(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as inner:
+        try:
+            outer = ScatterOnceParallel(inner, 2, devices(2))
+            with outer:
+                outer.forward_backward(*data(), LOSS)
+        except (RuntimeError, TypeError) as error:
+            words = str(error)
+            del error
+            assert "engine" in words or "forward_backward" in words
+        else:
+            pytest.fail("an engine inside of an engine has no gradients")
+        assert_step(inner, *data(), LOSS)
+
+
+def test_made_in_a_thread_that_ends(devices):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(ScatterOnceParallel(mlp(), 2, devices(2))))
+    thread.start()
+    thread.join()
+    with made[0] as engine:
+        assert_step(engine, *data(), LOSS)
+
+
+def test_first_used_in_a_thread_that_ends(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        thread = threading.Thread(target=assert_step, args=(engine, *data(), LOSS))
+        thread.start()
+        thread.join()
+        assert_step(engine, *data(), LOSS)

@@ -1,0 +1,252 @@
+"""Misuse gets words, not hangs: bad inputs, and steps where none can be."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
+from faults.processes import run
+from faults.state import capture, differences
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+SECONDS = 30
+INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = [attempt(tried) for tried in TRIED + PASSED_ON]
+    yield found
+    for row in found:
+        row.names["engine"].close()
+    found.clear()
+    gc.collect()
+
+
+def test_the_page_says_what_is_said(rows):
+    assert PAGE.read_text() == page(rows), "run `python -m faults.bad_inputs` in tests/"
+
+
+@pytest.mark.parametrize("tried", TRIED + PASSED_ON)
+def test_bad_input_is_refused_and_changes_nothing(tried):
+    row = attempt(tried)
+    with row.names["engine"] as engine:
+        assert row.kind != "nothing", f"was accepted: {row.said}"
+        assert row.said
+        model, x, y, loss = (row.names[name] for name in ("model", "x", "y", "loss"))
+        if model.weight.is_meta:  # the user's own doing
+            return
+        assert torch.equal(model.weight.grad, torch.ones(2, 4))
+        assert model.bias.grad is None
+        closed = "close()" in tried
+        if closed:
+            return
+        engine.train()
+        assert_step(engine, x, y, loss, relative=1e-5)
+
+
+def test_no_row_is_there_twice():
+    assert len(set(TRIED + PASSED_ON)) == len(TRIED + PASSED_ON)
+
+
+# --- a step inside a step ---
+
+
+@pytest.fixture
+def engine(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        yield engine
+    gc.collect()
+
+
+def data(rows=8):
+    return randn(rows, FEATURES), randint(CLASSES, rows)
+
+
+def step(engine, criterion=nn.functional.cross_entropy, **options):
+    return engine.forward_backward(*data(), criterion, **options)
+
+
+def refuses(engine, **options):
+    """The step fails with our words, changes nothing, and the next one works."""
+    before = capture(engine.module)
+    with pytest.raises(RuntimeError, match=INSIDE):
+        step(engine, **options)
+    assert differences(before, capture(engine.module)) == []
+
+
+def test_from_inside_a_criterion(engine):
+    def criterion(output, targets):
+        step(engine)
+        return output.sum()
+
+    refuses(engine, criterion=criterion)
+    assert_step(engine, *data(), nn.CrossEntropyLoss())
+
+
+def test_from_inside_count(engine):
+    refuses(engine, count=lambda inputs, targets: step(engine))
+    assert_step(engine, *data(), nn.CrossEntropyLoss())
+
+
+def test_inference_from_inside_a_criterion(engine):
+    def criterion(output, targets):
+        with torch.no_grad():
+            engine(data()[0])
+        return output.sum()
+
+    refuses(engine, criterion=criterion)
+    assert_step(engine, *data(), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model, hook: model[0].register_forward_hook(hook),
+        lambda model, hook: model[0].register_forward_pre_hook(hook),
+        lambda model, hook: model[0].register_full_backward_hook(hook),
+        lambda model, hook: model[0].weight.register_hook(hook),
+        lambda model, hook: model[0].weight.register_post_accumulate_grad_hook(hook),
+    ],
+    ids=["forward", "pre", "backward", "parameter", "post-accumulate"],
+)
+def test_from_inside_a_hook(engine, register):
+    handle = register(engine.module, lambda *_: step(engine))
+    refuses(engine)
+    handle.remove()
+    assert_step(engine, *data(), nn.CrossEntropyLoss())
+
+
+def test_close_from_inside_a_criterion(engine):
+    """Either refused in words or obeyed after the step; never a hang."""
+
+    def criterion(output, targets):
+        engine.close()
+        return nn.functional.cross_entropy(output, targets)
+
+    with contextlib.suppress(RuntimeError):
+        engine.forward_backward(*data(), criterion)
+    engine.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        step(engine)
+
+
+def test_from_two_threads_at_once(engine):
+    """Exact for those that ran, words for those that did not."""
+    inputs, targets = data()
+    gradients = torch.autograd.grad(
+        nn.functional.cross_entropy(engine.module(inputs), targets),
+        list(engine.module.parameters()),
+    )
+    done, refused = [], []
+    start = threading.Barrier(4)
+
+    def work():
+        start.wait(SECONDS)
+        for _ in range(20):
+            try:
+                done.append(step(engine))
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert len(done) + len(refused) == 80
+    assert all(said.startswith(INSIDE) for said in refused)
+    for parameter, gradient in zip(engine.module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * len(done), rtol=1e-10, atol=1e-12)
+
+
+def test_two_threads_truly_at_once(engine):
+    """The second is refused while the first is known to be inside."""
+    inside, release, said = threading.Event(), threading.Event(), []
+
+    def criterion(output, targets):
+        inside.set()
+        assert release.wait(SECONDS)
+        return nn.functional.cross_entropy(output, targets)
+
+    first = threading.Thread(target=lambda: engine.forward_backward(*data(), criterion))
+    first.start()
+    assert inside.wait(SECONDS)
+    with pytest.raises(RuntimeError, match=f"{INSIDE}.* nor from a second thread") as caught:
+        step(engine)
+    said.append(str(caught.value))
+    release.set()
+    first.join(SECONDS)
+    assert not first.is_alive()
+    assert engine.module[0].weight.grad is not None
+
+
+# --- other processes ---
+
+FORKED = """
+import os, sys
+import torch
+from torch import nn
+from scatterpar import ScatterOnceParallel
+engine = ScatterOnceParallel(nn.Linear(2, 1), 2, {devices})
+x = torch.ones(8, 2)
+mean = lambda output, _: output.mean()
+if {used}:
+    engine.forward_backward(x, criterion=mean)
+child = os.fork()
+if child == 0:
+    try:
+        engine.forward_backward(x, criterion=mean)
+    except RuntimeError as error:
+        print("child:", error, flush=True)
+    engine.close()
+    with ScatterOnceParallel(nn.Linear(2, 1), 2, {devices}) as anew:
+        anew.forward_backward(x, criterion=mean)
+    print("child: anew", flush=True)
+    os._exit(0) if {abrupt} else sys.exit(0)
+_, status = os.waitpid(child, 0)
+engine.module.zero_grad()
+engine.forward_backward(x, criterion=mean)
+print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.tolist())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize(
+    ("devices", "used", "abrupt"),
+    [
+        ('["cpu"] * 2', True, False),
+        ('["cpu:0", "cpu:1"]', True, True),
+        ('["cpu"] * 2', False, False),
+    ],
+)
+def test_in_a_forked_child(devices, used, abrupt):
+    outcome = run("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt), seconds=60)
+    assert outcome.code == 0, outcome.err
+    words, anew, parent = outcome.out.splitlines()
+    assert words == (
+        "child: this engine belongs to another process: threads do not survive a fork; make "
+        "another in the process that uses it"
+    )
+    assert anew == "child: anew"
+    assert parent == "parent: 0 [[1.0, 1.0]]"
+
+
+def test_a_lazy_module_is_refused_in_words_and_works_afterwards():
+    model = build(lambda: nn.Sequential(nn.LazyLinear(3)))
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        with pytest.raises(RuntimeError, match="call the module once on one micro-batch"):
+            engine.forward_backward(randn(6, 4), randint(3, 6), nn.CrossEntropyLoss())
+        with torch.random.fork_rng():
+            model(randn(2, 4))
+        assert_step(engine, randn(6, 4), randint(3, 6), nn.CrossEntropyLoss())

@@ -1,0 +1,61 @@
+"""The notebooks run from top to bottom in a fresh kernel, and are kept with their outputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SECONDS = 400  # each takes less than a minute on two idle cores
+
+
+def code_cells(path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_there_are_four():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path, tmp_path):
+    copied = Path(shutil.copy(path, tmp_path))
+    found = subprocess.run(
+        [sys.executable, FOLDER / "refresh.py", copied],
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert [kinds(cell) for cell in code_cells(copied)] == [kinds(c) for c in code_cells(path)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_kept_with_the_outputs_of_one_run(path):
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert "error" not in {kind for cell in cells for kind in kinds(cell)}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_shows_a_picture_or_a_number(path):
+    assert {"stdout", "image/png"} & {kind for cell in code_cells(path) for kind in kinds(cell)}
+
+
+def kinds(cell):
+    """What a cell put out: names of streams, and the richest type of everything shown."""
+    found = []
+    for output in cell["outputs"]:
+        kind = output.get("name") or next(iter(sorted(output.get("data", {}))), "error")
+        if not found or found[-1] != kind:  # a stream comes in as many pieces as it likes
+            found.append(kind)
+    return found

@@ -1,0 +1,307 @@
+"""A rank that fails: all raise, nothing changes anywhere, and the next step is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.gang import failure, gang
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel, ranks
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+class Trouble(Exception):
+    pass
+
+
+class Troubled(nn.Module):
+    """Raises in forward, in backward, or not at all; counts in a buffer, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = build(mlp)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.forward_raises = self.backward_raises = None
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.forward_raises is not None:
+            raise self.forward_raises
+        outputs = self.body(inputs) + 0 * self.dropout(inputs).sum()
+        if self.backward_raises is not None:
+            outputs.register_hook(self._raise)
+        return outputs
+
+    def _raise(self, _):
+        raise self.backward_raises
+
+
+def fail_in_forward(engine, inputs, targets):
+    engine.module.forward_raises = Trouble("mine")
+    engine.forward_backward(inputs, targets, CRITERION)
+
+
+def fail_in_backward(engine, inputs, targets):
+    engine.module.backward_raises = Trouble("mine")
+    engine.forward_backward(inputs, targets, CRITERION)
+
+
+def fail_in_the_criterion(engine, inputs, targets):
+    def criterion(*_):
+        raise Trouble("mine")
+
+    engine.forward_backward(inputs, targets, criterion)
+
+
+def fail_in_the_count(engine, inputs, targets):
+    def count(*_):
+        raise Trouble("mine")
+
+    engine.forward_backward(inputs, targets, CRITERION, count=count)
+
+
+def empty_batch(engine, inputs, targets):
+    engine.forward_backward(inputs[:0], targets[:0], CRITERION)
+
+
+def other_rows(engine, inputs, targets):
+    engine.forward_backward(inputs, targets[:-1], CRITERION)
+
+
+def wrong_reduction(engine, inputs, targets):
+    engine.forward_backward(inputs, targets, CRITERION, reduction="none")
+
+
+def not_finite(engine, inputs, targets):
+    engine.check_finite = True
+    engine.forward_backward(inputs * torch.nan, targets, CRITERION)
+
+
+def interrupted(engine, inputs, targets):
+    engine.module.forward_raises = KeyboardInterrupt("mine")
+    engine.forward_backward(inputs, targets, CRITERION)
+
+
+def interrupted_by_a_signal(engine, inputs, targets):
+    def criterion(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        return (_[0] * 0).sum()
+
+    engine.forward_backward(inputs, targets, criterion)
+
+
+def leaving(engine, inputs, targets):
+    engine.module.forward_raises = SystemExit("mine")
+    engine.forward_backward(inputs, targets, CRITERION)
+
+
+def buffer_of_another_shape(engine, inputs, targets):
+    def criterion(outputs, targets):
+        replicas[0]._buffers["calls"] = torch.zeros(3, dtype=torch.long)
+        return CRITERION(outputs, targets)
+
+    replicas = engine.replicas
+    engine.forward_backward(inputs, targets, criterion)
+
+
+def no_memory_to_pack(engine, inputs, targets):
+    def pack(*_):
+        raise MemoryError("mine")
+
+    ranks.pack, kept = pack, ranks.pack
+    try:
+        engine.forward_backward(inputs, targets, CRITERION)
+    finally:
+        ranks.pack = kept
+
+
+PLACES = {
+    fail_in_forward: ("Trouble", "mine\nin replica 0"),
+    fail_in_backward: ("Trouble", "mine\nin replica 0"),
+    fail_in_the_criterion: ("Trouble", "mine\nin replica 0"),
+    fail_in_the_count: ("Trouble", "mine"),
+    empty_batch: ("ValueError", "empty"),
+    other_rows: ("ValueError", "rows"),
+    wrong_reduction: ("ValueError", "none"),
+    not_finite: ("FloatingPointError", "nan"),
+    interrupted: ("KeyboardInterrupt", "mine"),
+    interrupted_by_a_signal: ("KeyboardInterrupt", ""),
+    leaving: ("SystemExit", "mine"),
+    buffer_of_another_shape: ("ValueError", "buffer 'calls' changed its shape"),
+    no_memory_to_pack: ("MemoryError", "mine"),
+}
+
+
+def state(engine):
+    module = engine.module
+    tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
+    return [torch.get_rng_state(), *[t.detach().clone() for t in tensors]]
+
+
+def fail(group, place, culprits):
+    module = Troubled()
+    rows = (9, 4, 2)[: group.size()]
+    batch = randn(sum(rows), FEATURES), randint(CLASSES, sum(rows))
+    mine = [tensor.split(rows)[group.rank()] for tensor in batch]
+    with ScatterOnceParallel(module, 2, ["cpu"], process_group=group) as engine:
+        engine.forward_backward(*mine, CRITERION)
+        before = state(engine)
+        if group.rank() in culprits:
+            raised = failure(place, engine, *mine)
+        else:
+            raised = failure(engine.forward_backward, *mine, CRITERION)
+        unchanged = all(map(torch.equal, before, state(engine)))
+        module.forward_raises = module.backward_raises = None
+        module.zero_grad()
+        expected = whole_batch(module.body, *batch, CRITERION)[1]
+        engine.forward_backward(*mine, CRITERION)
+        assert_gradients(module.body, expected)
+    return raised, unchanged
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_fails_fails_all(place, culprit):
+    found = gang()(2, fail, place, [culprit])
+    kind, words = PLACES[place]
+    (own, unchanged), (other, other_unchanged) = found[culprit], found[1 - culprit]
+    assert own[0] == kind
+    assert words in own[1]
+    assert other[0] == "RuntimeError"
+    assert other[1].startswith(
+        f"rank {culprit} of 2 failed in this step, so that nothing was changed on any rank"
+    )
+    assert unchanged
+    assert other_unchanged
+
+
+def test_ranks_that_fail_together_name_each_other():
+    zero, one, two = gang()(3, fail, fail_in_forward, [0, 2])
+    assert "rank 2 failed in this step too" in zero[0][1]
+    assert "rank 0 failed in this step too" in two[0][1]
+    assert one[0][1].startswith("rank 0, 2 of 3 failed in this step")
+    assert all(unchanged for _, unchanged in (zero, one, two))
+
+
+def disagree(group, how):
+    module = Troubled()
+    criterion = CRITERION
+    batch = randn(4, FEATURES), randint(CLASSES, 4)
+    with ScatterOnceParallel(module, process_group=group) as engine:
+        if group.rank() == 1 and how == "trained":
+            module.body[0].weight.requires_grad_(False)
+        options = {"reduction": "sum"} if group.rank() == 1 and how == "reduction" else {}
+        return failure(engine.forward_backward, *batch, criterion, **options)
+
+
+@pytest.mark.parametrize("how", ["trained", "reduction"])
+def test_ranks_that_disagree_are_told_so(how):
+    for kind, words in gang()(2, disagree, how):
+        assert kind == "RuntimeError"
+        assert "the ranks disagree on which tensors are trained, on their shapes" in words
+
+
+class Hungry(nn.Module):
+    """Runs out of memory on one rank for more than two rows at a time."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.body = build(mlp)
+        self.most = most
+
+    def forward(self, inputs):
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.body(inputs)
+
+
+def hungry(group):
+    module = Hungry(2 if group.rank() == 1 else 100)
+    batch = randn(16, FEATURES), randint(CLASSES, 16)
+    mine = [tensor.chunk(2)[group.rank()] for tensor in batch]
+    expected = whole_batch(module.body, *batch, CRITERION)[1]
+    with ScatterOnceParallel(module, "auto", process_group=group) as engine:
+        for _ in range(2):
+            module.zero_grad()
+            engine.forward_backward(*mine, CRITERION)
+            assert_gradients(module.body, expected)
+    return engine.plan(8).shares[0].micro_batches
+
+
+@pytest.mark.filterwarnings("ignore:accum=")
+def test_a_rank_alone_may_need_more_sub_steps():
+    assert [len(cuts) for cuts in gang()(2, hungry)] == [1, 4]
+
+
+def starve(group):
+    module = Hungry(0 if group.rank() == 1 else 100)
+    with ScatterOnceParallel(module, "auto", process_group=group) as engine:
+        return failure(engine.forward_backward, randn(4, FEATURES), randint(CLASSES, 4), CRITERION)
+
+
+def test_memory_that_is_not_enough_on_one_rank_fails_all():
+    zero, one = gang()(2, starve)
+    assert one[0] == "OutOfMemoryError"
+    assert zero[1].startswith("rank 1 of 2 failed")
+
+
+def die(rank, store, folder):
+    """Three steps; rank 1 is killed in the third."""
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    file = dist.FileStore(store, 2)
+    limit = timedelta(seconds=5)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=2, timeout=limit)
+    module = build(mlp)
+    batch = randn(4, FEATURES), randint(CLASSES, 4)
+    engine = ScatterOnceParallel(module, process_group=dist.group.WORLD)
+    for _ in range(2):
+        engine.forward_backward(*batch, CRITERION)
+    if rank == 1:
+        how = signal.SIGSTOP if folder == "hangs" else signal.SIGKILL
+        os.kill(os.getpid(), how)
+    before = [p.grad.clone() for p in module.parameters()]
+    start = time.monotonic()
+    kind, words = failure(engine.forward_backward, *batch, CRITERION)
+    assert time.monotonic() - start < 8
+    assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
+    print(kind, words.splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["is killed", "hangs"])
+def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path, how):
+    code = "import sys, test_ranks_failures as t; t.die(int(sys.argv[1]), *sys.argv[2:])"
+    command = [sys.executable, "-c", code]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), how],
+            cwd=os.path.dirname(__file__),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        printed, _ = workers[0].communicate(timeout=60)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    words = "another rank was lost in this step; nothing was changed on this one"
+    assert printed.splitlines()[-1].endswith(words), printed

@@ -1,0 +1,308 @@
+"""Ranks at construction, and their buffers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.gang import Counted, failure, gang
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, build, randint, randn, seeded
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+CRITERION = nn.CrossEntropyLoss()
+ROWS = (9, 4)
+
+
+class Everything(nn.Module):
+    """Buffers of all dtypes; those that change depend on the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("fp16", torch.ones(2, dtype=torch.float16))
+        self.register_buffer("bf16", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("int16", torch.zeros((), dtype=torch.int16))
+        self.register_buffer("int64", torch.zeros((), dtype=torch.long))
+        self.register_buffer("fp8", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("lowest", torch.full((FEATURES,), torch.inf, dtype=torch.float64))
+        self.register_buffer("constant", torch.rand(7, dtype=torch.float64) / 3)
+        self.register_buffer("nothing", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, inputs):
+        if self.training:
+            self.fp16 += len(inputs)
+            self.bf16 += len(inputs)
+            self.turn *= 1j * len(inputs)
+            self.flags = ~self.flags
+            self.int16 += len(inputs)
+            self.int64 += 2**40 + len(inputs)
+            self.lowest = torch.minimum(self.lowest, inputs.detach().amin(0))
+        return self.linear(self.norm(inputs))
+
+
+def everything():
+    module = Everything()
+    module.linear.double()
+    module.norm.double()
+    return module
+
+
+def data():
+    return randn(sum(ROWS), FEATURES), randint(CLASSES, sum(ROWS))
+
+
+def bits(tensor):
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def step_with_buffers(group, buffers, steps):
+    torch.manual_seed(group.rank())
+    module = everything()
+    module.int64 += group.rank()
+    mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
+    with ScatterOnceParallel(module, process_group=group, buffers=buffers) as engine:
+        start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        with Counted() as collectives:
+            for _ in range(steps):
+                engine.forward_backward(*mine, CRITERION)
+    return start, dict(module.named_buffers()), len(collectives)
+
+
+def expected_buffers(start, rows):
+    """Those of a plain forward over ``rows`` from the same start."""
+    with seeded():
+        module = everything()
+    module.load_state_dict(start, strict=False)
+    module.lowest = start["lowest"].clone()
+    for _ in range(2):
+        module(rows)
+    return dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("buffers", ["master", "mean"])
+def test_buffers_of_every_dtype(buffers):
+    (start, found, collectives), (other_start, other, _) = gang()(
+        2, step_with_buffers, buffers, 2
+    )
+    inputs, _ = data()
+    first, second = (expected_buffers(start, rows) for rows in inputs.split(ROWS))
+    assert found.keys() == other.keys() == first.keys()
+    for name, buffer in found.items():
+        assert torch.equal(bits(start[name]), bits(other_start[name])), f"{name}: not taken over"
+        assert torch.equal(bits(buffer), bits(other[name])), f"{name} differs between ranks"
+        assert buffer.dtype == start[name].dtype
+        if buffer.dtype == torch.float64:  # batch statistics, which round as threads have it
+            if buffers == "master":
+                assert_close(buffer, first[name], name)
+        elif buffers == "master" or not buffer.is_floating_point() or buffer.itemsize == 1:
+            assert torch.equal(bits(buffer), bits(first[name])), name
+    if buffers == "mean":  # linear in its changes, apart from the lowest, whose start is infinite
+        weights = [rows / sum(ROWS) for rows in ROWS]
+        mean = weights[0] * first["norm.running_mean"] + weights[1] * second["norm.running_mean"]
+        assert_close(found["norm.running_mean"], mean, "running mean")
+        assert found["lowest"].isfinite().all()
+        assert torch.equal(found["constant"], start["constant"])
+    assert collectives <= 2 * (1 + 6)  # a small one; float64, 32, 16, bfloat16, complex, bytes
+
+
+def averaged_lowest(group):
+    module = everything()
+    mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
+    with ScatterOnceParallel(module, process_group=group, buffers="mean") as engine:
+        engine.forward_backward(*mine, CRITERION)
+    return module.lowest
+
+
+def test_a_buffer_that_starts_at_infinity_can_be_averaged():
+    found = gang()(2, averaged_lowest)
+    parts = data()[0].split(ROWS)
+    mean = sum(part.amin(0) * (len(part) / sum(ROWS)) for part in parts)
+    assert_close(found[0], mean, "lowest")
+    assert torch.equal(*found)
+
+
+class Halves(nn.Module):
+    """A layer of each of three dtypes, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(FEATURES, FEATURES).to(dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        )
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows.to(layer.weight.dtype))
+        return rows
+
+
+def halves(group):
+    torch.manual_seed(group.rank())
+    module = Halves()
+    mine = [tensor.float().split(ROWS)[group.rank()] for tensor in data()]
+    twin = None
+    with ScatterOnceParallel(module, process_group=group) as engine:
+        twin = copy.deepcopy(module)
+        with Counted() as collectives:
+            engine.forward_backward(mine[0], mine[1].long(), CRITERION)
+    inputs, targets = data()
+    CRITERION(twin(inputs.float()), targets).backward()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert ours.grad.dtype == theirs.grad.dtype == ours.dtype
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=3e-2, atol=3e-3)
+    return [p.grad for p in module.parameters()], [str(dtype) for _, dtype, _ in collectives]
+
+
+def test_half_and_bfloat16_gradients_keep_their_dtype():
+    (first, dtypes), (second, _) = gang()(2, halves)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert dtypes == [f"torch.{name}" for name in ("float64", "float16", "bfloat16", "float32")]
+
+
+def construct(group, modules, options):
+    module = modules[group.rank()]()
+    return failure(ScatterOnceParallel, module, process_group=group, **options[group.rank()])
+
+
+def small():
+    return nn.Linear(2, 3)
+
+
+def wider():
+    return nn.Linear(2, 4)
+
+
+def double():
+    return nn.Linear(2, 3).double()
+
+
+def without_bias():
+    return nn.Linear(2, 3, bias=False)
+
+
+def nested():
+    return nn.Sequential(nn.Linear(2, 3))
+
+
+def with_buffer():
+    module = nn.Linear(2, 3)
+    module.register_buffer("scale", torch.ones(()))
+    return module
+
+
+def table():
+    return nn.Embedding(2, 3)
+
+
+def sparse_table():
+    return nn.Embedding(2, 3, sparse=True)
+
+
+def lazy():
+    return nn.LazyLinear(3)
+
+
+MEAN = {"buffers": "mean"}
+REFUSED = [
+    (small, wider, {}, "rank 0 has parameter 'weight' of shape (3, 2), torch.float32, rank 1 has"),
+    (small, double, {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
+    (small, without_bias, {}, "'bias' of shape (3,), torch.float32, rank 1 has buffers='master'"),
+    (without_bias, small, {}, "rank 0 has buffers='master', rank 1 has parameter 'bias'"),
+    (small, nested, {}, "rank 1 has parameter '0.weight'"),
+    (small, with_buffer, {}, "rank 1 has buffer 'scale' of shape (), torch.float32"),
+    (table, sparse_table, {}, "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa"),
+    (small, lazy, {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
+    (small, small, MEAN, "rank 0 has buffers='master', rank 1 has buffers='mean'"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "options", "words"), REFUSED)
+def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, options, words):
+    found = gang()(3, construct, [first, second, first], [{}, options, {}])
+    assert found[0][0] == "ValueError"
+    assert found[0][1].startswith("the ranks' modules differ: rank 0 has ")
+    assert words in found[0][1]
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_is_not_initialised_cannot_be_taken_over():
+    for kind, words in gang()(2, construct, [lazy, lazy], [{}, {}]):
+        assert kind == "ValueError"
+        assert words.startswith("'weight' is not initialised yet")
+        assert "call the module once" in words
+
+
+def outside(group):
+    """The group of rank 0 alone, seen from all ranks."""
+    inner = dist.new_group([0])
+    return failure(ScatterOnceParallel, nn.Linear(2, 3), process_group=inner)
+
+
+def test_a_process_outside_the_group_is_told_so():
+    first, *others = gang()(3, outside)
+    assert first is None
+    for kind, words in others:
+        assert kind == "TypeError"
+        assert words.startswith("process_group must be a torch.distributed process group that")
+
+
+@pytest.mark.parametrize("group", [True, "gloo", 2])
+def test_what_is_not_a_group_is_refused(group):
+    with pytest.raises(TypeError, match=f"such as torch.distributed.group.WORLD, got {group!r}"):
+        ScatterOnceParallel(build(small), process_group=group)
+
+
+def taken_over(group):
+    torch.manual_seed(group.rank())
+    module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last))
+    ScatterOnceParallel(module, process_group=group).close()
+    assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
+    return [p.detach() for p in module.parameters()]
+
+
+def test_the_first_ranks_parameters_are_taken_over():
+    with seeded(0):
+        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2))
+    for found in gang()(3, taken_over):
+        assert all(map(torch.equal, found, module.parameters()))
+
+
+def copied(group):
+    with ScatterOnceParallel(nn.Linear(2, 3), process_group=group) as engine:
+        return failure(copy.deepcopy, engine), failure(pickle.dumps, engine)
+
+
+def test_an_engine_with_a_group_says_what_to_copy_instead():
+    for words in gang()(1, copied)[0]:
+        assert words[0] == "TypeError"
+        assert "copy engine.module, or save engine.state_dict()" in words[1]
+
+
+def subgroup(group):
+    """Ranks 1 and 2 of the three, as a group of their own."""
+    pair = dist.new_group([1, 2])
+    if group.rank() == 0:
+        return None
+    module = build(mlp, seed=group.rank())
+    inputs, targets = data()
+    with ScatterOnceParallel(module, process_group=pair) as engine:
+        mine = (tensor.split(ROWS)[pair.rank()] for tensor in (inputs, targets))
+        return engine.forward_backward(*mine, CRITERION)
+
+
+def test_a_group_of_some_of_the_ranks():
+    _, first, second = gang()(3, subgroup)
+    inputs, targets = data()
+    assert torch.equal(first, second)
+    assert_close(first, CRITERION(build(mlp, seed=1)(inputs), targets).detach(), "loss")

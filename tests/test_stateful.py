@@ -1,0 +1,312 @@
+"""An engine and a plain loop walk the same random path: steps, faults, edits, interrupts.
+
+The plain model takes every good step itself, one micro-batch after the other, on one device.
+After each rule all state is equal: parameters, gradients, buffers, the optimizer's state and
+the random generator; what failed has left no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from faults.state import capture, differences
+from helpers.oracle import assert_close, build, randint, randn
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor, nn
+
+from scatterpar import ScatterOnceParallel
+
+FEATURES, CLASSES = 4, 3
+RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
+
+PLACES = ("forward", "criterion", "backward", "hook", "count")
+ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
+
+
+class Fuse:
+    """Fails the ``after``-th visit of ``place``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.place, self.after, self.action = "", 0, lambda: None
+
+    def light(self, place: str, after: int, action: Any) -> None:
+        self.place, self.after, self.action = place, after, action
+
+    def at(self, place: str) -> None:
+        with self._lock:
+            burns = place == self.place and self.after == 0
+            if place == self.place:
+                self.after -= 1
+        if burns:
+            self.action()
+
+
+fuse = Fuse()
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        fuse.at("backward")
+        return gradient
+
+
+class Walker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(FEATURES, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.leave = nn.Linear(5, CLASSES)
+        self.slope = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        fuse.at("forward")
+        hidden = Backward.apply(self.norm(self.enter(inputs)))
+        for block in self.blocks:
+            hidden = torch.tanh(self.slope * block(hidden))
+        return self.leave(hidden)
+
+
+def criterion(output: Tensor, targets: Tensor) -> Tensor:
+    fuse.at("criterion")
+    return nn.functional.cross_entropy(output, targets)
+
+
+def count(inputs: Tensor, targets: Tensor) -> int:
+    fuse.at("count")
+    return len(targets)
+
+
+def plain_step(model: nn.Module, plan: Any, inputs: Tensor, targets: Tensor) -> None:
+    """The whole batch, one micro-batch after the other; buffers as replica 0 leaves them."""
+    kept = None
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for share in plan.shares:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for start, stop in share.micro_batches:
+            loss = nn.functional.cross_entropy(model(inputs[start:stop]), targets[start:stop])
+            if loss.requires_grad:
+                (loss * ((stop - start) / plan.rows)).backward()
+        kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])
+
+
+class Walk(RuleBasedStateMachine):
+    devices = st.sampled_from([["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+
+    @initialize(devices=devices, accum=st.integers(1, 3))
+    def begin(self, devices, accum):
+        fuse.light("", 0, None)
+        self.model = build(Walker)
+        self.plain = copy.deepcopy(self.model)
+        self.engine = ScatterOnceParallel(self.model, accum, devices)
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.model, self.plain)
+        ]
+        self.saved = None
+        self.random = torch.get_rng_state()
+
+    def batch(self, rows, seed):
+        rows = max(rows, 2 * self.engine.accum * len(self.engine.device_ids))  # for BatchNorm
+        return randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
+
+    def both(self, change):
+        for model in (self.model, self.plain):
+            change(model)
+
+    # --- steps ---
+
+    @rule(rows=st.integers(6, 30), seed=st.integers(0, 9))
+    def good_step(self, rows, seed):
+        inputs, targets = self.batch(rows, seed)
+        self.engine.forward_backward(inputs, targets, criterion, count=count)
+        plain_step(self.plain, self.engine.plan(len(inputs)), inputs, targets)
+
+    @rule(
+        place=st.sampled_from(PLACES),
+        after=st.integers(0, 2),
+        error=st.sampled_from(ERRORS),
+        rows=st.integers(6, 30),
+    )
+    def bad_step(self, place, after, error, rows):
+        handle = None
+        if place == "hook":
+            handle = self.model.leave.register_forward_hook(lambda *_: fuse.at("hook"))
+        raised = error("boom")
+
+        def action():
+            raise raised
+
+        pieces = self.engine.accum * len(self.engine.device_ids)
+        fuse.light(place, min(after, pieces - 1), action)
+        before = capture(self.model, self.optimizers[0])
+        if place == "backward" and not any(p.requires_grad for p in self.model.enter.parameters()):
+            fuse.place = "forward"
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            self.engine.forward_backward(*self.batch(rows, 0), criterion, count=count)
+        assert caught.value is raised
+        assert differences(before, capture(self.model, self.optimizers[0])) == []
+        fuse.light("", 0, None)
+        if handle is not None:
+            handle.remove()
+
+    @rule(after=st.integers(0, 2), rows=st.integers(6, 30), times=st.integers(1, 2))
+    def interrupted_step(self, after, rows, times):
+        def action():
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        pieces = self.engine.accum * len(self.engine.device_ids)
+        inputs, targets = self.batch(rows, 1)
+        before = capture(self.model, self.optimizers[0])
+        fuse.light("forward", min(after, pieces - 1), action)
+        with pytest.raises(KeyboardInterrupt):
+            self.engine.forward_backward(inputs, targets, criterion)
+        fuse.light("", 0, None)
+        assert differences(before, capture(self.model, self.optimizers[0])) == []
+
+    @rule()
+    def optimize(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    # --- edits ---
+
+    @rule(flag=st.booleans())
+    def freeze(self, flag):
+        self.both(lambda model: model.enter.requires_grad_(flag))
+
+    @rule(mode=st.booleans())
+    def train_or_eval(self, mode):
+        self.both(lambda model: model.train(mode))
+
+    @rule(slope=st.sampled_from([0.5, 1.0, 2.0]))
+    def rebind_an_attribute(self, slope):
+        self.both(lambda model: setattr(model, "slope", slope))
+
+    @rule(factor=st.sampled_from([0.9, 1.1]))
+    def edit_in_place(self, factor):
+        def edit(model):
+            with torch.no_grad():
+                model.blocks[0].weight.mul_(factor)
+
+        self.both(edit)
+
+    @rule()
+    def edit_data(self):
+        self.both(lambda model: setattr(model.leave.bias, "data", model.leave.bias.data + 0.1))
+
+    @precondition(lambda self: len(self.model.blocks) < 3)
+    @rule()
+    def add_a_block(self):
+        self.both(lambda model: model.blocks.append(build(lambda: nn.Linear(5, 5), seed=3)))
+
+    @precondition(lambda self: len(self.model.blocks) > 1)
+    @rule()
+    def drop_a_block(self):
+        self.both(lambda model: model.blocks.__delitem__(-1))
+
+    @rule(momentum=st.sampled_from([0.1, 0.5]))
+    def change_momentum(self, momentum):
+        self.both(lambda model: setattr(model.norm, "momentum", momentum))
+
+    @rule(accum=st.integers(1, 3))
+    def change_accum(self, accum):
+        self.engine.accum = accum
+
+    @rule()
+    def draw_random_numbers(self):
+        torch.rand(1)
+        self.random = torch.get_rng_state()
+
+    # --- checkpoints and copies ---
+
+    @rule()
+    def save(self):
+        self.saved = copy.deepcopy(self.engine.state_dict())
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(prefix=st.booleans())
+    def load(self, prefix):
+        blocks = {key.split(".")[1] for key in self.saved if key.startswith("blocks")}
+        if len(blocks) != len(self.model.blocks):
+            return
+        put = {("module." + k if prefix else k): v.clone() for k, v in self.saved.items()}
+        self.engine.load_state_dict(put)
+        self.plain.load_state_dict(self.saved)
+
+    @rule()
+    def copy_the_engine(self):
+        """The copy goes on in its place, with optimizers of its own."""
+        gradients = [p.grad for p in self.model.parameters()]
+        engine = copy.deepcopy(self.engine)
+        self.engine.close()
+        self.engine, self.model = engine, engine.module
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        state = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.model, self.plain)
+        ]
+        for optimizer, saved in zip(self.optimizers, state, strict=True):
+            if len(saved["param_groups"][0]["params"]) == len(gradients):
+                optimizer.load_state_dict(copy.deepcopy(saved))
+
+    @rule()
+    def infer(self):
+        with torch.no_grad():
+            inputs, _ = self.batch(8, 3)
+            modes = self.model.training
+            self.both(lambda model: model.eval())
+            assert_close(self.engine(inputs), self.plain(inputs), "output", RELATIVE)
+            self.both(lambda model: model.train(modes))
+
+    @invariant()
+    def all_state_is_equal(self):
+        assert torch.equal(self.random, torch.get_rng_state())
+        pairs = zip(self.model.named_parameters(), self.plain.named_parameters(), strict=True)
+        for (name, one), (_, other) in pairs:
+            assert_close(one.detach(), other.detach(), name, RELATIVE)
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None:
+                assert_close(one.grad, other.grad, f"{name}.grad", RELATIVE)
+        for (name, one), (_, other) in zip(
+            self.model.named_buffers(), self.plain.named_buffers(), strict=True
+        ):
+            assert_close(one.double(), other.double(), name, RELATIVE)
+        states = [list(optimizer.state.values()) for optimizer in self.optimizers]
+        assert len(states[0]) == len(states[1])
+        for one, other in zip(*states, strict=True):
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                if value is not None:
+                    assert_close(value, other[key], key, RELATIVE)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+TestWalk = pytest.mark.draws(Walk.TestCase)
+TestWalk.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

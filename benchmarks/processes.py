@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed, nn
 
+from benchmarks.levers.variants import LEVERS, Variant
 from benchmarks.models import CASES, Case
 
 _IDLE_SECONDS = 900.0
@@ -93,7 +95,8 @@ def _serve(
         except EOFError:
             break
         pipe.send(getattr(worker, command)())
-    distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class NoSync:
@@ -194,6 +197,7 @@ KINDS: dict[str, Callable[[Case, int, int], Any]] = {
     "ddp": NoSync,
     "ddp, counted": Counted,
     "accelerate": Accelerated,
+    **{lever: partial(Variant, lever=lever) for lever in LEVERS},
 }
 
 

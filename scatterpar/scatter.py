@@ -35,7 +35,7 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
     Raises:
         ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
-            or one that requires grad.
+            of a sparse or jagged layout, or one that requires grad.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
@@ -45,6 +45,11 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
                 raise ValueError(
                     f"{name}: a tensor of shape {shape} requires grad, but a batch is data; "
                     f"pass tensor.detach()"
+                )
+            if tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{name}: a tensor of layout {tensor.layout} cannot be split into rows; pass "
+                    f"it as a dense tensor, or its parts"
                 )
             if tensor.ndim == 0:
                 continue

@@ -38,7 +38,7 @@ class Result:
 
 @functools.cache
 def prepare_autograd() -> None:
-    """Let torch import what its first backward pass imports, before an interrupt can cut it in half."""
+    """Let torch import what its first backward pass needs: an interrupt could cut that in half."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.train.machines import Machines
 
 TOLERANCE = 1e-10
 _SMALLEST_SCALE = 1e-6
@@ -49,12 +50,16 @@ def check_gradients(
     accum: int,
     micro_batch_size: int | None,
     devices: Sequence[torch.device],
+    machines: Machines | None = None,
 ) -> Check:
     """Compare the engine's gradients of one batch with those of a plain `backward()`.
 
     Works on copies: the model and its gradients stay as they are. Evaluation mode, because in
     training mode batch normalisation ties the rows of a micro-batch together, and then there is
     no whole-batch gradient that micro-batches could give.
+
+    On several machines the engine gets a part of the batch on each, and every machine compares
+    with the whole of it.
 
     Args:
         model: on `devices[0]`.
@@ -64,15 +69,18 @@ def check_gradients(
         accum: as in `ScatterOnceParallel`.
         micro_batch_size: as in `ScatterOnceParallel`.
         devices: as in `ScatterOnceParallel`.
+        machines: the ranks of the run; by default this process alone.
     """
+    machines = Machines() if machines is None else machines
     reference = copy.deepcopy(model).double().eval()
     twin = copy.deepcopy(reference)
     home = next(reference.parameters()).device
     reference.zero_grad()
     criterion(reference(images.double().to(home)), labels.to(home)).backward()
     twin.zero_grad()
-    with make_engine(twin, accum, micro_batch_size, devices) as engine:
-        engine.forward_backward(images.double(), labels, criterion)
+    mine = machines.share(torch.arange(len(images)))
+    with make_engine(twin, accum, micro_batch_size, devices, machines) as engine:
+        engine.forward_backward(images[mine].double(), labels[mine], criterion)
     difference, parameter = largest_difference(twin, reference)
     return Check(len(images), difference, parameter)
 
@@ -82,6 +90,7 @@ def make_engine(
     accum: int,
     micro_batch_size: int | None,
     devices: Sequence[torch.device],
+    machines: Machines,
 ) -> ScatterOnceParallel:
     """Build the engine that trains, with losses that must be finite."""
     return ScatterOnceParallel(
@@ -90,6 +99,7 @@ def make_engine(
         device_ids=list(devices),
         micro_batch_size=micro_batch_size,
         check_finite=True,
+        process_group=machines.group,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
+from scatterpar.train.machines import run_id
 from scatterpar.train.run import Options, run
 
 _PROGRAM = "scatterpar train"
@@ -60,7 +61,9 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.accum is None:
         given.accum = _DEFAULT_ACCUM if given.micro_batch_size is None else 1
     if given.out is None:
-        given.out = Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        # With torchrun a name that a restart finds again, and that all its machines know.
+        name = run_id() or time.strftime("%Y%m%d-%H%M%S")
+        given.out = Path("runs") / f"train-{name}"
     return Options(**vars(given))
 
 
@@ -72,8 +75,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog=f"python -m {_PROGRAM}",
-        description="Train a network on large batches with ScatterOnceParallel, in one process.",
-        epilog="Writes metrics.jsonl (one JSON object a line) and curves.png into --out. "
+        description="Train a network on large batches with ScatterOnceParallel, in one process; "
+        "on several machines with torchrun, one process each.",
+        epilog="Writes metrics.jsonl (one JSON object a line), curves.png and checkpoint.pt into "
+        "--out. What torchrun starts again goes on from the checkpoint by itself. "
         "Exit codes: 0 finished, 1 failed check or diverged training, 2 wrong argument or data, "
         "130 interrupted.",
         allow_abbrev=False,
@@ -103,7 +108,13 @@ def _parser() -> _Parser:
         help="cnn (default), resnet20, or package.module:callable, called with num_classes where "
         "it has that parameter, such as torchvision.models:resnet101",
     )
-    add("--batch", type=_count, default=4096, metavar="N", help="images of a step (default 4096)")
+    add(
+        "--batch",
+        type=_count,
+        default=4096,
+        metavar="N",
+        help="images of a step, over all machines (default 4096)",
+    )
     add(
         "--accum",
         type=_count,
@@ -157,7 +168,20 @@ def _parser() -> _Parser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for what is written (default: a new one in runs/)",
+        help="folder for what is written (default: a new one in runs/; with torchrun "
+        "runs/train-ID, after its --rdzv-id)",
+    )
+    add(
+        "--checkpoint-every",
+        type=_count,
+        default=100,
+        metavar="STEPS",
+        help="steps between checkpoints; the last step always has one (default 100)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in --out: bit for bit on as many machines and replicas",
     )
     add(
         "--check",

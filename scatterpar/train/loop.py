@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.report import StepReport
 from scatterpar.train.data import Dataset
+from scatterpar.train.machines import Machines
 from scatterpar.train.split import Split
+
+IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
 
 class Batches:
@@ -69,6 +72,8 @@ class Training:
     optimizer: Optimizer
     scheduler: LRScheduler
     batches: Batches
+    machines: Machines = field(default_factory=Machines)
+    scaler: torch.amp.GradScaler | None = None
 
 
 def train_epoch(
@@ -77,11 +82,14 @@ def train_epoch(
     """Train to the end of the epoch; yield each step's report and learning rate once it is done."""
     training.engine.train()
     for rows in training.batches.rest_of_epoch():
-        images = data.standardise(data.train.images[rows])
-        labels = data.train.labels[rows]
+        images, labels = _share(training.machines, rows, data)
         training.optimizer.zero_grad()
-        training.engine.forward_backward(images, labels, criterion)
-        training.optimizer.step()
+        training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
+        if training.scaler is None:
+            training.optimizer.step()
+        else:
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
         rate = training.optimizer.param_groups[0]["lr"]
         training.scheduler.step()
         training.batches.consumed += len(rows)
@@ -90,16 +98,38 @@ def train_epoch(
         yield report, rate
 
 
+def _share(machines: Machines, rows: Tensor, data: Dataset) -> tuple[Tensor, Tensor]:
+    """Return this rank's images and labels of a batch.
+
+    A rank takes part in every step: where a batch has fewer rows than there are ranks, those
+    without one pass an image whose label the criterion ignores, which adds nothing.
+    """
+    mine = machines.share(rows)
+    if len(mine):
+        return data.standardise(data.train.images[mine]), data.train.labels[mine]
+    filler = rows[:1]
+    ignored = torch.full_like(data.train.labels[filler], IGNORED_LABEL)
+    return data.standardise(data.train.images[filler]), ignored
+
+
 @torch.no_grad()
 def evaluate(
-    engine: ScatterOnceParallel, data: Dataset, split: Split, batch: int, criterion: nn.Module
+    engine: ScatterOnceParallel,
+    data: Dataset,
+    split: Split,
+    batch: int,
+    criterion: nn.Module,
+    machines: Machines | None = None,
 ) -> tuple[float, float]:
-    """Compute the mean loss and the share of right answers over a split."""
+    """Compute the mean loss and the share of right answers over a split, each rank its part."""
+    machines = Machines() if machines is None else machines
     engine.eval()
     loss, right = 0.0, 0
-    for rows in torch.split(torch.arange(len(split)), batch):
+    mine = machines.share(torch.arange(len(split)))
+    for rows in torch.split(mine, -(-batch // machines.size)) if len(mine) else ():
         images, labels = split.images[rows], split.labels[rows]
         scores = engine(data.standardise(images)).cpu()
         loss += criterion(scores, labels).item() * len(labels)
         right += int((scores.argmax(dim=1) == labels).sum())
-    return loss / len(split), right / len(split)
+    loss, answers = machines.sum(loss, right)
+    return loss / len(split), answers / len(split)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from scatterpar.train.errors import UsageError
 
@@ -17,24 +18,38 @@ class Metrics:
 
     Numbers that JSON does not have (NaN, infinities) are written as null.
 
+    Args:
+        path: the file; made anew, with its folder. None: keep the records in memory alone.
+        kept: steps of an earlier attempt whose records in the file stay.
+
     Raises:
         UsageError: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None, kept: int = 0) -> None:
         self.records: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        earlier = _earlier_records(path, kept) if kept else []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
+        for record in earlier:
+            self._append(record)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record."""
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
+        self._append(record)
+
+    def _append(self, record: dict[str, Any]) -> None:
         self.records.append(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> Metrics:
         return self
@@ -45,7 +60,17 @@ class Metrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _earlier_records(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Return the records up to step `steps`; the last line of a killed process may be cut off."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return [record for record in records if record.get("step", 0) <= steps]
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:

@@ -11,7 +11,6 @@ import random
 import signal
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,7 +34,7 @@ class Record:
     """What a soak found."""
 
     good: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     interrupts: int = 0
     strikes: int = 0
     wrong: list[str] = field(default_factory=list)

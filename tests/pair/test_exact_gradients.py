@@ -9,7 +9,7 @@ import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.oracle import assert_close, assert_gradients, gradients, randint, randn
 from helpers.weighted import CASES, padded, probabilities
-from pair.common import assert_pair
+from pair.common import Pair, assert_pair
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -18,12 +18,12 @@ from scatterpar import DataParallelCriterion, DataParallelModel
 EVEN, RAGGED = 12, 11
 
 
-@pytest.mark.parametrize("rows", [EVEN, RAGGED, 3, 1])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_losses(placed, case, replicas, rows):
-    batch = randn(rows, FEATURES), CASES[case].targets(rows)
-    assert_pair(mlp(), *batch, CASES[case].criterion(), placed(replicas))
+def test_losses(placed, case, replicas):
+    pair = Pair(mlp(), CASES[case].criterion(), placed(replicas))
+    for rows in (EVEN, RAGGED, 3, 1):
+        pair.check(randn(rows, FEATURES), CASES[case].targets(rows))
 
 
 def per_row(output, targets):
@@ -44,12 +44,13 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("rows", [EVEN, RAGGED])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions(placed, function, replicas, rows):
+def test_functions(placed, function, replicas):
     criterion, targets = FUNCTIONS[function]
-    assert_pair(mlp(), randn(rows, FEATURES), targets(rows), criterion, placed(replicas))
+    pair = Pair(mlp(), criterion, placed(replicas))
+    for rows in (EVEN, RAGGED, 3, 1):
+        pair.check(randn(rows, FEATURES), targets(rows))
 
 
 @pytest.mark.parametrize("rows", [EVEN, RAGGED])

@@ -1,0 +1,167 @@
+"""Checkpoints: whole or not there, and enough in them to go on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scatterpar.train.errors import UsageError
+from scatterpar.train.loop import Training
+from scatterpar.train.machines import Machines
+
+FILE = "checkpoint.pt"
+_FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """What a run has reached: what its report needs beside the training itself.
+
+    Attributes:
+        step: optimizer steps made.
+        loss: training loss of the current epoch so far, weighted by images.
+        accuracy: on the test images, when last measured.
+    """
+
+    step: int = 0
+    loss: float = 0.0
+    accuracy: float | None = None
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write aside, then rename: under `path` there is the old checkpoint or the new one.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    aside = path.with_name(path.name + ".part")
+    try:
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        if hasattr(os, "O_DIRECTORY"):  # the name itself must be on the disk too
+            folder = os.open(path.parent, os.O_DIRECTORY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as error:
+        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what `save` wrote; nothing in the file is executed.
+
+    Raises:
+        UsageError: it is not a checkpoint of this tool.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise UsageError(f"{path} is not a checkpoint that can be read: {words:.200}") from error
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        raise UsageError(f"{path} is not a checkpoint of this version of the training tool")
+    return state
+
+
+def collect(
+    training: Training, progress: Progress, settings: dict[str, Any], job: str | None
+) -> dict[str, Any]:
+    """Everything that changes while training; all ranks call it, as it asks each.
+
+    Args:
+        training: what is trained, and how far the data has been used.
+        progress: what the report needs.
+        settings: the options that decide the run; they must be the same when it goes on.
+        job: torchrun's name of the run, if any.
+    """
+    model = training.engine.module.state_dict()
+    versions = getattr(model, "_metadata", {})
+    scaler = training.scaler
+    return {
+        "format": _FORMAT,
+        "job": job,
+        "settings": settings,
+        "progress": asdict(progress),
+        "consumed": training.batches.consumed,
+        "model": dict(model),
+        "versions": {name: dict(entry) for name, entry in versions.items()},
+        "optimizer": training.optimizer.state_dict(),
+        "scheduler": training.scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "random": training.machines.everyones(_random_states(training)),
+    }
+
+
+def restore(state: dict[str, Any], training: Training) -> Progress:
+    """Continue from what `collect` returned, on as many ranks as before or others."""
+    model = OrderedDict(state["model"])
+    model._metadata = state["versions"]  # type: ignore[attr-defined]
+    training.engine.module.load_state_dict(model)
+    training.optimizer.load_state_dict(state["optimizer"])
+    training.scheduler.load_state_dict(state["scheduler"])
+    if training.scaler is not None and state["scaler"] is not None:
+        training.scaler.load_state_dict(state["scaler"])
+    training.batches.consumed = state["consumed"]
+    everyones = state["random"]
+    rank = training.machines.rank
+    _set_random_states(everyones[rank if rank < len(everyones) else 0])
+    return Progress(**state["progress"])
+
+
+def find(path: Path, machines: Machines) -> dict[str, Any] | None:
+    """The checkpoint of the rank that has the latest one: after a restart ranks may move.
+
+    Raises:
+        UsageError: on all ranks, where one has a file that cannot be read.
+    """
+    mine, here = None, (-1, "")
+    if path.exists():
+        try:
+            mine = load(path)
+            here = (mine["consumed"], "")
+        except UsageError as error:
+            here = (-1, str(error))
+    found = machines.everyones(here)
+    for _, problem in found:
+        if problem:
+            raise UsageError(problem)
+    latest = [consumed for consumed, _ in found]
+    if max(latest) < 0:
+        return None
+    state: dict[str, Any] = machines.from_rank(latest.index(max(latest)), mine)
+    return state
+
+
+def _random_states(training: Training) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+    states["devices"] = {
+        str(device): torch.get_device_module(device).get_rng_state(device)
+        for device in training.engine.device_ids
+        if device.type != "cpu"
+    }
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states and "numpy" in sys.modules:
+        kind, keys, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+    for name, state in states["devices"].items():
+        device = torch.device(name)
+        module = torch.get_device_module(device) if torch.accelerator.is_available() else None
+        if module is not None and (device.index or 0) < module.device_count():
+            module.set_rng_state(state, device)

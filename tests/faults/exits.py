@@ -1,0 +1,160 @@
+"""The states in which an interpreter may end, each in a process of its own.
+
+``python -m faults.exits`` imports torch once and forks a child for every state; a child runs
+to its end as any script does, through the interpreter's whole finalisation. One line of JSON
+each: the name, the exit code, what was said on stderr, and the seconds from its last line to
+its end.
+"""
+
+from __future__ import annotations
+
+import atexit  # noqa: F401  the states use it
+import faulthandler
+import json
+import os
+import signal
+import sys  # noqa: F401  likewise
+import tempfile
+import threading  # noqa: F401  likewise
+import time
+
+import torch  # noqa: F401  likewise
+from torch import nn  # noqa: F401  likewise
+
+from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
+
+AT_ONCE = 3
+SECONDS = 40  # a child that hangs ends with the stacks of its threads
+
+BEGIN = """
+model = nn.Linear(4, 2)
+inputs, targets = torch.randn(64, 4), torch.randint(2, (64,))
+criterion = nn.CrossEntropyLoss()
+make = lambda devices=["cpu"] * 3: ScatterOnceParallel(model, 2, devices)
+step = lambda engine, criterion=criterion: engine.forward_backward(inputs, targets, criterion)
+def slow(output, targets):
+    time.sleep(0.05)
+    return criterion(output, targets)
+def stuck(output, targets):
+    time.sleep(100)
+"""
+
+STATES = {
+    "unused": ("engine = make()", 0),
+    "used": ("engine = make(); step(engine)", 0),
+    "used, virtual devices": ("engine = make(['cpu:0', 'cpu:1']); step(engine)", 0),
+    "many": ("engines = [make() for _ in range(8)]\nfor engine in engines: step(engine)", 0),
+    "closed": ("engine = make(); step(engine); engine.close()", 0),
+    "in a cycle": ("engine = make(); step(engine); engine.me = [engine]; del engine", 0),
+    "sys.exit": ("engine = make(); step(engine); sys.exit(7)", 7),
+    "sys.exit in a criterion": (
+        "engine = make()\ndef leave(output, targets): sys.exit(9)\nstep(engine, leave)",
+        9,
+    ),
+    "an error in a criterion": (
+        "engine = make()\ndef fail(output, targets): raise ValueError('boom')\nstep(engine, fail)",
+        1,
+    ),
+    "a step in a daemon thread": (
+        "engine = make()\n"
+        "def forever():\n"
+        "    while True: step(engine, slow)\n"
+        "threading.Thread(target=forever, daemon=True).start(); time.sleep(0.2)",
+        0,
+    ),
+    "a step in a thread that goes on": (
+        "engine = make()\nthreading.Thread(target=step, args=(engine, slow)).start()",
+        0,
+    ),
+    "a step at exit": ("engine = make(); step(engine); atexit.register(step, engine)", 0),
+    "a first step at exit": ("engine = make(); atexit.register(step, engine)", 0),
+    "closed at exit": ("engine = make(); step(engine); atexit.register(engine.close)", 0),
+    "Ctrl-C": (
+        "engine = make()\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "while True: step(engine, slow)",
+        -2,
+    ),
+    "Ctrl-C twice, a replica stuck": (
+        "engine = make()\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "step(engine, stuck)",
+        -2,
+    ),
+    "SIGTERM": (
+        "engine = make(); step(engine)\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "while True: step(engine, slow)",
+        -15,
+    ),
+    "a stuck replica in a daemon thread": (
+        "engine = make()\n"
+        "threading.Thread(target=step, args=(engine, stuck), daemon=True).start(); time.sleep(0.2)",
+        0,
+    ),
+    "a forked child": (
+        "engine = make(); step(engine)\n"
+        "child = os.fork()\n"
+        "if child: assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0",
+        0,
+    ),
+    "a traceback keeps it": (
+        "try:\n"
+        "    engine = make()\n"
+        "    def fail(output, targets): raise ValueError('boom')\n"
+        "    step(engine, fail)\n"
+        "except ValueError as error:\n"
+        "    kept = error",
+        0,
+    ),
+    "random numbers were drawn": (
+        "model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))\nengine = make(); step(engine)",
+        0,
+    ),
+}
+
+
+class Child:
+    """A forked process that ends as the main script."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")
+        self.pid = os.fork()
+
+    def reap(self) -> None:
+        """Wait for its end and print what became of it."""
+        _, status = os.waitpid(self.pid, 0)
+        ended = time.monotonic()
+        self.log.seek(0)
+        said, _, at = self.log.read().partition("LAST LINE ")
+        line, _, rest = at.partition("\n")
+        found = {
+            "name": self.name,
+            "code": os.waitstatus_to_exitcode(status),
+            "said": said + rest,
+            "seconds": ended - float(line) if line else 0.0,
+        }
+        print(json.dumps(found), flush=True)
+
+
+def main() -> str:
+    """Fork a child for each state; in a child, the source that it is to run."""
+    children: list[Child] = []
+    for name, (source, _) in STATES.items():
+        if len(children) == AT_ONCE:
+            children.pop(0).reap()
+        children.append(child := Child(name))
+        if child.pid == 0:
+            os.dup2(child.log.fileno(), 2)
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            return f"{BEGIN}{source}\nprint('LAST LINE', time.monotonic(), file=sys.stderr)"
+    for child in children:
+        child.reap()
+    return ""
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    exec(main())  # in this module, which is the child's main script

@@ -1,0 +1,200 @@
+"""Outputs: a tuple with one entry per replica used, of whatever types the module returns."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, randint, randn
+from pair.common import Pair
+from torch import nn
+
+from scatterpar import DataParallelCriterion, DataParallelModel, gather
+
+INPUTS = randn(9, FEATURES)
+
+Pairing = collections.namedtuple("Pairing", "logits hidden")
+
+
+@dataclasses.dataclass
+class Record:
+    logits: torch.Tensor
+    name: str
+
+
+class Returns(nn.Module):
+    """An MLP that packs its logits in some way."""
+
+    def __init__(self, pack):
+        super().__init__()
+        self.net, self.pack = mlp(), pack
+
+    def forward(self, inputs):
+        return self.pack(self.net(inputs))
+
+
+def run(pack: Any, device_ids: list[str], rows: int = 9):
+    model = Returns(pack)
+    return DataParallelModel(model, device_ids)(INPUTS[:rows]), model(INPUTS[:rows])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rows", "sizes"),
+    [
+        (1, 9, [9]),
+        (1, 1, [1]),
+        (4, 9, [3, 2, 2, 2]),
+        (4, 3, [1, 1, 1]),
+        (4, 1, [1]),
+        (3, 9, [3, 3, 3]),
+    ],
+)
+def test_one_entry_per_replica_used(placed, replicas, rows, sizes):
+    outputs, expected = run(lambda logits: logits, placed(replicas), rows)
+    assert type(outputs) is tuple
+    assert [len(output) for output in outputs] == sizes
+    assert_close(torch.cat(outputs), expected, "outputs")
+
+
+def test_without_device_ids_there_is_a_tuple_too():
+    outputs = DataParallelModel(mlp())(INPUTS)
+    assert type(outputs) is tuple
+    assert len(outputs) >= 1
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_several_outputs_unzip(placed, replicas):
+    outputs, (first, second) = run(lambda y: (y, y[:, :2] * 2), placed(replicas))
+    out1, out2 = zip(*outputs, strict=True)
+    assert_close(gather(out1, "cpu"), first, "first")
+    assert_close(gather(out2, "cpu"), second, "second")
+
+
+PACKS = {
+    "tensor": (lambda y: y, lambda packed: [packed]),
+    "tuple": (lambda y: (y, y + 1), list),
+    "list": (lambda y: [y], list),
+    "dict": (lambda y: {"a": y, "b": {"c": (y * 2,)}}, lambda p: [p["a"], p["b"]["c"][0]]),
+    "ordered dict": (
+        lambda y: collections.OrderedDict(z=y, a=y * 3),
+        lambda p: [p["z"], p["a"]],
+    ),
+    "named tuple": (lambda y: Pairing(y, y * 2), lambda p: [p.logits, p.hidden]),
+    "dataclass": (lambda y: Record(y, "me"), lambda p: [p.logits]),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("name", PACKS)
+def test_types_are_kept_and_gathered(placed, name, replicas):
+    pack, tensors = PACKS[name]
+    outputs, expected = run(pack, placed(replicas))
+    assert all(type(output) is type(expected) for output in outputs)
+    gathered = gather(outputs, "cpu")
+    assert type(gathered) is type(expected)
+    for mine, its in zip(tensors(gathered), tensors(expected), strict=True):
+        assert_close(mine, its, name)
+
+
+def test_model_outputs_of_transformers(placed):
+    modeling_outputs = pytest.importorskip("transformers.modeling_outputs")
+    pack = modeling_outputs.SequenceClassifierOutput
+    outputs, expected = run(lambda y: pack(loss=y.mean(), logits=y), placed(4))
+    gathered = gather(outputs, "cpu")
+    assert type(gathered) is pack
+    assert list(gathered.keys()) == ["loss", "logits"]
+    assert_close(gathered.logits, expected.logits, "logits")
+    assert_close(gathered.loss, expected.loss, "a 0-dim entry: the mean, weighted by rows")
+
+
+def test_keyword_inputs_and_parts_without_rows(placed):
+    class Call(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs, *, scale, extra, flag, options):
+            assert flag is True
+            assert scale.ndim == 0
+            output = self.net(inputs) * scale + extra["deep"][0] * options["factor"]
+            return output, len(inputs)
+
+    model = Call()
+    call = {
+        "scale": torch.tensor(2.0).double(),
+        "extra": {"deep": [randn(9, CLASSES)]},
+        "flag": True,
+        "options": {"factor": 3},
+    }
+    outputs = DataParallelModel(model, placed(4))(INPUTS, **call)
+    expected, _ = model(INPUTS, **call)
+    output, rows = gather(outputs, "cpu")
+    assert_close(output, expected, "outputs")
+    assert rows == [3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_rows_along_another_dimension(placed, dim):
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs):
+            return self.net(inputs.T).T
+
+    model = Columns()
+    inputs, targets = INPUTS.T.contiguous(), randn(CLASSES, 9, seed=4)
+    expected = model(inputs)
+    outputs = DataParallelModel(model, placed(4), dim)(inputs)
+    assert [output.size(dim) for output in outputs] == [3, 2, 2, 2]
+    assert_close(gather(outputs, "cpu", dim), expected, "outputs")
+    criterion = DataParallelCriterion(nn.MSELoss(), placed(4), dim)
+    assert_close(criterion(outputs, targets), nn.MSELoss()(expected, targets), "loss")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:1", torch.device("cpu")])
+def test_gather_to_a_device_and_back_to_the_parameters(placed, device):
+    model, twin = mlp(), mlp()
+    pair = Pair(model, nn.CrossEntropyLoss(), placed(4))
+    targets = randint(CLASSES, 9)
+    nn.CrossEntropyLoss()(twin(INPUTS), targets).backward()
+    gathered = gather(pair.model(INPUTS), device)
+    assert gathered.device.type == "cpu"
+    nn.CrossEntropyLoss()(gathered, targets).backward()
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(mine.grad, its.grad, name)
+
+
+def test_gather_averages_what_has_no_rows():
+    mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
+    assert gather(mixed, "cpu")["loss"] == 2.5
+    assert gather(tuple(torch.tensor(float(n)) for n in (3, 1)), "cpu") == 2.0
+    assert gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1).tolist() == [[1, 1, 1, 0]] * 2
+    deep = tuple({"row": torch.ones(4), "y": torch.ones(2, n)} for n in (3, 1))
+    assert gather([entry["y"] for entry in deep], "cpu", dim=-1).shape == (2, 4)
+
+
+def test_gather_of_a_list():
+    assert gather([torch.zeros(2), torch.ones(1)], "cpu").tolist() == [0, 0, 1]
+
+
+def test_gather_refuses_what_is_no_tuple_of_outputs():
+    with pytest.raises(TypeError, match=r"outputs must be the tuple .* got Tensor"):
+        gather(torch.zeros(2), "cpu")
+    with pytest.raises(ValueError, match="there are no outputs to gather"):
+        gather((), "cpu")
+    with pytest.raises(ValueError, match="is not a device"):
+        gather((torch.zeros(2),), "nowhere")
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="0 is the ordinal of an accelerator, and none is"):
+            gather((torch.zeros(2),), 0)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_gather_to_an_ordinal():
+    assert gather((torch.zeros(2), torch.ones(1)), 0).device.index == 0

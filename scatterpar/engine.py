@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -31,36 +31,13 @@ from scatterpar.ranks import Ranks
 from scatterpar.reduce import gather, reduce_buffers, reduce_gradients
 from scatterpar.replicas import check_placement
 from scatterpar.report import Clock, StepReport
+from scatterpar.request import Request, check_options
 from scatterpar.scatter import count_rows, micro_batches, scatter
 from scatterpar.substeps import Result, infer, prepare_autograd, train
-from scatterpar.weights import Count, resolve_reduction, weigh
+from scatterpar.weights import Count, weigh
 from scatterpar.wrapper import Wrapper
 
 __all__ = ["ScatterOnceParallel"]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What the user asked of one step."""
-
-    inputs: Any
-    targets: Any
-    criterion: Callable[[Any, Any], Any] | None
-    reduction: str | None
-    count: Count | None
-    scaler: torch.amp.GradScaler | None
-    return_outputs: bool
-
-    def checked(self) -> Self:
-        """The request with its reduction settled, if it makes sense."""
-        for name, value in (("criterion", self.criterion), ("count", self.count)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be callable, got {value!r}")
-        if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
-        if self.targets is not None and self.criterion is None and self.count is None:
-            raise ValueError("targets were given without a criterion: pass criterion=")
-        return replace(self, reduction=resolve_reduction(self.criterion, self.reduction))
 
 
 class ScatterOnceParallel(Wrapper):
@@ -124,7 +101,7 @@ class ScatterOnceParallel(Wrapper):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        _check_options(module, accum, micro_batch_size, dim, buffers)
+        check_options(module, accum, micro_batch_size, dim, buffers)
         self.module = module
         self.accum: Any = accum
         self._fitting = 1
@@ -204,10 +181,10 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = _Request(inputs, targets, criterion, reduction, count, scaler, return_outputs)
+        request = Request(inputs, targets, criterion, reduction, count, scaler, return_outputs)
         with self._crew.workers.exclusive() as interrupts:
             if self._ranks is None:
-                outcome, retries = self._fit(request.checked(), self._rows(request))
+                outcome, retries = self._fit(request.checked(self.dim))
                 commit(outcome, settle=interrupts.deliver)
             else:
                 outcome, retries = self._with_the_others(request, interrupts)
@@ -224,12 +201,12 @@ class ScatterOnceParallel(Wrapper):
             loss = torch.tensor(outcome.loss, dtype=outcome.dtype, device=device)
         return (loss, outcome.outputs) if return_outputs else loss
 
-    def _with_the_others(self, request: _Request, interrupts: Interrupts) -> tuple[Outcome, int]:
+    def _with_the_others(self, request: Request, interrupts: Interrupts) -> tuple[Outcome, int]:
         """The outcome of all ranks together; whoever fails before, tells them."""
         assert self._ranks is not None
         outcome = None
         try:
-            outcome, retries = self._fit(request.checked(), self._rows(request))
+            outcome, retries = self._fit(request.checked(self.dim))
             interrupts.deliver()
             self._ranks.check(outcome)
         except BaseException as error:
@@ -239,8 +216,9 @@ class ScatterOnceParallel(Wrapper):
             raise
         return self._ranks.exchange(outcome), retries
 
-    def _fit(self, request: _Request, rows: int) -> tuple[Outcome, int]:
+    def _fit(self, request: Request) -> tuple[Outcome, int]:
         """The outcome with as many sub-steps as the memory asks for, and the tries it took."""
+        rows = request.rows
         if self.accum != "auto":
             return self._compute(request, self.plan(rows)), 0
         start = self._fitting
@@ -262,12 +240,12 @@ class ScatterOnceParallel(Wrapper):
                 raise
         return outcome, retries
 
-    def _try(self, request: _Request, plan: Plan) -> None:
+    def _try(self, request: Request, plan: Plan) -> None:
         """Take the memory of a step, in its first sub-steps, without a trace."""
         request = replace(request, return_outputs=False)
         self._compute(request, plan, most=2).streams.rollback()
 
-    def _compute(self, request: _Request, plan: Plan, most: int | None = None) -> Outcome:
+    def _compute(self, request: Request, plan: Plan, most: int | None = None) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
         ledger, clock = Ledger(), Clock()
         batch = (request.inputs, request.targets)
@@ -390,9 +368,6 @@ class ScatterOnceParallel(Wrapper):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _rows(self, request: _Request) -> int:
-        return count_rows({"inputs": request.inputs, "targets": request.targets}, self.dim)
-
     def _streams(self, plan: Plan) -> Streams:
         before = 0 if self._ranks is None else self._ranks.rank * len(self.device_ids)
         return Streams([share.device for share in plan.shares], before)
@@ -402,34 +377,3 @@ class ScatterOnceParallel(Wrapper):
         if scaler is None:
             return 1.0
         return float(scaler.scale(torch.ones((), device=physical(self.device_ids[0]))))
-
-
-def _check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
-    for name, child in module.named_modules():
-        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
-            which = f"the child {name!r}" if name else "the module"
-            raise TypeError(
-                f"{which} was made by torch.compile and runs the code of the original, whatever "
-                f"the replica; use the original, its ._orig_mod"
-            )
-    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
-        if name == "accum" and value == "auto":
-            continue
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            also = ' or "auto"' if name == "accum" else ""
-            raise TypeError(f"{name} must be an int{also}, got {value!r}")
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if micro_batch_size is not None and accum != 1:
-        raise ValueError(
-            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
-            f"cut; pass one of them"
-        )
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {dim!r}")
-    if buffers not in ("master", "mean"):
-        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from scatterpar import nested
+from scatterpar.context import AUTOCAST_TYPES
 from scatterpar.plan import Share
 from scatterpar.scatter import as_call, is_borrowed, join, take
-from scatterpar.workers import AUTOCAST_TYPES, note
+from scatterpar.workers import note
 
 __all__ = ["Result", "infer", "noted", "prepare_autograd", "scalar_loss", "train"]
 

@@ -7,24 +7,21 @@ per replica and call, and its threads carry the caller's whole context.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from scatterpar import devices as verbs
+from scatterpar.context import Context
 from scatterpar.interrupts import Interrupts
 
-__all__ = ["AUTOCAST_TYPES", "Cancelled", "Workers", "note"]
-
-AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
+__all__ = ["Cancelled", "Workers", "note"]
 
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
@@ -93,7 +90,7 @@ class Workers:
         if len(modules) == 1:
             with verbs.on(devices[0], verbs.stream_of(devices[0])), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
-        context = _Context()
+        context = Context()
         cancel = cancel or threading.Event()
         calls = [
             _Call(module, args, kwargs, device, verbs.stream_of(device), context, cancel)
@@ -213,47 +210,6 @@ def _described(error: BaseException) -> str:
         return type(error).__name__
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What a new thread would lose of the caller's: captured in one, entered in another."""
-
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
-    autocast: tuple[tuple[str, torch.dtype], ...] = field(
-        default_factory=lambda: tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in AUTOCAST_TYPES
-            if torch.is_autocast_enabled(kind)
-        )
-    )
-    autocast_cache: bool = field(default_factory=torch.is_autocast_cache_enabled)
-    default_device: torch.device = field(default_factory=torch.get_default_device)
-    saved_tensor_hooks: Any = field(
-        default_factory=lambda: torch._C._autograd._top_saved_tensors_default_hooks(True)
-    )
-    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
-
-    @contextlib.contextmanager
-    def entered(self, device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
-        """The captured context in this thread, on ``device`` and ``stream``."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(verbs.on(device, stream))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
-                )
-            if self.default_device.type != "cpu":
-                here = self.default_device.type == device.type
-                stack.enter_context(device if here else self.default_device)
-            if self.saved_tensor_hooks is not None:
-                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
-                stack.enter_context(hooks)
-            yield
-
-
 class _Call:
     """One replica's part of a parallel call, and what became of it."""
 
@@ -264,7 +220,7 @@ class _Call:
         kwargs: dict[str, Any],
         device: torch.device,
         stream: torch.Stream | None,
-        context: _Context,
+        context: Context,
         cancel: threading.Event,
     ) -> None:
         self._work = (module, args, kwargs, device, stream)

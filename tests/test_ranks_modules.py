@@ -91,9 +91,7 @@ def expected_buffers(start, rows):
 
 @pytest.mark.parametrize("buffers", ["master", "mean"])
 def test_buffers_of_every_dtype(buffers):
-    (start, found, collectives), (other_start, other, _) = gang()(
-        2, step_with_buffers, buffers, 2
-    )
+    (start, found, collectives), (other_start, other, _) = gang()(2, step_with_buffers, buffers, 2)
     inputs, _ = data()
     first, second = (expected_buffers(start, rows) for rows in inputs.split(ROWS))
     assert found.keys() == other.keys() == first.keys()
@@ -265,7 +263,9 @@ def test_what_is_not_a_group_is_refused(group):
 
 def taken_over(group):
     torch.manual_seed(group.rank())
-    module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last))
+    module = nn.Sequential(
+        nn.Linear(2, 3), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+    )
     ScatterOnceParallel(module, process_group=group).close()
     assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
     return [p.detach() for p in module.parameters()]
@@ -273,7 +273,8 @@ def taken_over(group):
 
 def test_the_first_ranks_parameters_are_taken_over():
     with seeded(0):
-        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2))
+        convolution = nn.Conv2d(2, 2, 2)
+        module = nn.Sequential(nn.Linear(2, 3), convolution)
     for found in gang()(3, taken_over):
         assert all(map(torch.equal, found, module.parameters()))
 

@@ -13,7 +13,8 @@ from typing import NoReturn
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
 from scatterpar.train.machines import run_id
-from scatterpar.train.run import Options, run
+from scatterpar.train.options import Options
+from scatterpar.train.run import run
 
 _PROGRAM = "scatterpar train"
 _DEFAULT_ACCUM = 16

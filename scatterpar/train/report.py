@@ -70,7 +70,8 @@ def _earlier_records(path: Path, steps: int) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-    return [record for record in records if record.get("step", 0) <= steps]
+    kinds = ("run", "step", "epoch")
+    return [r for r in records if r["kind"] in kinds and r.get("step", 0) <= steps]
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:

@@ -120,7 +120,7 @@ class Child:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  both processes use it
         self.pid = os.fork()
 
     def reap(self) -> None:

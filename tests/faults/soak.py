@@ -20,7 +20,7 @@ import torch
 from faults.ctrl_c import Strikes, interrupts
 from faults.grid import ACCUM, LAYOUTS, REPLICAS, ROWS, Bench
 from faults.kinds import KINDS
-from faults.places import PLACES, Step
+from faults.places import PLACES
 from faults.state import capture, differences, values_differ
 from faults.subject import batch
 from faults.trap import trap

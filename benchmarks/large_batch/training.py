@@ -1,0 +1,138 @@
+"""One training: a small network on all of Fashion-MNIST, through the engine."""
+
+import math
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
+from scatterpar.train.data import load
+from scatterpar.train.loop import Batches
+
+EPOCHS = 30
+BASE_BATCH = 256
+BASE_LR = 0.02
+MICRO_BATCH = 64  # what batch normalisation sees, whatever the batch
+WARMUP_EPOCHS = 5
+WEIGHT_DECAY = 1e-4
+SIDE = 14  # images are averaged to a quarter of their pixels, for the time's sake
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of the table: how large the batch is, and how its learning rate is found."""
+
+    name: str
+    batch: int
+    scaled: bool = True
+    warmup: bool = False
+
+    def rate(self, base_lr: float) -> float:
+        """The learning rate after the warm-up, if any."""
+        return linear_scaled_lr(base_lr, self.batch, BASE_BATCH) if self.scaled else base_lr
+
+
+def train(
+    recipe: Recipe, seed: int, epochs: int = EPOCHS, base_lr: float = BASE_LR
+) -> dict[str, object]:
+    """Train from scratch; the test error after each epoch, in percent, and what it took.
+
+    Stops at a loss that is not finite.
+    """
+    train_images, train_labels, test_images, test_labels = fashion_mnist()
+    torch.manual_seed(seed)
+    model = network()
+    groups = weight_decay_groups(model, WEIGHT_DECAY)
+    optimizer = torch.optim.SGD(groups, lr=recipe.rate(base_lr), momentum=0.9, nesterov=True)
+    batches = Batches(len(train_images), recipe.batch, seed)
+    scheduler = schedule(optimizer, recipe, batches.steps_per_epoch, epochs, base_lr)
+    criterion = nn.CrossEntropyLoss()
+    losses, errors = [], []
+    start = time.perf_counter()
+    with ScatterOnceParallel(
+        model, device_ids=["cpu"] * 2, micro_batch_size=MICRO_BATCH, buffers="mean"
+    ) as engine:
+        for _ in range(epochs):
+            engine.train()
+            total = 0.0
+            for rows in batches.rest_of_epoch():
+                optimizer.zero_grad()
+                loss = engine.forward_backward(train_images[rows], train_labels[rows], criterion)
+                optimizer.step()
+                scheduler.step()
+                total += loss.item() * len(rows)
+            batches.consumed += len(train_images)
+            losses.append(total / len(train_images))
+            errors.append(test_error(model, test_images, test_labels))
+            if not math.isfinite(total):
+                break
+    return {
+        "recipe": recipe.name,
+        "seed": seed,
+        "updates": batches.steps_per_epoch * len(errors),
+        "rate": recipe.rate(base_lr),
+        "losses": losses,
+        "errors": errors,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int, epochs: int, base_lr: float
+) -> LRScheduler:
+    """A cosine to zero, update by update; before it a gradual warm-up from the base rate."""
+    warmup = WARMUP_EPOCHS * steps if recipe.warmup else 0
+    left = epochs * steps - warmup
+    cosine = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left)))
+    return gradual_warmup(optimizer, warmup, base_lr, cosine) if warmup else cosine
+
+
+def network() -> nn.Module:
+    """Two convolutions and a hidden layer, all with batch normalisation."""
+    return nn.Sequential(
+        *_convolution(1, 8),
+        *_convolution(8, 16),
+        nn.Flatten(),
+        nn.Linear(16 * (SIDE // 4) ** 2, 64, bias=False),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def _convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+
+
+@torch.no_grad()
+def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The share of wrong answers, in percent."""
+    model.eval()
+    right = sum(
+        int((model(some).argmax(1) == truth).sum())
+        for some, truth in zip(images.split(1000), labels.split(1000), strict=True)
+    )
+    return 100 * (1 - right / len(images))
+
+
+@cache
+def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All images to train and to test on, standardised and made smaller, with their labels."""
+    data = load("fashion-mnist", image_size=28)
+    train_images, test_images = (
+        F.adaptive_avg_pool2d(data.standardise(split.images), SIDE)
+        for split in (data.train, data.test)
+    )
+    return train_images, data.train.labels, test_images, data.test.labels

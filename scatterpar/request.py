@@ -1,0 +1,87 @@
+"""What the user asks for, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from scatterpar.scatter import count_rows
+from scatterpar.weights import Count, resolve_reduction
+
+__all__ = ["Request", "check_options"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked of one step."""
+
+    inputs: Any
+    targets: Any
+    criterion: Callable[[Any, Any], Any] | None
+    reduction: str | None
+    count: Count | None
+    scaler: torch.amp.GradScaler | None
+    return_outputs: bool
+    rows: int = 0
+
+    def checked(self, dim: int) -> Self:
+        """The request with its rows counted and its reduction settled, if it makes sense.
+
+        Args:
+            dim: the dimension that holds the rows.
+
+        Raises:
+            TypeError: a criterion or count that cannot be called, a scaler that is none.
+            ValueError: no rows, tensors that disagree in them, no criterion for the targets.
+        """
+        for name, value in (("criterion", self.criterion), ("count", self.count)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {value!r}")
+        if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
+        if self.targets is not None and self.criterion is None and self.count is None:
+            raise ValueError("targets were given without a criterion: pass criterion=")
+        rows = count_rows({"inputs": self.inputs, "targets": self.targets}, dim)
+        reduction = resolve_reduction(self.criterion, self.reduction)
+        return replace(self, rows=rows, reduction=reduction)
+
+
+def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:
+    """Refuse what an engine cannot be made of, in words.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a module that cannot be replicated.
+        ValueError: an argument out of range.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
+    for name, child in module.named_modules():
+        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
+            which = f"the child {name!r}" if name else "the module"
+            raise TypeError(
+                f"{which} was made by torch.compile and runs the code of the original, whatever "
+                f"the replica; use the original, its ._orig_mod"
+            )
+    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
+        if name == "accum" and value == "auto":
+            continue
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            also = ' or "auto"' if name == "accum" else ""
+            raise TypeError(f"{name} must be an int{also}, got {value!r}")
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if micro_batch_size is not None and accum != 1:
+        raise ValueError(
+            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
+            f"cut; pass one of them"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+    if buffers not in ("master", "mean"):
+        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')

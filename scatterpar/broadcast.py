@@ -33,14 +33,15 @@ class PassingReplica:
         self.of = Mirror(survey, self._copies).of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
-        """The buffers that a forward pass wrote or rebound: where the module's are, and values.
+        """The buffers that a forward pass may have changed: where the module's are, and values.
 
         The others are left alone: a graph of the user's own may still need them as they are.
         """
         for module in self._survey.modules.values():
             holder, own = module._buffers, self.of(module)._buffers
             for name in dict.fromkeys([*holder, *own]):
-                if self._is_changed(holder.get(name), own.get(name)):
+                # Batch normalisation writes its statistics behind autograd's back.
+                if module.training or self._is_changed(holder.get(name), own.get(name)):
                     yield holder, name, own.get(name)
 
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -16,46 +15,47 @@ __all__ = ["AUTOCAST_TYPES", "Context"]
 
 AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
+_Entered = contextlib.AbstractContextManager[object]
 
-@dataclass(frozen=True)
+
 class Context:
     """Grad and inference mode, autocast, default device, saved-tensor hooks, context variables.
 
-    Captured where it is made, and entered in another thread.
+    Captured where it is made, and entered in another thread. What is as a new thread has it
+    anyway costs nothing.
     """
 
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
-    autocast: tuple[tuple[str, torch.dtype], ...] = field(
-        default_factory=lambda: tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in AUTOCAST_TYPES
-            if torch.is_autocast_enabled(kind)
-        )
-    )
-    autocast_cache: bool = field(default_factory=torch.is_autocast_cache_enabled)
-    default_device: torch.device = field(default_factory=torch.get_default_device)
-    saved_tensor_hooks: Any = field(
-        default_factory=lambda: torch._C._autograd._top_saved_tensors_default_hooks(True)
-    )
-    variables: contextvars.Context = field(default_factory=contextvars.copy_context)
+    def __init__(self) -> None:
+        self.variables = contextvars.copy_context()
+        self._makers: list[Callable[[torch.device], _Entered]] = []
+        if torch.is_inference_mode_enabled():
+            self._makers.append(_anywhere(torch.inference_mode))
+        elif not torch.is_grad_enabled():
+            self._makers.append(_anywhere(torch.no_grad))
+        for kind in AUTOCAST_TYPES:
+            if torch.is_autocast_enabled(kind):
+                cache = torch.is_autocast_cache_enabled()
+                dtype = torch.get_autocast_dtype(kind)
+                autocast = partial(torch.autocast, kind, dtype, cache_enabled=cache)
+                self._makers.append(_anywhere(autocast))
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            self._makers.append(lambda here: here if here.type == default.type else default)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            self._makers.append(
+                _anywhere(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
+            )
 
     @contextlib.contextmanager
     def entered(self, device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
         """The captured context in this thread, on ``device`` and ``stream``."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(devices.on(device, stream))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache)
-                )
-            if self.default_device.type != "cpu":
-                here = self.default_device.type == device.type
-                stack.enter_context(device if here else self.default_device)
-            if self.saved_tensor_hooks is not None:
-                hooks = torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
-                stack.enter_context(hooks)
+        with devices.on(device, stream), contextlib.ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make(device))
             yield
+
+
+def _anywhere(make: Callable[[], _Entered]) -> Callable[[torch.device], _Entered]:
+    """A maker for whichever device."""
+    return lambda _: make()

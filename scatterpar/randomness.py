@@ -161,21 +161,23 @@ def _thread_aware_default_generator() -> Iterator[None]:
 
 
 _libraries: list[Library] = []
+_key: Any = None
 
 
 def _install_kernels() -> Any:
     """Route the random operators at our key, once per process; the key."""
-    key = torch._C._dispatch_key_parse(_KEY_NAME)
+    global _key
     with _lock:
         if not _libraries:
+            _key = torch._C._dispatch_key_parse(_KEY_NAME)
             fallback = Library("_", "IMPL")
             fallback.fallback(fallthrough_kernel, _KEY_NAME)
             operators = Library("aten", "IMPL")
             for schema in torch._C._jit_get_all_schemas():
                 if schema.name.startswith("aten::") and _takes_generator(schema):
-                    _route(operators, schema, torch._C.DispatchKeySet(key))
+                    _route(operators, schema, torch._C.DispatchKeySet(_key))
             _libraries.extend((fallback, operators))
-    return key
+    return _key
 
 
 def _takes_generator(schema: Any) -> bool:

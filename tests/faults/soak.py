@@ -10,6 +10,7 @@ import gc
 import random
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from faults.subject import batch
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
 
+SECONDS = 10.0
 PLAIN = PLACES["forward, first line"]
 
 
@@ -134,6 +136,15 @@ class Soak:
             if strikes.inside and not any("grad" in path for path in undone):
                 self.record.wrong.append(f"half a step: {undone}")
         self.record.strikes += strikes.inside
+        # Two interrupts in one step give its threads up; they end by themselves.
+        deadline = time.monotonic() + SECONDS
+        while _workers() > 2 * REPLICAS and time.monotonic() < deadline:
+            time.sleep(0.005)
+        trap.activations_alive()
+
+
+def _workers() -> int:
+    return sum(thread.name.startswith("scatterpar-") for thread in threading.enumerate())
 
 
 def soak(

@@ -1,0 +1,114 @@
+"""The training tool under torchrun on this machine, bounded in time, and models for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TESTS = Path(__file__).parents[1]
+LIMIT_SECONDS = 170.0
+TRAIN = ["-m", "scatterpar", "train"]
+
+
+class Small(nn.Module):
+    """Draws random numbers, and has buffers; small enough for a test."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.AvgPool1d(4), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        )
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Any:
+        return self.head(self.body(images))
+
+
+class Slow(Small):
+    """Takes its time, so that a test can interrupt it where it likes."""
+
+    def forward(self, images: Tensor) -> Any:
+        if self.training and len(images) > 1:
+            time.sleep(0.03)
+        return super().forward(images)
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextlib.contextmanager
+def launched(
+    launcher: Sequence[str], tool: Sequence[str], log: Path, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun with ``launcher``'s options, running the tool with its own; gone afterwards."""
+    command = [*prefix, "timeout", "--kill-after=5", str(LIMIT_SECONDS)]
+    command += [sys.executable, "-m", "torch.distributed.run", *launcher, *TRAIN, *tool]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=log.parent
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(40)
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> str:
+    """What was printed, once it has ended well."""
+    code = process.wait(LIMIT_SECONDS + 10)
+    printed = log.read_text(errors="replace")
+    assert code == 0, printed
+    return printed
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    """The step records, as far as they are written."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["kind"] == "step"]
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Every leaf of a checkpoint, by its place."""
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        return {name: value}
+    return {k: v for key, part in parts for k, v in flat(part, f"{name}/{key}").items()}
+
+
+def differences(one: Path, other: Path, ignored: Sequence[str] = ("/job",)) -> list[str]:
+    """The places where the final checkpoints of two runs differ by a bit."""
+    first, second = (
+        flat(torch.load(out / "checkpoint.pt", weights_only=True)) for out in (one, other)
+    )
+    assert first.keys() == second.keys()
+    return [
+        name
+        for name, value in first.items()
+        if name not in ignored
+        and not (
+            torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
+        )
+    ]

@@ -1,0 +1,182 @@
+"""The replicas run side by side, each in the caller's whole context."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_gradients, gradients, randint, randn
+from pair.common import Pair
+from torch import nn
+
+from scatterpar import DataParallelCriterion, DataParallelModel
+
+BATCH = randn(8, FEATURES), randint(CLASSES, 8)
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+def test_replicas_run_at_the_same_time(placed, part):
+    """Each waits for all the others: one after the other, they would never come to an end."""
+    barrier = threading.Barrier(4, timeout=20)
+
+    class Meets(nn.Module):
+        def forward(self, output, targets=None):
+            barrier.wait()
+            return output if targets is None else output.mean()
+
+    model = DataParallelModel(Meets() if part == "model" else nn.Identity(), placed(4))
+    outputs = model(BATCH[0])
+    if part == "criterion":
+        loss = DataParallelCriterion(Meets(), placed(4))(outputs, BATCH[1])
+        assert_close(loss, BATCH[0].mean(), "loss")
+    assert len(outputs) == 4
+
+
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.question, self.answers = question, Answers()
+
+    def forward(self, output, targets=None):
+        self.answers.found.append(self.question())
+        return output if targets is None else output.mean()
+
+
+class Answers:
+    """Shared by the replicas, as any object that nobody can look into."""
+
+    def __init__(self):
+        self.found = []
+
+
+def ask(question, device_ids):
+    model, criterion = Asks(question), Asks(question)
+    outputs = DataParallelModel(model, device_ids)(BATCH[0])
+    DataParallelCriterion(criterion, device_ids)(outputs, BATCH[1])
+    assert len(model.answers.found) == len(criterion.answers.found) == 3
+    return [*model.answers.found, *criterion.answers.found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+def test_autocast_and_its_dtype(placed, dtype):
+    """A thread starts without autocast, and with its default dtype."""
+
+    def question():
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    with torch.autocast("cpu", dtype=dtype):
+        assert ask(question, placed(3)) == [(True, dtype)] * 6
+    assert ask(question, placed(3)) == [(False, torch.bfloat16)] * 6
+
+
+def test_autocast_trains_as_on_one_device(placed):
+    model = mlp().float()
+    twin = copy.deepcopy(model)
+    inputs = BATCH[0].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = nn.CrossEntropyLoss()(twin(inputs), BATCH[1])
+        pair = Pair(model, nn.CrossEntropyLoss(), placed(3))
+        outputs = pair.model(inputs)
+        loss = pair.criterion(outputs, BATCH[1])
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    expected.backward()
+    loss.backward()
+    assert_close(loss.detach(), expected.detach(), "loss", 1e-2)
+    assert_gradients(model, gradients(twin), 2e-2)
+
+
+def test_no_grad_builds_no_graph(placed):
+    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(3))
+    with torch.no_grad():
+        outputs = pair.model(BATCH[0])
+        loss = pair.criterion(outputs, BATCH[1])
+    assert not any(output.requires_grad for output in outputs)
+    assert not loss.requires_grad
+    assert ask(torch.is_grad_enabled, placed(3)) == [True] * 6
+
+
+def test_inference_mode(placed):
+    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(3))
+    expected = nn.CrossEntropyLoss()(pair.module(BATCH[0]), BATCH[1]).detach()
+    with torch.inference_mode():
+        outputs = pair.model(BATCH[0])
+        loss = pair.criterion(outputs, BATCH[1])
+        assert ask(torch.is_inference_mode_enabled, placed(3)) == [True] * 6
+    assert all(output.is_inference() for output in outputs)
+    assert_close(loss, expected, "loss")
+    pair.check(*BATCH)
+
+
+def test_saved_tensor_hooks_see_the_replicas_activations(placed):
+    packed = []
+    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(4))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        loss = pair.loss(*BATCH)
+    assert sum(1 for tensor in packed if tensor.shape == (2, FEATURES)) >= 4
+    loss.backward()
+
+
+def test_eval_and_train_reach_the_replicas(placed):
+    model = nn.Sequential(mlp(), nn.Dropout(1.0))
+    pair = DataParallelModel(model, placed(3))
+    pair.eval()
+    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
+    pair.train()
+    model[1].p = 0.0
+    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
+    model[1].eval()
+    model[1].p = 1.0
+    assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
+
+
+def test_threads_last_as_long_as_the_pair(placed):
+    before = set(threading.enumerate())
+    names = []
+
+    class Who(nn.Module):
+        def forward(self, inputs):
+            names.append(threading.current_thread().ident)
+            return inputs
+
+    pair = DataParallelModel(Who(), placed(3))
+    assert set(threading.enumerate()) == before, "no thread before the first call"
+    for _ in range(4):
+        pair(BATCH[0])
+    assert len(set(names)) == 3, "the same threads in every call"
+    del pair
+    gc.collect()
+    assert set(threading.enumerate()) == before
+
+
+def test_nothing_of_a_forward_survives_its_outputs(placed):
+    """Replicas are not kept, and go with the graph, without waiting for the collector."""
+    alive = []
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs):
+            alive.append(weakref.ref(self))
+            output = self.net(inputs)
+            alive.append(weakref.ref(output))
+            return output
+
+    pair = Pair(Remembers(), nn.CrossEntropyLoss(), placed(3))
+    gc.collect()
+    gc.disable()
+    try:
+        loss = pair.loss(*BATCH)
+        assert len(alive) == 6
+        loss.backward()
+        del loss
+        assert [reference() for reference in alive] == [None] * 6
+    finally:
+        gc.enable()

@@ -1,0 +1,152 @@
+"""How the replicas' losses become the whole batch's: what ancestors got wrong, and its edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, build, randint, randn
+from pair.common import Pair, assert_pair
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import DataParallelCriterion, DataParallelModel
+
+INPUTS = randn(9, FEATURES)
+
+
+def test_uneven_shares_are_no_mean_of_means(placed):
+    outputs = (torch.zeros(3, 1), torch.zeros(2, 1))
+    targets = torch.tensor([[1.0], [1.0], [1.0], [2.0], [2.0]])
+    assert DataParallelCriterion(nn.L1Loss(), placed(2))(outputs, targets) == pytest.approx(1.4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_last_batches_of_a_few_rows(placed, rows):
+    """One share is left, and later two: its targets must be there, and be its own."""
+    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(4))
+    pair.check(INPUTS, randint(CLASSES, 9))
+    pair.check(INPUTS[:rows], randint(CLASSES, rows))
+
+
+def test_the_criterion_gets_each_output_with_its_own_targets(placed):
+    seen = []
+
+    def criterion(output, targets):
+        seen.append((output[:, 0].tolist(), targets.tolist()))
+        return output.mean()
+
+    outputs = DataParallelModel(nn.Identity(), placed(4))(torch.arange(9.0)[:, None])
+    DataParallelCriterion(criterion, placed(4))(outputs, torch.arange(9))
+    assert sorted(seen) == [(list(map(float, rows)), rows) for _, rows in sorted(seen)]
+    assert sorted(rows for _, rows in seen) == [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+def test_the_criterion_finds_its_devices_in_the_outputs():
+    model = mlp()
+    targets = randint(CLASSES, 9)
+    outputs = DataParallelModel(model, ["cpu"] * 4)(INPUTS)
+    loss = DataParallelCriterion(cross_entropy)(outputs, targets)
+    assert_close(loss, cross_entropy(model(INPUTS), targets), "loss")
+
+
+@pytest.mark.parametrize("share", [slice(0, 3), slice(3, 5), slice(7, 9)])
+def test_a_share_that_is_all_ignored_adds_nothing(placed, share):
+    """Its own mean is 0 / 0: weight zero takes out even NaN, from the gradients too."""
+    targets = randint(CLASSES, 9)
+    targets[share] = -100
+    loss = assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(), placed(4))
+    assert torch.isfinite(loss)
+    counted = assert_pair(
+        mlp(), INPUTS, targets, cross_entropy, placed(4), count=lambda _, t: (t != -100).sum()
+    )
+    assert_close(counted, loss, "loss")
+
+
+def test_a_batch_that_is_all_ignored_is_no_nan(placed):
+    model = mlp()
+    pair = Pair(model, nn.CrossEntropyLoss(), placed(4))
+    loss = pair.loss(INPUTS, torch.full((9,), -100))
+    assert loss.item() == 0
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        assert not pair.loss(INPUTS, torch.full((9,), -100)).requires_grad
+
+
+def test_class_weights_of_zero_take_out_a_share(placed):
+    weight = torch.tensor([0.0, 1.0, 2.0, 0.5]).double()
+    targets = torch.tensor([0, 0, 0, 1, 2, 3, 0, 1, 1])
+    assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(weight=weight), placed(4))
+
+
+def test_nested_targets(placed):
+    def criterion(output, targets):
+        classes, (soft,) = targets["classes"], targets["soft"]
+        return cross_entropy(output, classes) + targets["factor"] * cross_entropy(output, soft)
+
+    targets = {
+        "classes": randint(CLASSES, 9),
+        "soft": (randn(9, CLASSES).softmax(1),),
+        "factor": torch.tensor(0.5).double(),
+        "names": "not a tensor",
+    }
+    assert_pair(mlp(), INPUTS, targets, criterion, placed(4))
+
+
+@pytest.mark.parametrize("target", [1.0, torch.tensor(1.0).double(), None])
+def test_targets_without_rows_go_to_every_replica(placed, target):
+    """One label for all, as a discriminator gets: the rows are those of the outputs."""
+
+    def criterion(output, target):
+        return (output - (1.0 if target is None else target)).square().mean()
+
+    assert_pair(mlp(), INPUTS, target, criterion, placed(4))
+
+
+def test_several_outputs_reach_the_criterion_together(placed):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs):
+            output = self.net(inputs)
+            return {"main": output, "side": [output * 2]}
+
+    def criterion(outputs, targets):
+        side = cross_entropy(outputs["side"][0], targets)
+        return cross_entropy(outputs["main"], targets) + 0.4 * side
+
+    assert_pair(build(Two), INPUTS, randint(CLASSES, 9), criterion, placed(4))
+
+
+def test_losses_that_the_module_computes(placed):
+    """The outputs are 0-dim losses; the criterion picks them up."""
+
+    class Lossy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, inputs, labels):
+            return {"loss": cross_entropy(self.net(inputs), labels)}
+
+    labels = randint(CLASSES, 9)
+    assert_pair(
+        build(Lossy), (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4)
+    )
+
+
+def test_more_outputs_than_before_are_no_problem():
+    criterion = DataParallelCriterion(nn.MSELoss())
+    for replicas in (1, 2, 4, 3):
+        outputs = DataParallelModel(nn.Identity(), ["cpu"] * replicas)(INPUTS)
+        assert_close(criterion(outputs, INPUTS + 1), torch.ones(()).double(), "loss")
+
+
+def test_the_loss_has_the_criterion_s_dtype(placed):
+    outputs = (torch.ones(3, 2).half(), torch.zeros(2, 2).half())
+    loss = DataParallelCriterion(nn.MSELoss(), placed(2))(outputs, torch.zeros(5, 2).half())
+    assert loss.dtype == torch.half
+    assert loss.item() == pytest.approx(0.6, abs=1e-3)

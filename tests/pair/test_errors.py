@@ -1,0 +1,242 @@
+"""Errors: the user's own as they are, with where they happened; ours with numbers and a way out."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import randint, randn
+from pair.common import Pair
+from torch import nn
+
+from scatterpar import DataParallelCriterion, DataParallelModel
+
+INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+class Unusual(Exception):
+    """Cannot be made from a message alone, as torch's own ``parallel_apply`` would."""
+
+    def __init__(self, code, reason):
+        super().__init__(code, reason)
+        self.code = code
+
+
+class Fails(nn.Module):
+    """Fails for the shares that start with some rows."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        self.rows, self.raised = {float(INPUTS[row, 0]): row for row in rows}, Raised()
+
+    def forward(self, output, targets=None):
+        if float(output.flatten()[0]) in self.rows:
+            self.fail()
+        return output if targets is None else output.mean()
+
+    def fail(self):
+        error = Unusual(42, "a reason")
+        self.raised.errors.append(error)
+        raise error
+
+
+class Raised:
+    def __init__(self):
+        self.errors = []
+
+
+def run(part, module, device_ids):
+    if part == "model":
+        return DataParallelModel(module, device_ids)(INPUTS)
+    outputs = DataParallelModel(nn.Identity(), device_ids)(INPUTS)
+    return DataParallelCriterion(module, device_ids)(outputs, TARGETS)
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+@pytest.mark.parametrize(("replicas", "row", "replica"), [(4, 5, 2), (4, 0, 0), (1, 0, 0)])
+def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas, row, replica):
+    module = Fails(row)
+    devices = placed(replicas)
+    with pytest.raises(Unusual) as caught:
+        run(part, module, devices)
+    assert caught.value is module.raised.errors[0]
+    assert caught.value.code == 42
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-2:] == ["forward", "fail"]
+    assert caught.value.__notes__[0].startswith(f"in replica {replica} on {devices[replica]}")
+
+
+def test_the_lowest_replica_s_error_and_a_note_of_the_others(placed):
+    module = Fails(3, 7)
+    with pytest.raises(Unusual) as caught:
+        run("model", module, placed(4))
+    assert caught.value.__notes__[0].startswith("in replica 1 on ")
+    assert len(caught.value.__notes__) == 1 or "replica 3 failed too" in caught.value.__notes__[1]
+
+
+def test_the_next_call_works(placed):
+    model = Fails(5)
+    pair = Pair(model, nn.L1Loss(), placed(4))
+    with pytest.raises(Unusual):
+        pair.model(INPUTS)
+    model.rows.clear()
+    assert len(pair.model(INPUTS)) == 4
+
+
+@pytest.mark.parametrize("given", [torch.zeros(9, CLASSES), {"a": torch.zeros(3)}, None])
+def test_outputs_that_are_no_tuple(placed, given):
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(3))
+    name = type(given).__name__
+    words = rf"outputs must be the tuple that DataParallelModel returns, .* got {name}$"
+    with pytest.raises(TypeError, match=words):
+        criterion(given, TARGETS)
+
+
+def test_outputs_without_tensors(placed):
+    with pytest.raises(TypeError, match="output 1 has no tensor in it: got str"):
+        DataParallelCriterion(nn.L1Loss(), placed(2))((torch.zeros(2), "text"), torch.zeros(3))
+
+
+def test_another_number_of_shares(placed):
+    outputs = DataParallelModel(mlp(), placed(4))(INPUTS)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(4))
+    with pytest.raises(ValueError, match=r"outputs have 3 shares, but 9 rows .* 4 devices make 4"):
+        criterion(outputs[:3], TARGETS)
+    with pytest.raises(ValueError, match=r"outputs have 4 shares, but 3 rows .* 4 devices make 3"):
+        criterion(outputs, TARGETS[:3])
+    with pytest.raises(ValueError, match="outputs have 0 shares, but 9 rows"):
+        criterion((), TARGETS)
+    with pytest.raises(ValueError, match=r"outputs have 0 shares.* 0 devices make 0"):
+        DataParallelCriterion(nn.CrossEntropyLoss())((), TARGETS)
+
+
+def test_another_number_of_rows(placed):
+    outputs = DataParallelModel(mlp(), placed(4))(INPUTS)
+    for criterion in (
+        DataParallelCriterion(nn.CrossEntropyLoss(), placed(4)),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"output 1 has 2 rows along dim=0, but .* targets has 3: .*one\s+batch"
+        ):
+            criterion(outputs, randint(CLASSES, 11))
+        with pytest.raises(ValueError, match=r"output 0 has 2 rows .* its share .* has 3"):
+            criterion(outputs[::-1], TARGETS)
+
+
+def test_targets_that_disagree_or_are_empty(placed):
+    outputs = DataParallelModel(mlp(), placed(2))(INPUTS)
+    criterion = DataParallelCriterion(lambda o, t: o.mean(), placed(2))
+    with pytest.raises(ValueError, match=r"disagrees in its rows along dim=0: targets with 9 .* 8"):
+        criterion(outputs, (TARGETS, TARGETS[:8]))
+    with pytest.raises(ValueError, match=r"the batch is empty: targets with 0"):
+        criterion(outputs, TARGETS[:0])
+
+
+def test_outputs_on_another_device_than_device_ids():
+    outputs = (torch.zeros(3, 2, device="meta"), torch.zeros(2, 2, device="meta"))
+    words = r"output 0 is on meta, but device_ids\[0\] is cpu:0; give the criterion the model's"
+    with pytest.raises(ValueError, match=words):
+        DataParallelCriterion(nn.MSELoss(), ["cpu:0", "cpu:1"])(outputs, torch.zeros(5, 2))
+
+
+def test_inputs_without_rows_or_that_disagree(placed):
+    model = DataParallelModel(mlp(), placed(2))
+    with pytest.raises(ValueError, match=r"the batch is empty: inputs with 0"):
+        model(INPUTS[:0])
+    with pytest.raises(ValueError, match=r"disagrees in its rows .* keyword inputs with 4"):
+        model(INPUTS, mask=torch.zeros(4))
+    with pytest.raises(ValueError, match="the batch has no tensor with rows"):
+        model(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="the batch has no tensor with rows"):
+        model()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "error", "words"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), ValueError, r'reduction="none" gives one loss per'),
+        (lambda o, t: o, ValueError, r"the criterion must give a 0-dim loss, got shape \(\d, 4\)"),
+        (lambda o, t: 1.0, TypeError, r"the criterion must give the loss as a 0-dim .* got float"),
+    ],
+)
+def test_losses_that_are_none(placed, criterion, error, words):
+    outputs = DataParallelModel(mlp(), placed(3))(INPUTS)
+    with pytest.raises(error, match=words):
+        DataParallelCriterion(criterion, placed(3))(outputs, TARGETS)
+
+
+def test_unknown_reductions_and_counts(placed):
+    outputs = DataParallelModel(mlp(), placed(3))(INPUTS)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(3))
+    with pytest.raises(ValueError, match="reduction must be"):
+        criterion(outputs, TARGETS, reduction="median")
+    with pytest.raises(TypeError, match="count must return a number or a 0-dim tensor"):
+        criterion(outputs, TARGETS, count=lambda o, t: "many")
+    with pytest.raises(ValueError, match="not negative"):
+        criterion(outputs, TARGETS, count=lambda o, t: -1)
+
+
+def test_constructors():
+    with pytest.raises(TypeError, match="module must be an nn.Module, got function"):
+        DataParallelModel(lambda x: x)
+    with pytest.raises(TypeError, match="criterion must be callable, got str"):
+        DataParallelCriterion("mse")
+    with pytest.raises(TypeError, match="device_ids must be a list"):
+        DataParallelModel(mlp(), "cpu")
+    with pytest.raises(ValueError, match="device_ids is empty"):
+        DataParallelCriterion(nn.MSELoss(), [])
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"its parameter '1.weight' is on meta"):
+        DataParallelModel(model, ["cpu"])
+
+
+@pytest.mark.parametrize("part", ["model", "criterion"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replicas):
+    class Again(nn.Module):
+        def forward(self, output, targets=None):
+            if targets is None:
+                return wrapper[0](output)
+            return wrapper[0]((output,), targets)
+
+    kind = DataParallelModel if part == "model" else DataParallelCriterion
+    wrapper = [kind(Again(), placed(replicas))]
+    outputs = DataParallelModel(nn.Identity(), placed(replicas))(INPUTS)
+    words = rf"this {kind.__name__} is in the middle of a step: another cannot start from inside"
+    with pytest.raises(RuntimeError, match=words):
+        wrapper[0](INPUTS) if part == "model" else wrapper[0](outputs, TARGETS)
+    wrapper.clear()
+
+
+def test_a_call_from_another_thread_meanwhile(placed):
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    class Waits(nn.Module):
+        def forward(self, inputs):
+            inside.set()
+            assert done.wait(20)
+            return inputs
+
+    pair = DataParallelModel(Waits(), placed(2))
+
+    def first():
+        found.append(pair(INPUTS))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(RuntimeError, match="nor from a second thread"):
+        pair(INPUTS)
+    done.set()
+    thread.join()
+    assert len(found[0]) == 2
+
+
+def test_a_lazy_module_that_was_never_called(placed):
+    model = DataParallelModel(nn.LazyLinear(3), placed(2))
+    with pytest.raises(RuntimeError, match="uninitialised lazy parameter, 'weight': call the"):
+        model(INPUTS)

@@ -1,0 +1,154 @@
+"""On virtual devices, no operation mixes tensors of two memories, in backward neither.
+
+Replicas run in workers of their own, but ``backward()`` is the user's and runs in the
+caller's thread: there each operation must be in one memory too, and the gradient must cross
+where the parameters crossed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers.isolation import MixedMemories, guarded
+from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.oracle import assert_close, assert_gradients, build, randint, randn
+from helpers.weighted import CASES
+from helpers.zoo import MODELS
+from pair.common import Pair, plain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import DataParallelCriterion, DataParallelModel
+
+VIRTUAL = [f"cpu:{i}" for i in range(4)]
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+@contextlib.contextmanager
+def apart(monkeypatch, *modules):
+    """The guard, with the parameters' gradients on the master."""
+    with guarded(monkeypatch, *modules) as memories:
+        yield memories
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    assert memories.owner(parameter.grad) == torch.device("cpu:0")
+
+
+def check(monkeypatch, model, inputs, targets, criterion, device_ids=VIRTUAL, **options):
+    expected_loss, expected = plain(model, inputs, targets, criterion)
+    pair = Pair(model, criterion, device_ids)
+    modules = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
+    with apart(monkeypatch, *modules) as memories:
+        for _ in range(2):
+            model.zero_grad()
+            outputs = pair.model(inputs)
+            assert [memories.owner(output) for output in outputs] == [
+                torch.device(device) for device in device_ids
+            ]
+            loss = pair.criterion(outputs, targets, **options)
+            assert memories.owner(loss) == torch.device("cpu:0"), "the loss is on the master"
+            loss.backward()
+    assert_close(loss.detach(), expected_loss, "loss")
+    assert_gradients(model, expected)
+    assert set(memories.checked) == {torch.device(device) for device in device_ids}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "weight norm, old"])
+def test_models(monkeypatch, name):
+    check(monkeypatch, build(MODELS[name]), *BATCH, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses(monkeypatch, case):
+    check(monkeypatch, mlp(), BATCH[0], CASES[case].targets(9), CASES[case].criterion())
+
+
+def test_replicas_that_share_some_memories(monkeypatch):
+    devices = ["cpu:0", "cpu:2", "cpu:2", "cpu:0"]
+    check(monkeypatch, mlp(), *BATCH, nn.CrossEntropyLoss(), devices)
+
+
+def test_count_works_where_its_share_is(monkeypatch):
+    def count(output, targets):
+        return (output.argmax(1) * 0 + (targets >= 0)).sum()
+
+    check(monkeypatch, mlp(), *BATCH, nn.functional.cross_entropy, count=count)
+
+
+def test_sparse_gradients(monkeypatch):
+    model = build(token_classifier)
+    model.embedding.sparse = True
+    ids, targets = randint(11, 9, 3), randint(CLASSES, 9, 3)
+    check(monkeypatch, model, ids, targets, nn.CrossEntropyLoss())
+
+
+def test_parameters_of_the_criterion(monkeypatch):
+    criterion = build(lambda: nn.Linear(CLASSES, 1), seed=3)
+    criterion.register_buffer("offset", torch.ones(1).double())
+    criterion.forward = Projected(criterion)
+    check(monkeypatch, mlp(), BATCH[0], randn(9, 1), criterion.forward.loss)
+    assert criterion.weight.grad is not None
+
+
+class Projected(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.offset = layer.weight, layer.offset
+
+    def loss(self, output, targets):
+        return (output @ self.weight.T + self.offset - targets).square().mean()
+
+
+def test_batch_statistics(monkeypatch):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6)))
+    twin = copy.deepcopy(model)
+    twin(BATCH[0][:3])
+    pair = DataParallelModel(model, VIRTUAL)
+    with apart(monkeypatch, model) as memories:
+        sum_on_master(pair(BATCH[0])).backward()
+        assert memories.owner(model[1].running_mean) == torch.device("cpu:0")
+    assert_close(model[1].running_mean, twin[1].running_mean, "mean")
+
+
+def sum_on_master(outputs):
+    criterion = DataParallelCriterion(lambda o, t: o.square().sum(), VIRTUAL)
+    return criterion(outputs, torch.zeros(9), reduction="sum")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(monkeypatch, use_reentrant):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES)
+
+        def forward(self, inputs):
+            inputs = inputs + self.second.bias.sum() * 0  # the reentrant variant needs a gradient
+            hidden = checkpoint(lambda h: self.first(h).tanh(), inputs, use_reentrant=use_reentrant)
+            return self.second(hidden)
+
+    check(monkeypatch, build(Block), *BATCH, nn.CrossEntropyLoss())
+
+
+def test_the_gradient_of_the_inputs_comes_back(monkeypatch):
+    model, twin = mlp(), mlp()
+    inputs, same = (BATCH[0].clone().requires_grad_() for _ in range(2))
+    twin(same).square().sum().backward()
+    pair = DataParallelModel(model, VIRTUAL)
+    with apart(monkeypatch, model) as memories:
+        sum_on_master(pair(inputs)).backward()
+        assert memories.owner(inputs.grad) in (None, torch.device("cpu:0"), torch.device("cpu"))
+    assert_close(inputs.grad, same.grad, "inputs")
+
+
+def test_the_guard_can_fail(monkeypatch):
+    """A criterion without ``device_ids`` takes virtual devices for one: targets do not cross."""
+    pair = DataParallelModel(mlp(), VIRTUAL)
+    targets = BATCH[1].clone()
+    with apart(monkeypatch, pair.module) as memories, pytest.raises(MixedMemories):
+        memories.claim(targets, torch.device("cpu:0"))
+        DataParallelCriterion(nn.CrossEntropyLoss())(pair(BATCH[0]), targets)

@@ -1,0 +1,273 @@
+"""Checkpoints: whole or the one before, and runs that go on from them bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.gang import gang
+from helpers.torchrun import Small, differences, environment, flat, steps
+from torch import nn
+
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.train.checkpoint import FILE, Progress, collect, load, restore, save
+from scatterpar.train.cli import main
+from scatterpar.train.data import make_dataset
+from scatterpar.train.errors import UsageError
+from scatterpar.train.loop import Batches, Training, evaluate, train_epoch
+from scatterpar.train.machines import Machines
+from scatterpar.train.split import Split
+from scatterpar.train.wire import from_bytes, to_bytes
+
+pytestmark = pytest.mark.draws
+
+VALUES = [
+    None,
+    {"a": (1, 2.5, -0.0), 3: [True, None, "ü"], "": {}},
+    float("inf"),
+    torch.tensor(1.5, dtype=torch.bfloat16),
+    (torch.zeros(0, 3), torch.arange(6).view(2, 3).t(), torch.tensor([1j, 2.0])),
+    {"flags": torch.tensor([True, False]), "fp8": torch.ones(3).to(torch.float8_e4m3fn)},
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_goes_over_the_wire_comes_back(value):
+    back = from_bytes(to_bytes(value))
+    first, second = flat(value), flat(back)
+    assert type(back) is type(value)
+    assert first.keys() == second.keys()
+    for name, one in first.items():
+        if isinstance(one, torch.Tensor):
+            assert second[name].dtype == one.dtype
+            assert torch.equal(
+                second[name].float() if one.itemsize == 1 else second[name],
+                one.float() if one.itemsize == 1 else one,
+            )
+        else:
+            assert repr(second[name]) == repr(one)
+
+
+def test_what_is_no_data_is_not_sent():
+    with pytest.raises(TypeError, match="a set cannot be sent to another machine"):
+        to_bytes({"a": {1, 2}})
+
+
+KILLED = {
+    "while writing": "os.fsync = die",
+    "before the name changes": "os.replace = die",
+    "with half the file": "torch.save = lambda s, f: (f.write(b'PK' * 999), f.flush(), die())",
+}
+
+
+@pytest.mark.parametrize("when", KILLED)
+def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
+    path = tmp_path / FILE
+    save(path, {"format": 1, "number": torch.tensor(1)})
+    code = (
+        "import os, signal, sys, torch; from pathlib import Path\n"
+        "from scatterpar.train.checkpoint import save\n"
+        "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{KILLED[when]}\n"
+        "save(Path(sys.argv[1]), {'format': 1, 'number': torch.tensor(2)})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], timeout=60, env=environment(), check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert load(path)["number"] == 1
+    save(path, {"format": 1, "number": torch.tensor(3)})
+    assert load(path)["number"] == 3
+    assert os.listdir(tmp_path) == [FILE]
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_a_file_that_would_execute_something_is_refused(tmp_path, capsys):
+    path = tmp_path / FILE
+    torch.save({"format": 1, "model": Evil()}, path)
+    with pytest.raises(UsageError, match=r"checkpoint.pt is not a checkpoint that can be read: "):
+        load(path)
+    path.write_bytes(b"torn")
+    with pytest.raises(UsageError, match="is not a checkpoint that can be read"):
+        load(path)
+    torch.save({"weights": torch.zeros(1)}, path)
+    with pytest.raises(UsageError, match="is not a checkpoint of this version"):
+        load(path)
+    assert "executed" not in capsys.readouterr().out
+
+
+def toy_data(rows=10):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (rows, 1, 2, 2), generator=generator, dtype=torch.uint8)
+    split = Split(images, torch.arange(rows) % 2)
+    return make_dataset("toy", split, split)
+
+
+def toy_training(machines, seed, dropout=0.3):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Dropout(dropout), nn.Linear(6, 2))
+    engine = ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"], process_group=machines.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    batches = Batches(10, 4, seed=3)
+    return Training(engine, optimizer, scheduler, batches, machines, scaler)
+
+
+def train_steps(training, number):
+    data, losses = toy_data(), []
+    while True:
+        for report, _ in train_epoch(training, data, nn.CrossEntropyLoss()):
+            losses.append(report.loss)
+            if len(losses) == number:
+                return losses
+
+
+def interrupted_and_not(group, tmp_path):
+    """Seven steps at once, and two parts with a checkpoint in between."""
+    machines = Machines(group)
+    whole = toy_training(machines, seed=1)
+    expected = train_steps(whole, 7)
+    first = toy_training(machines, seed=1)
+    losses = train_steps(first, 4)
+    state = collect(first, Progress(4, 0.25, 0.5), {"seed": 1}, None)
+    if machines.is_first:
+        save(tmp_path / FILE, state)
+    state = machines.from_rank(0, load(tmp_path / FILE) if machines.is_first else None)
+    second = toy_training(machines, seed=2)
+    assert restore(state, second) == Progress(4, 0.25, 0.5)
+    losses += train_steps(second, 3)
+    ends = [collect(t, Progress(), {}, None) for t in (whole, second)]
+    for training in (whole, first, second):
+        training.engine.close()
+    return expected, losses, ends
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_everything_goes_on_bit_for_bit(tmp_path, size):
+    for expected, losses, ends in gang()(size, interrupted_and_not, tmp_path):
+        assert losses == expected
+        whole, second = map(flat, ends)
+        assert whole.keys() == second.keys()
+        for name, value in whole.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(second[name], value), name
+        assert whole["/scaler/scale"] > 64
+        assert whole["/consumed"] == 24
+
+
+def go_on(group, state, number):
+    """The rows used, the losses, and the state at the end."""
+    training = toy_training(Machines(group), seed=5, dropout=0.0)
+    if state is not None:
+        restore(state, training)
+    used, share = [], training.machines.share
+    training.machines.share = lambda rows: (used.extend(share(rows).tolist()), share(rows))[1]
+    losses = train_steps(training, number)
+    state = collect(training, Progress(), {}, None)
+    training.engine.close()
+    return used, losses, state
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 3), (3, 1)])
+def test_a_run_goes_on_with_other_machines_with_every_sample_once(before, after):
+    """Ten rows in batches of 4, 4 and 2: fewer than three ranks, so one has none of them."""
+    whole = gang()(1, go_on, None, 6)[0]
+    first = gang()(before, go_on, None, 2)
+    second = gang()(after, go_on, first[0][2], 4)
+    rows = [row for found in (*first, *second) for row in found[0]]
+    assert sorted(rows) == sorted([*range(10), *range(10)])
+    assert [*first[0][1], *second[0][1]] == pytest.approx(whole[1], rel=1e-4)
+    for name, value in whole[2]["model"].items():
+        for found in second:
+            torch.testing.assert_close(found[2]["model"][name], value, rtol=1e-3, atol=1e-4)
+
+
+def shared_evaluation(group):
+    machines = Machines(group)
+    training = toy_training(machines, seed=1)
+    data = toy_data()
+    found = evaluate(training.engine, data, data.test, 4, nn.CrossEntropyLoss(), machines)
+    training.engine.close()
+    return found
+
+
+def test_ranks_share_the_evaluation():
+    (alone,) = gang()(1, shared_evaluation)
+    for found in gang()(3, shared_evaluation):
+        assert found == pytest.approx(alone, rel=1e-6)
+
+
+class Fragile(Small):
+    """Fails in one of its steps, as often as it gets there."""
+
+    fails_at = None
+
+    def forward(self, images):
+        if self.training and int(self.body[3].num_batches_tracked) == Fragile.fails_at:
+            raise RuntimeError("the power is gone")
+        return super().forward(images)
+
+
+ARGUMENTS = [
+    *("--model", "test_train_checkpoints:Fragile", "--batch", "1024", "--epochs", "2"),
+    *("--devices", "cpu", "--accum", "1", "--checkpoint-every", "3"),
+]
+
+
+def losses(out):
+    return [(record["step"], record["epoch"], record["loss"]) for record in steps(out)]
+
+
+def test_a_run_that_failed_is_resumed_bit_for_bit(tmp_path, capsys, monkeypatch):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*ARGUMENTS, "--out", str(whole)]) == 0
+    for fails_at in (4, 11):
+        monkeypatch.setattr(Fragile, "fails_at", fails_at)
+        resume = ["--resume"] if fails_at == 11 else []
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            main([*ARGUMENTS, "--out", str(parts), *resume])
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # cut off as by a kill
+    monkeypatch.setattr(Fragile, "fails_at", None)
+    capsys.readouterr()
+    assert main([*ARGUMENTS, "--out", str(parts), "--resume", "--accum", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "resumed after 9 steps, 9,216 images" in printed
+    assert "finished after 2 of 2 epochs, 16 steps" in printed
+    assert differences(whole, parts) == []
+    assert losses(parts) == losses(whole)
+    kinds = [json.loads(s)["kind"] for s in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["run", *["step"] * 8, "epoch", *["step"] * 8, "epoch", "summary"]
+    epochs = [
+        [
+            r["train_loss"]
+            for r in map(json.loads, (out / "metrics.jsonl").open())
+            if r["kind"] == "epoch"
+        ]
+        for out in (whole, parts)
+    ]
+    assert epochs[0] == epochs[1]
+    words = r"there is a .*checkpoint.pt: --resume goes on from it, another --out starts anew"
+    assert main([*ARGUMENTS, "--out", str(parts)]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert main([*ARGUMENTS, "--out", str(parts), "--resume", "--seed", "1"]) == 2
+    assert "is of a run with --seed 0, not 1" in capsys.readouterr().err
+    assert losses(parts) == losses(whole)
+
+
+def test_there_must_be_something_to_resume(tmp_path, capsys):
+    assert main([*ARGUMENTS, "--out", str(tmp_path), "--resume"]) == 2
+    assert re.search(r"error: --resume: there is no .*checkpoint.pt", capsys.readouterr().err)

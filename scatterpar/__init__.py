@@ -3,6 +3,12 @@
 from scatterpar.balanced import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.plan import Plan, Share
+from scatterpar.recipe import (
+    gradual_warmup,
+    linear_scaled_lr,
+    weight_decay_groups,
+    zero_init_residual,
+)
 from scatterpar.report import StepReport
 
 __all__ = [
@@ -13,6 +19,10 @@ __all__ = [
     "Share",
     "StepReport",
     "gather",
+    "gradual_warmup",
+    "linear_scaled_lr",
+    "weight_decay_groups",
+    "zero_init_residual",
 ]
 
 __version__ = "0.1.0"

@@ -80,8 +80,13 @@ class DataParallelModel(Wrapper):
                 along ``dim``; 0-dim tensors and everything else go to every replica.
             kwargs: its keyword arguments, likewise.
 
+        Returns:
+            The outputs, with buffers as replica 0 left them in the module. Inputs that
+            require grad, and the module's parameters, get their gradients by ``backward()``.
+
         Raises:
             ValueError: no rows, or tensors that disagree in them.
+            RuntimeError: a call from inside another, or a lazy module never called before.
 
             What the module raises arrives as it is, with a note of the replica.
         """
@@ -104,6 +109,10 @@ class DataParallelCriterion(Wrapper):
             module's parameters and buffers are replicated, and trained, like the model's.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
+
+    Raises:
+        TypeError: a criterion that cannot be called, ``device_ids`` no list.
+        ValueError: a device that is not here.
 
     Example:
         >>> criterion = DataParallelCriterion(nn.MSELoss())
@@ -141,6 +150,7 @@ class DataParallelCriterion(Wrapper):
         Args:
             outputs: what ``DataParallelModel`` returned, one entry per replica used.
             targets: the whole batch's, nested at will, with the rows of all the outputs.
+                0-dim tensors and everything else go to every replica.
             reduction: as in ``ScatterOnceParallel.forward_backward``.
             count: ``count(output, targets)`` gives the number of terms that the mean loss
                 of one replica averages over; by default as in ``forward_backward``.
@@ -149,17 +159,20 @@ class DataParallelCriterion(Wrapper):
             TypeError: outputs that are not a tuple or list, a loss that is no tensor.
             ValueError: outputs and targets that do not belong together, a loss that is not
                 0-dim, ``reduction="none"``.
+            RuntimeError: a call from inside another.
+
+            What the criterion raises arrives as it is, with a note of the replica.
         """
         _require_entries(outputs)
-        reduction = resolve_reduction(self.module, reduction)
-        plan = self._plan(outputs, targets)
-        devices = [share.device for share in plan.shares]
-        pieces = _scatter_owned(targets, plan, self.dim)
-        calls = list(zip(outputs, pieces, strict=True))
-        weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
-        if self._workers.count < len(devices):
-            self._workers = Workers(len(devices), "this DataParallelCriterion")
+        if self._workers.count < len(outputs):
+            self._workers = Workers(len(outputs), "this DataParallelCriterion")
         with self._workers.exclusive():
+            reduction = resolve_reduction(self.module, reduction)
+            plan = self._plan(outputs, targets)
+            devices = [share.device for share in plan.shares]
+            pieces = _scatter_owned(targets, plan, self.dim)
+            calls = list(zip(outputs, pieces, strict=True))
+            weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
             owner = owner_of(self.module)
             replicas = replicate(owner, devices) if owner else []
             criteria = [replica.of(self.module) for replica in replicas]

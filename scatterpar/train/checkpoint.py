@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from scatterpar.train.errors import UsageError
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
+from scatterpar.train.random_state import random_states, set_random_states
 
 FILE = "checkpoint.pt"
 _FORMAT = 1
@@ -97,7 +96,7 @@ def collect(
         "optimizer": training.optimizer.state_dict(),
         "scheduler": training.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "random": training.machines.everyones(_random_states(training)),
+        "random": training.machines.everyones(random_states(training.engine.device_ids)),
     }
 
 
@@ -113,7 +112,7 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
     training.batches.consumed = state["consumed"]
     everyones = state["random"]
     rank = training.machines.rank
-    _set_random_states(everyones[rank if rank < len(everyones) else 0])
+    set_random_states(everyones[rank if rank < len(everyones) else 0])
     return Progress(**state["progress"])
 
 
@@ -139,29 +138,3 @@ def find(path: Path, machines: Machines) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = machines.from_rank(latest.index(max(latest)), mine)
     return state
-
-
-def _random_states(training: Training) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
-    states["devices"] = {
-        str(device): torch.get_device_module(device).get_rng_state(device)
-        for device in training.engine.device_ids
-        if device.type != "cpu"
-    }
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states and "numpy" in sys.modules:
-        kind, keys, *rest = states["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
-    for name, state in states["devices"].items():
-        device = torch.device(name)
-        module = torch.get_device_module(device) if torch.accelerator.is_available() else None
-        if module is not None and (device.index or 0) < module.device_count():
-            module.set_rng_state(state, device)

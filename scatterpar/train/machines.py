@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scatterpar.train.errors import UsageError
+from scatterpar.train.meeting import meet
 from scatterpar.train.wire import from_bytes, to_bytes
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
@@ -84,7 +85,7 @@ def connected() -> Iterator[Machines]:
     if not launched():
         yield Machines()
         return
-    dist.init_process_group(timeout=_LONGEST_WAIT)
+    meet(_LONGEST_WAIT)
     yield Machines(dist.group.WORLD)
     dist.destroy_process_group()  # not after an error, when others may be gone and it could wait
 

@@ -27,6 +27,7 @@ from scatterpar.train.machines import (
 )
 from scatterpar.train.model_choice import build_model
 from scatterpar.train.options import Options
+from scatterpar.train.random_state import seed_all
 from scatterpar.train.report import Metrics, require_extras
 
 
@@ -48,7 +49,7 @@ def run(options: Options) -> int:
 def _run_on(
     machines: Machines, options: Options, devices: list[torch.device], data: Dataset
 ) -> int:
-    torch.manual_seed(options.seed)
+    seed_all(options.seed)
     model = build_model(options.model, data.image_shape, data.classes).to(devices[0])
     engine = make_engine(model, options.accum, options.micro_batch_size, devices, machines)
     with engine:

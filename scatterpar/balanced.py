@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import nested
-from scatterpar.broadcast import Crossing, replicate
+from scatterpar.broadcast import combine, replicate, scatter_owned
 from scatterpar.commit import commit_buffers
 from scatterpar.crew import run_shares
 from scatterpar.devices import DeviceLike, physical, resolve
@@ -23,7 +23,8 @@ from scatterpar.mirror import owner_of
 from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.randomness import Streams
 from scatterpar.replicas import check_placement
-from scatterpar.scatter import count_rows, is_borrowed, join, scatter, take
+from scatterpar.request import check_dim, check_module
+from scatterpar.scatter import count_rows, join
 from scatterpar.substeps import noted, scalar_loss
 from scatterpar.weights import Count, resolve_reduction, weigh
 from scatterpar.workers import Workers
@@ -61,8 +62,8 @@ class DataParallelModel(Wrapper):
         self, module: nn.Module, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        check_module(module)
+        check_dim(dim)
         self.module = module
         self.device_ids = resolve(device_ids)
         self.dim = dim
@@ -95,7 +96,7 @@ class DataParallelModel(Wrapper):
         with self._workers.exclusive():
             replicas = replicate(self.module, [share.device for share in plan.shares])
             modules = [replica.of(self.module) for replica in replicas]
-            calls = _scatter_owned((inputs, kwargs), plan, self.dim)
+            calls = scatter_owned((inputs, kwargs), plan, self.dim)
             outputs = _run(self._workers, plan, modules, calls)
             commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)
@@ -129,8 +130,11 @@ class DataParallelCriterion(Wrapper):
         super().__init__()
         if not callable(criterion):
             raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        check_dim(dim)
         self.module = criterion
-        self.device_ids = None if device_ids is None else resolve(device_ids)
+        self.device_ids: tuple[torch.device, ...] | None = (
+            None if device_ids is None else resolve(device_ids)
+        )
         self.dim = dim
         self._hire()
 
@@ -170,7 +174,7 @@ class DataParallelCriterion(Wrapper):
             reduction = resolve_reduction(self.module, reduction)
             plan = self._plan(outputs, targets)
             devices = [share.device for share in plan.shares]
-            pieces = _scatter_owned(targets, plan, self.dim)
+            pieces = scatter_owned(targets, plan, self.dim)
             calls = list(zip(outputs, pieces, strict=True))
             weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
             owner = owner_of(self.module)
@@ -182,7 +186,7 @@ class DataParallelCriterion(Wrapper):
             losses = _run(self._workers, plan, functions, [(call, {}) for call in calls])
             if replicas:
                 commit_buffers(replicas[0].changed_buffers())
-        return _combine(losses, [weight for (weight,) in weights], devices)
+        return combine(losses, [weight for (weight,) in weights], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""
@@ -269,38 +273,8 @@ def _run(
     return results
 
 
-def _scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
-    """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
-    return [
-        take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
-        for piece, share in zip(scatter(batch, plan, dim, Crossing()), plan.shares, strict=True)
-    ]
-
-
 def _loss(criterion: Callable[[Any, Any], Any], output: Any, targets: Any) -> Tensor:
     return scalar_loss(criterion(output, targets), "the criterion")
-
-
-def _combine(
-    losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
-) -> Tensor:
-    """The weighted sum on the first device; weight zero takes out even NaN."""
-    terms = [
-        weight * _home(loss, device, devices[0])
-        for loss, weight, device in zip(losses, weights, devices, strict=True)
-        if weight
-    ]
-    if not terms:
-        zero = torch.zeros_like(losses[0], device=physical(devices[0]))
-        return zero.requires_grad_(torch.is_grad_enabled())
-    return torch.stack(terms).sum()
-
-
-def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
-    """The loss on the master, from wherever the criterion made it."""
-    if loss.device != physical(device):
-        device = loss.device
-    return loss if device == master else Crossing(device).copy(loss, master, "reduce")
 
 
 def _sizes(output: Any, dim: int) -> list[int]:

@@ -1,4 +1,8 @@
-"""A broadcast that autograd sees: replicas for one forward pass, gradients to the master's own."""
+"""What crosses between memories inside autograd's graph: replicas, rows and losses.
+
+Each of them has a way back: gradients end in the master's own parameters, and in the caller's
+inputs where those require grad.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar import devices
-from scatterpar.devices import Ledger
+from scatterpar.devices import Ledger, physical
 from scatterpar.mirror import Mirror, Survey
 from scatterpar.outcome import BufferValue
+from scatterpar.plan import Plan
 from scatterpar.reduce import sum_in_order
 from scatterpar.replicas import Bundle, check_placement
+from scatterpar.scatter import is_borrowed, scatter, take
 
-__all__ = ["Crossing", "PassingReplica", "replicate"]
+__all__ = ["PassingReplica", "combine", "replicate", "scatter_owned"]
 
 
 class PassingReplica:
@@ -67,7 +72,7 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Pas
     """
     check_placement((module,), device_ids[0])
     survey = Survey((module,))
-    here = devices.physical(device_ids[0])
+    here = physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
     with torch.inference_mode(False), torch.no_grad():
@@ -88,7 +93,37 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Pas
     return [PassingReplica(survey, copy) for copy in copies]
 
 
-class Crossing(Ledger):
+def scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
+    """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
+    return [
+        take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
+        for piece, share in zip(scatter(batch, plan, dim, _Crossing()), plan.shares, strict=True)
+    ]
+
+
+def combine(
+    losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
+) -> Tensor:
+    """The weighted sum on the first device; weight zero takes out even NaN."""
+    terms = [
+        weight * _home(loss, device, devices[0])
+        for loss, weight, device in zip(losses, weights, devices, strict=True)
+        if weight
+    ]
+    if not terms:
+        zero = torch.zeros_like(losses[0], device=physical(devices[0]))
+        return zero.requires_grad_(torch.is_grad_enabled())
+    return torch.stack(terms).sum()
+
+
+def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
+    """The loss on the master, from wherever the criterion made it."""
+    if loss.device != physical(device):
+        device = loss.device
+    return loss if device == master else _Crossing(device).copy(loss, master, "reduce")
+
+
+class _Crossing(Ledger):
     """Copies whose gradients cross back to the memory that they came from.
 
     Args:

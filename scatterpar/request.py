@@ -12,7 +12,7 @@ from torch import nn
 from scatterpar.scatter import count_rows
 from scatterpar.weights import Count, resolve_reduction
 
-__all__ = ["Request", "check_options"]
+__all__ = ["Request", "check_dim", "check_module", "check_options"]
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,7 @@ def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buff
         TypeError: an argument of the wrong type, or a module that cannot be replicated.
         ValueError: an argument out of range.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
-    for name, child in module.named_modules():
-        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
-            which = f"the child {name!r}" if name else "the module"
-            raise TypeError(
-                f"{which} was made by torch.compile and runs the code of the original, whatever "
-                f"the replica; use the original, its ._orig_mod"
-            )
+    check_module(module)
     for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
         if name == "accum" and value == "auto":
             continue
@@ -81,7 +71,35 @@ def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buff
             f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
             f"cut; pass one of them"
         )
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {dim!r}")
+    check_dim(dim)
     if buffers not in ("master", "mean"):
         raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')
+
+
+def check_module(module: Any) -> None:
+    """Refuse what cannot be replicated.
+
+    Raises:
+        TypeError: no ``nn.Module``, a ``ScriptModule``, or one made by ``torch.compile``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
+    for name, child in module.named_modules():
+        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
+            which = f"the child {name!r}" if name else "the module"
+            raise TypeError(
+                f"{which} was made by torch.compile and runs the code of the original, whatever "
+                f"the replica; use the original, its ._orig_mod"
+            )
+
+
+def check_dim(dim: Any) -> None:
+    """Refuse a dimension that is no int.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")

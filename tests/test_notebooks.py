@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SECONDS = 400  # each takes less than a minute on two idle cores
+SECONDS = 600  # each takes less than a minute on two idle cores
 
 
 def code_cells(path):

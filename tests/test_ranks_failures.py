@@ -17,6 +17,7 @@ from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 
 from scatterpar import ScatterOnceParallel, ranks
+from scatterpar import engine as engine_module
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -103,6 +104,18 @@ def interrupted_by_a_signal(engine, inputs, targets):
     engine.forward_backward(inputs, targets, criterion)
 
 
+def interrupted_while_reducing(engine, inputs, targets):
+    def reduce(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        return kept(*args, **kwargs)
+
+    engine_module.reduce_gradients, kept = reduce, engine_module.reduce_gradients
+    try:
+        engine.forward_backward(inputs, targets, CRITERION)
+    finally:
+        engine_module.reduce_gradients = kept
+
+
 def leaving(engine, inputs, targets):
     engine.module.forward_raises = SystemExit("mine")
     engine.forward_backward(inputs, targets, CRITERION)
@@ -139,6 +152,7 @@ PLACES = {
     not_finite: ("FloatingPointError", "nan"),
     interrupted: ("KeyboardInterrupt", "mine"),
     interrupted_by_a_signal: ("KeyboardInterrupt", ""),
+    interrupted_while_reducing: ("KeyboardInterrupt", ""),
     leaving: ("SystemExit", "mine"),
     buffer_of_another_shape: ("ValueError", "buffer 'calls' changed its shape"),
     no_memory_to_pack: ("MemoryError", "mine"),

@@ -17,7 +17,7 @@ from helpers.torchrun import Small, differences, environment, flat, steps
 from torch import nn
 
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.train.checkpoint import FILE, Progress, collect, load, restore, save
+from scatterpar.train.checkpoint import FILE, Progress, collect, find, load, restore, save
 from scatterpar.train.cli import main
 from scatterpar.train.data import make_dataset
 from scatterpar.train.errors import UsageError
@@ -172,11 +172,11 @@ def go_on(group, state, number):
     """The rows used, the losses, and the state at the end."""
     training = toy_training(Machines(group), seed=5, dropout=0.0)
     if state is not None:
-        restore(state, training)
+        restore(from_bytes(state), training)
     used, share = [], training.machines.share
     training.machines.share = lambda rows: (used.extend(share(rows).tolist()), share(rows))[1]
     losses = train_steps(training, number)
-    state = collect(training, Progress(), {}, None)
+    state = to_bytes(collect(training, Progress(), {}, None))
     training.engine.close()
     return used, losses, state
 
@@ -190,9 +190,34 @@ def test_a_run_goes_on_with_other_machines_with_every_sample_once(before, after)
     rows = [row for found in (*first, *second) for row in found[0]]
     assert sorted(rows) == sorted([*range(10), *range(10)])
     assert [*first[0][1], *second[0][1]] == pytest.approx(whole[1], rel=1e-4)
-    for name, value in whole[2]["model"].items():
+    for name, value in from_bytes(whole[2])["model"].items():
         for found in second:
-            torch.testing.assert_close(found[2]["model"][name], value, rtol=1e-3, atol=1e-4)
+            model = from_bytes(found[2])["model"]
+            torch.testing.assert_close(model[name], value, rtol=1e-3, atol=1e-4)
+
+
+def found_by(group, folders):
+    machines = Machines(group)
+    try:
+        return find(folders[group.rank()] / FILE, machines)
+    except UsageError as error:
+        return str(error)
+
+
+def test_the_latest_checkpoint_is_found_whichever_rank_has_it(tmp_path):
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    for consumed, folder in zip((4, None, 8), folders, strict=True):
+        folder.mkdir()
+        if consumed is not None:
+            save(folder / FILE, {"format": 1, "consumed": consumed, "w": torch.ones(consumed)})
+    found = gang()(3, found_by, folders)
+    assert [state["consumed"] for state in found] == [8, 8, 8]
+    assert all(torch.equal(state["w"], torch.ones(8)) for state in found)
+    (folders[1] / FILE).write_bytes(b"torn")
+    found = gang()(3, found_by, folders)
+    assert found[0] == found[1] == found[2]
+    assert "1/checkpoint.pt is not a checkpoint that can be read" in found[0]
+    assert gang()(2, found_by, [tmp_path, tmp_path]) == [None, None]
 
 
 def shared_evaluation(group):

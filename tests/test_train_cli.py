@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import data
+from scatterpar.train import data, machines
 from scatterpar.train.cli import main, parse
+from scatterpar.train.errors import UsageError
 from scatterpar.train.loop import Batches
 
 pytestmark = pytest.mark.draws
@@ -206,3 +208,38 @@ def test_importing_the_engine_imports_nothing_of_the_tool():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_torchrun_names_the_folder_after_its_job(monkeypatch, restarts):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    assert str(parse([]).out) == "runs/train-night-7"
+    assert machines.was_restarted() == (restarts == "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert re.fullmatch(r"runs/train-\d{8}-\d{6}", str(parse([]).out))
+    assert not machines.was_restarted()
+
+
+def test_processes_of_one_machine_do_not_share_its_accelerators(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    machines.require_one_process([torch.device("cpu")] * 2)
+    with pytest.raises(UsageError, match=r"started 2 processes .* launch with --nproc-per-node=1"):
+        machines.require_one_process([torch.device("cuda", 0)])
+
+
+def listening():
+    return {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def test_one_machine_opens_no_port(tmp_path, capsys, monkeypatch):
+    def opened(self, address):
+        raise AssertionError(f"a port was opened: {address}")
+
+    monkeypatch.setattr("socket.socket.bind", opened)
+    monkeypatch.setattr("torch.distributed.init_process_group", opened)
+    arguments = ["--devices", "cpu", "--accum", "1", "--epochs", "1", "--batch", "4096"]
+    before = listening()
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert listening() == before

@@ -16,7 +16,7 @@ from scatterpar.train.loop import Batches
 
 EPOCHS = 20
 BASE_BATCH = 256
-BASE_LR = 0.02
+BASE_LR = 0.05
 MICRO_BATCH = 64  # what batch normalisation sees, whatever the batch
 WARMUP_EPOCHS = 5
 WEIGHT_DECAY = 1e-4
@@ -30,15 +30,18 @@ class Recipe:
     batch: int
     scaled: bool = True
     warmup: bool = False
+    epochs: int = EPOCHS
+    base_lr: float = BASE_LR
 
-    def rate(self, base_lr: float) -> float:
+    @property
+    def rate(self) -> float:
         """The learning rate after the warm-up, if any."""
-        return linear_scaled_lr(base_lr, self.batch, BASE_BATCH) if self.scaled else base_lr
+        if not self.scaled:
+            return self.base_lr
+        return linear_scaled_lr(self.base_lr, self.batch, BASE_BATCH)
 
 
-def train(
-    recipe: Recipe, seed: int, epochs: int = EPOCHS, base_lr: float = BASE_LR
-) -> dict[str, object]:
+def train(recipe: Recipe, seed: int) -> dict[str, object]:
     """Train from scratch; the test error after each epoch, in percent, and what it took.
 
     Stops at a loss that is not finite.
@@ -47,16 +50,16 @@ def train(
     torch.manual_seed(seed)
     model = network()
     groups = weight_decay_groups(model, WEIGHT_DECAY)
-    optimizer = torch.optim.SGD(groups, lr=recipe.rate(base_lr), momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
-    scheduler = schedule(optimizer, recipe, batches.steps_per_epoch, epochs, base_lr)
+    scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
     criterion = nn.CrossEntropyLoss()
     losses, errors = [], []
     start = time.perf_counter()
     with ScatterOnceParallel(
         model, device_ids=["cpu"] * 2, micro_batch_size=MICRO_BATCH, buffers="mean"
     ) as engine:
-        for _ in range(epochs):
+        for _ in range(recipe.epochs):
             engine.train()
             total = 0.0
             for rows in batches.rest_of_epoch():
@@ -74,21 +77,26 @@ def train(
         "recipe": recipe.name,
         "seed": seed,
         "updates": batches.steps_per_epoch * len(errors),
-        "rate": recipe.rate(base_lr),
+        "rate": recipe.rate,
         "losses": losses,
         "errors": errors,
         "seconds": time.perf_counter() - start,
     }
 
 
-def schedule(
-    optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int, epochs: int, base_lr: float
-) -> LRScheduler:
-    """A cosine to zero, update by update; before it a gradual warm-up from the base rate."""
+def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
+    """A cosine to zero, update by update; before it a gradual warm-up from the base rate.
+
+    Args:
+        optimizer: with the recipe's rate.
+        recipe: says whether to warm up, and how long the training is.
+        steps: updates of an epoch.
+
+    """
     warmup = WARMUP_EPOCHS * steps if recipe.warmup else 0
-    left = epochs * steps - warmup
+    left = recipe.epochs * steps - warmup
     cosine = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left)))
-    return gradual_warmup(optimizer, warmup, base_lr, cosine) if warmup else cosine
+    return gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine
 
 
 def network() -> nn.Module:

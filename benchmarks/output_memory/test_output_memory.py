@@ -102,6 +102,7 @@ def draw(found):
         axes.set_xticks(list(places), [str(replicas) for replicas in found])
         axes.set_xlabel("replicas")
         axes.set_ylabel("peak bytes in the master's memory, MB")
-        axes.legend()
+        axes.set_ylim(0, 1.2 * max(peaks["gathered"] for peaks in found.values()) / 1e6)
+        axes.legend(loc="upper center", ncols=2)
 
     return on

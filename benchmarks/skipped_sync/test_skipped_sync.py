@@ -29,7 +29,7 @@ def test_every_nth(benchmark, publish, quick, name):
             contenders[ENGINE, every] = peers.engine(case, ["cpu"] * REPLICAS)
             check_gradients(contenders, every)
         steps = {key: per_iteration(peer.step, key[1]) for key, peer in contenders.items()}
-        seconds = interleaved(benchmark, steps, 2 if quick else 25)
+        seconds = interleaved(benchmark, steps, 2 if quick else 21)
     rows = [row(seconds, every) for every in EVERY]
     columns = [
         "synchronised every",

@@ -9,7 +9,6 @@ its end.
 from __future__ import annotations
 
 import atexit  # noqa: F401  the states use it
-import faulthandler
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from torch import nn  # noqa: F401  likewise
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
 
 AT_ONCE = 3
-SECONDS = 40  # a child that hangs ends with the stacks of its threads
+SECONDS = 30  # a child that hangs is killed then
 
 BEGIN = """
 model = nn.Linear(4, 2)
@@ -125,7 +124,14 @@ class Child:
 
     def reap(self) -> None:
         """Wait for its end and print what became of it."""
-        _, status = os.waitpid(self.pid, 0)
+        deadline = time.monotonic() + SECONDS
+        done, status = 0, 0
+        while not done:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if not done and time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                deadline += SECONDS
+            time.sleep(0.005)
         ended = time.monotonic()
         self.log.seek(0)
         said, _, at = self.log.read().partition("LAST LINE ")
@@ -148,7 +154,6 @@ def main() -> str:
         children.append(child := Child(name))
         if child.pid == 0:
             os.dup2(child.log.fileno(), 2)
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
             return f"{BEGIN}{source}\nprint('LAST LINE', time.monotonic(), file=sys.stderr)"
     for child in children:
         child.reap()

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread_an_operation():
+    """Tensors are tiny here: a second thread would only be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["shared", "virtual", "mixed"])

@@ -1,4 +1,4 @@
-"""The pair is a part of autograd's graph: backward is the user's own, and does what it always does."""
+"""The pair is a part of autograd's graph: backward is the user's, and does what it always does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
-from pair.common import Pair, plain
 from torch import nn
 
+from pair.common import Pair, plain
 from scatterpar import DataParallelModel, gather
 
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
@@ -250,5 +250,5 @@ def test_an_in_place_change_before_backward_is_an_error_as_always():
     loss = pair_of(model, ["cpu"] * 2).loss(*BATCH)
     with torch.no_grad():
         model[2].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified.* inplace"):
+    with pytest.raises(RuntimeError, match=r"modified.* inplace"):
         loss.backward()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, gradients, randint, randn
-from pair.common import Pair
 from torch import nn
 
+from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 BATCH = randn(8, FEATURES), randint(CLASSES, 8)

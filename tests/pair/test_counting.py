@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, build, randint, randn
-from pair.common import Pair, assert_pair
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from pair.common import Pair, assert_pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 INPUTS = randn(9, FEATURES)
@@ -133,9 +133,7 @@ def test_losses_that_the_module_computes(placed):
             return {"loss": cross_entropy(self.net(inputs), labels)}
 
     labels = randint(CLASSES, 9)
-    assert_pair(
-        build(Lossy), (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4)
-    )
+    assert_pair(build(Lossy), (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4))
 
 
 def test_more_outputs_than_before_are_no_problem():

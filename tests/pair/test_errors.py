@@ -1,4 +1,4 @@
-"""Errors: the user's own as they are, with where they happened; ours with numbers and a way out."""
+"""Errors: the user's own as they are, noted where they happened; ours with numbers in them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import randint, randn
-from pair.common import Pair
 from torch import nn
 
+from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
@@ -120,7 +120,8 @@ def test_another_number_of_rows(placed):
         DataParallelCriterion(nn.CrossEntropyLoss()),
     ):
         with pytest.raises(
-            ValueError, match=r"output 1 has 2 rows along dim=0, but .* targets has 3: .*one\s+batch"
+            ValueError,
+            match=r"output 1 has 2 rows along dim=0, but .* targets has 3: .*one\s+batch",
         ):
             criterion(outputs, randint(CLASSES, 11))
         with pytest.raises(ValueError, match=r"output 0 has 2 rows .* its share .* has 3"):
@@ -181,7 +182,7 @@ def test_unknown_reductions_and_counts(placed):
 
 
 def test_constructors():
-    with pytest.raises(TypeError, match="module must be an nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"module must be an nn.Module, got function"):
         DataParallelModel(lambda x: x)
     with pytest.raises(TypeError, match="criterion must be callable, got str"):
         DataParallelCriterion("mse")
@@ -189,7 +190,7 @@ def test_constructors():
         DataParallelModel(mlp(), "cpu")
     with pytest.raises(ValueError, match="device_ids is empty"):
         DataParallelCriterion(nn.MSELoss(), [])
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    model = nn.Sequential(mlp(), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"its parameter '1.weight' is on meta"):
         DataParallelModel(model, ["cpu"])
 
@@ -201,7 +202,7 @@ def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replica
         def forward(self, output, targets=None):
             if targets is None:
                 return wrapper[0](output)
-            return wrapper[0]((output,), targets)
+            return wrapper[0]((output,) * replicas, targets)
 
     kind = DataParallelModel if part == "model" else DataParallelCriterion
     wrapper = [kind(Again(), placed(replicas))]

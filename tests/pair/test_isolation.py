@@ -17,10 +17,10 @@ from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn
 from helpers.weighted import CASES
 from helpers.zoo import MODELS
-from pair.common import Pair, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pair.common import Pair, plain
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
@@ -86,21 +86,26 @@ def test_sparse_gradients(monkeypatch):
     check(monkeypatch, model, ids, targets, nn.CrossEntropyLoss())
 
 
-def test_parameters_of_the_criterion(monkeypatch):
-    criterion = build(lambda: nn.Linear(CLASSES, 1), seed=3)
-    criterion.register_buffer("offset", torch.ones(1).double())
-    criterion.forward = Projected(criterion)
-    check(monkeypatch, mlp(), BATCH[0], randn(9, 1), criterion.forward.loss)
-    assert criterion.weight.grad is not None
-
-
 class Projected(nn.Module):
-    def __init__(self, layer):
+    def __init__(self):
         super().__init__()
-        self.weight, self.offset = layer.weight, layer.offset
+        self.weight = nn.Parameter(randn(CLASSES, 1))
+        self.register_buffer("offset", randn(1))
 
-    def loss(self, output, targets):
-        return (output @ self.weight.T + self.offset - targets).square().mean()
+    def forward(self, output, targets):
+        return (output @ self.weight + self.offset - targets).square().mean()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_parameters_of_the_criterion(monkeypatch, bound):
+    module = Projected()
+    criterion = module.forward if bound else module
+    pair, twin = Pair(mlp(), criterion, VIRTUAL), copy.deepcopy(module)
+    targets = randn(9, 1)
+    twin(mlp()(BATCH[0]), targets).backward()
+    with apart(monkeypatch, pair.module, module):
+        pair.loss(BATCH[0], targets).backward()
+    assert_close(module.weight.grad, twin.weight.grad, "weight")
 
 
 def test_batch_statistics(monkeypatch):
@@ -149,6 +154,8 @@ def test_the_guard_can_fail(monkeypatch):
     """A criterion without ``device_ids`` takes virtual devices for one: targets do not cross."""
     pair = DataParallelModel(mlp(), VIRTUAL)
     targets = BATCH[1].clone()
-    with apart(monkeypatch, pair.module) as memories, pytest.raises(MixedMemories):
+    with apart(monkeypatch, pair.module) as memories:
         memories.claim(targets, torch.device("cpu:0"))
-        DataParallelCriterion(nn.CrossEntropyLoss())(pair(BATCH[0]), targets)
+        outputs = pair(BATCH[0])
+        with pytest.raises(MixedMemories):
+            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)

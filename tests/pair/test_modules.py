@@ -9,11 +9,11 @@ import torch
 from helpers.models import CLASSES, FEATURES, TokenClassifier, mlp
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
 from helpers.zoo import MODELS
-from pair.common import Pair, assert_pair
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from pair.common import Pair, assert_pair
 from scatterpar import DataParallelModel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
@@ -26,6 +26,7 @@ def test_zoo(placed, name):
         pair.check(*BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_weight_norm_by_hooks(placed):
     """Its weight is a plain attribute, made anew in every forward pass, and cannot be copied."""
     model, twin = build(MODELS["weight norm, old"]), build(MODELS["weight norm, old"])

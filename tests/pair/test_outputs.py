@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, randint, randn
-from pair.common import Pair
 from torch import nn
 
+from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
 
 INPUTS = randn(9, FEATURES)
@@ -174,7 +174,9 @@ def test_gather_averages_what_has_no_rows():
     mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
     assert gather(mixed, "cpu")["loss"] == 2.5
     assert gather(tuple(torch.tensor(float(n)) for n in (3, 1)), "cpu") == 2.0
-    assert gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1).tolist() == [[1, 1, 1, 0]] * 2
+    assert (
+        gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1).tolist() == [[1, 1, 1, 0]] * 2
+    )
     deep = tuple({"row": torch.ones(4), "y": torch.ones(2, n)} for n in (3, 1))
     assert gather([entry["y"] for entry in deep], "cpu", dim=-1).shape == (2, 4)
 

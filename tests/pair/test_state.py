@@ -12,10 +12,10 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import randint, randn
-from pair.common import Pair
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)

@@ -1,0 +1,86 @@
+"""The table of final errors, beside the published ones, and the picture of the curves."""
+
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from benchmarks.large_batch.recipes import BASELINE, PUBLISHED, RECIPES, UP_TO_4096, VARIATIONS
+from benchmarks.large_batch.runs import Run, Runs
+from benchmarks.tables import Publisher, Table
+
+COLUMNS = [
+    "batch and recipe",
+    "learning rate",
+    "updates",
+    "runs",
+    "test error, %",
+    "over the baseline",
+    "Goyal et al., 256 and 8192, %",
+]
+AS_ABOVE = "as above"
+PAIR_COLUMNS = ["change", "updates", "runs", "256, %", "4096 with warm-up, %", "difference"]
+
+
+def publish(folder: Path, runs: Runs) -> None:
+    """Write the tables and the picture into ``folder``, from the runs that there are."""
+    write = Publisher(folder, runs.environment)
+    found = {recipe.name: runs.of(recipe.name) for recipe in RECIPES if runs.of(recipe.name)}
+    baseline = statistics.mean(_final(found[BASELINE.name]))
+    rows = [_row(name, some, baseline) for name, some in found.items()]
+    final = {name: _final(some) for name, some in found.items()}
+    draw = partial(_draw, found=found)
+    write("errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
+    pairs = {AS_ABOVE: UP_TO_4096[:2], **VARIATIONS}
+    found_pairs = {change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs}
+    rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)]
+    write("variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
+
+
+def _row(name: str, runs: list[Run], baseline: float) -> list[Any]:
+    errors = _final(runs)
+    return [
+        name,
+        f"{runs[0]['rate']:g}",
+        runs[0]["updates"],
+        len(runs),
+        _spread(errors),
+        "" if name == BASELINE.name else f"{statistics.mean(errors) - baseline:+.2f}",
+        PUBLISHED.get(name, ""),
+    ]
+
+
+def _pair_row(change: str, baseline: list[Run], large: list[Run]) -> list[Any]:
+    errors = _final(baseline), _final(large)
+    over = statistics.mean(errors[1]) - statistics.mean(errors[0])
+    updates = f"{baseline[0]['updates']} and {large[0]['updates']}"
+    seeds = f"{len(baseline)} and {len(large)}"
+    return [change, updates, seeds, *map(_spread, errors), f"{over:+.2f}"]
+
+
+def _final(runs: list[Run]) -> list[float]:
+    return [run["errors"][-1] for run in runs]
+
+
+def _spread(errors: list[float]) -> str:
+    if len(errors) == 1:
+        return f"{errors[0]:.2f}"
+    return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
+
+
+def _draw(axes: Axes, found: dict[str, list[Run]]) -> None:
+    """Test errors after each epoch: the mean of the runs, and from the lowest to the highest."""
+    for name, runs in found.items():
+        curves = list(zip(*[run["errors"] for run in runs], strict=True))
+        epochs = range(1, len(curves) + 1)
+        axes.plot(epochs, [statistics.mean(errors) for errors in curves], label=name)
+        axes.fill_between(epochs, *zip(*[(min(e), max(e)) for e in curves], strict=True), alpha=0.2)
+    axes.set_yscale("log")
+    ticks = [9, 10, 12, 15, 20, 30, 50, 90]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("test error, %")
+    axes.legend()

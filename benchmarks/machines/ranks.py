@@ -1,0 +1,138 @@
+"""Gloo ranks on this machine that run contenders in turn, and time them."""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.models import CASES, Case
+from scatterpar import ScatterOnceParallel
+
+_LIMIT_SECONDS = 300.0
+ENGINE, DDP = "engine, process_group=", "DistributedDataParallel, no_sync"
+
+
+def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """What the ranks found: for times the slowest rank of each round."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = []
+        for rank in range(ranks):
+            here, there = spawn.Pipe()
+            size = (case.name, case.batch, case.accum)
+            arguments = (there, rank, ranks, str(Path(folder) / "store"), size, rounds)
+            spawn.Process(target=_serve, args=arguments, daemon=True).start()
+            there.close()
+            pipes.append(here)
+        found = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(_LIMIT_SECONDS):
+                raise TimeoutError(f"rank {rank} said nothing for {_LIMIT_SECONDS} s")
+            found.append(pipe.recv())
+    first = found[0]
+    names = first["seconds"]
+    return {
+        **first,
+        "seconds": {
+            name: [
+                max(times) for times in zip(*(one["seconds"][name] for one in found), strict=True)
+            ]
+            for name in names
+        },
+    }
+
+
+def _serve(
+    pipe: Any, rank: int, ranks: int, store: str, size: tuple[str, int, int], rounds: int
+) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = timedelta(seconds=_LIMIT_SECONDS)
+    file = dist.FileStore(store, ranks)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=ranks, timeout=limit)
+    name, batch, accum = size
+    case = Case(name, CASES[name].build, batch, accum)
+    pipe.send({**_steps(case, rank, ranks, rounds), **_pieces(case)})
+    dist.destroy_process_group()
+
+
+def _steps(case: Case, rank: int, ranks: int, rounds: int) -> dict[str, Any]:
+    """Both train on the same rows; rounds are interleaved, and the order alternates."""
+    images, labels = (part.chunk(ranks)[rank].clone() for part in case.data())
+    criterion = nn.CrossEntropyLoss()
+    models = {ENGINE: case.module(), DDP: case.module()}
+    engine = ScatterOnceParallel(
+        models[ENGINE], case.accum, ["cpu"], process_group=dist.group.WORLD
+    )
+    ddp = nn.parallel.DistributedDataParallel(models[DDP])
+    micro = list(zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True))
+
+    def step_ddp() -> None:
+        for number, (rows, targets) in enumerate(micro):
+            with nullcontext() if number == len(micro) - 1 else ddp.no_sync():
+                (criterion(ddp(rows), targets) / len(micro)).backward()
+
+    steps = {
+        ENGINE: lambda: engine.forward_backward(images, labels, criterion),
+        DDP: step_ddp,
+    }
+    optimizers = {
+        who: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for who, model in models.items()
+    }
+    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    order = list(steps)
+    for _ in range(rounds + 1):
+        for who in order:
+            optimizers[who].zero_grad()
+            dist.barrier()
+            start = time.perf_counter()
+            steps[who]()
+            seconds[who].append(time.perf_counter() - start)
+            optimizers[who].step()
+        order.reverse()
+    engine.close()
+    flat = {who: torch.cat([p.flatten() for p in m.parameters()]) for who, m in models.items()}
+    difference = (flat[ENGINE] - flat[DDP]).norm() / flat[DDP].norm()
+    return {
+        "seconds": {who: times[1:] for who, times in seconds.items()},
+        "difference": difference.item(),
+        "steps": rounds + 1,
+    }
+
+
+def _pieces(case: Case) -> dict[str, float]:
+    """What a step between machines adds: the small collective, and packing the gradients."""
+    parameters = [p.detach() for p in case.module().parameters()]
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    return {
+        "small_seconds": _median(lambda: dist.all_reduce(torch.zeros(6, dtype=torch.float64))),
+        "data_seconds": _median(lambda: dist.all_reduce(flat)),
+        "pack_seconds": _median(lambda: _pack(flat, parameters)),
+        "data_bytes": float(flat.numel() * 4),
+    }
+
+
+def _pack(flat: Tensor, parameters: list[Tensor]) -> None:
+    sizes = [p.numel() for p in parameters]
+    for view, parameter in zip(flat.split(sizes), parameters, strict=True):
+        view.view(parameter.shape).copy_(parameter)
+    flat.mul_(0.5)
+
+
+def _median(function: Any) -> float:
+    seconds = []
+    for _ in range(31):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

@@ -186,7 +186,7 @@ def test_the_messages_under_troubleshooting_are_ours():
     source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").glob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)
     table = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
-    theirs = ("externally-managed", "ensurepip", "more than 1 value")
+    theirs = ("externally-managed", "ensurepip", "different Python", "more than 1 value")
     for row in table.splitlines():
         symptom = row.split("|")[1] if row.startswith("| ") else ""
         for quoted in re.findall(r"`([^`]{20,})`", symptom):

@@ -9,7 +9,7 @@ import itertools
 from pathlib import Path
 
 from benchmarks.environment import describe
-from benchmarks.large_batch.recipes import BEYOND, UP_TO_4096, VARIATIONS
+from benchmarks.large_batch.recipes import RECIPES, VARIATIONS
 from benchmarks.large_batch.report import publish
 from benchmarks.large_batch.runs import Runs
 from benchmarks.large_batch.training import train
@@ -26,10 +26,8 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = Runs(HERE / "runs.json", describe())
     if not arguments.report:
-        seeds = range(arguments.seeds)
-        varied = list(itertools.chain(*VARIATIONS.values()))
-        plan = [itertools.product(seeds, recipes) for recipes in (UP_TO_4096, BEYOND, varied)]
-        for seed, recipe in itertools.chain(*plan):
+        recipes = [*RECIPES, *itertools.chain(*VARIATIONS.values())]
+        for seed, recipe in itertools.product(range(arguments.seeds), recipes):
             if not runs.has(recipe.name, seed):
                 run = train(recipe, seed)
                 runs.add(run)

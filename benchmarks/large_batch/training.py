@@ -1,7 +1,6 @@
 """One training: a small network on all of Fashion-MNIST, through the engine."""
 
 import math
-import time
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +17,6 @@ EPOCHS = 20
 BASE_BATCH = 256
 BASE_LR = 0.05
 MICRO_BATCH = 64  # what batch normalisation sees, whatever the batch
-WARMUP_EPOCHS = 5
 WEIGHT_DECAY = 1e-4
 
 
@@ -29,7 +27,7 @@ class Recipe:
     name: str
     batch: int
     scaled: bool = True
-    warmup: bool = False
+    warmup_epochs: int = 0
     epochs: int = EPOCHS
     base_lr: float = BASE_LR
 
@@ -42,10 +40,7 @@ class Recipe:
 
 
 def train(recipe: Recipe, seed: int) -> dict[str, object]:
-    """Train from scratch; the test error after each epoch, in percent, and what it took.
-
-    Stops at a loss that is not finite.
-    """
+    """Train from scratch; the training loss and the test error, in percent, of each epoch."""
     train_images, train_labels, test_images, test_labels = fashion_mnist()
     torch.manual_seed(seed)
     model = network()
@@ -55,7 +50,6 @@ def train(recipe: Recipe, seed: int) -> dict[str, object]:
     scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
     criterion = nn.CrossEntropyLoss()
     losses, errors = [], []
-    start = time.perf_counter()
     with ScatterOnceParallel(
         model, device_ids=["cpu"] * 2, micro_batch_size=MICRO_BATCH, buffers="mean"
     ) as engine:
@@ -71,16 +65,13 @@ def train(recipe: Recipe, seed: int) -> dict[str, object]:
             batches.consumed += len(train_images)
             losses.append(total / len(train_images))
             errors.append(test_error(model, test_images, test_labels))
-            if not math.isfinite(total):
-                break
     return {
         "recipe": recipe.name,
         "seed": seed,
-        "updates": batches.steps_per_epoch * len(errors),
+        "updates": batches.steps_per_epoch * recipe.epochs,
         "rate": recipe.rate,
         "losses": losses,
         "errors": errors,
-        "seconds": time.perf_counter() - start,
     }
 
 
@@ -93,7 +84,7 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LR
         steps: updates of an epoch.
 
     """
-    warmup = WARMUP_EPOCHS * steps if recipe.warmup else 0
+    warmup = recipe.warmup_epochs * steps
     left = recipe.epochs * steps - warmup
     cosine = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / left)))
     return gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine

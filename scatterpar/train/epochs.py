@@ -168,6 +168,8 @@ class Run:
         else:
             print(f"test accuracy: {progress.accuracy:.2%}")
         if self.traffic.steps:
+            if machines.size > 1:
+                print("within the first machine, without what machines told each other:")
             print(self.traffic)
         self.metrics.write(
             "summary",

@@ -8,103 +8,34 @@ the random generator; what failed has left no trace.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
-import threading
-from typing import Any
 
 import pytest
 import torch
 from faults.state import capture, differences
+from faults.walker import CLASSES, FEATURES, Walker, count, criterion, fuse, plain_step
 from helpers.oracle import assert_close, build, randint, randn
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor, nn
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-FEATURES, CLASSES = 4, 3
 RELATIVE = 1e-8  # rounding, carried along over some optimizer steps
 
 PLACES = ("forward", "criterion", "backward", "hook", "count")
 ERRORS = (ValueError, SystemExit, KeyboardInterrupt, torch.OutOfMemoryError)
-
-
-class Fuse:
-    """Fails the ``after``-th visit of ``place``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.place, self.after, self.action = "", 0, lambda: None
-
-    def light(self, place: str, after: int, action: Any) -> None:
-        self.place, self.after, self.action = place, after, action
-
-    def at(self, place: str) -> None:
-        with self._lock:
-            burns = place == self.place and self.after == 0
-            if place == self.place:
-                self.after -= 1
-        if burns:
-            self.action()
-
-
-fuse = Fuse()
-
-
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        fuse.at("backward")
-        return gradient
-
-
-class Walker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(FEATURES, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
-        self.leave = nn.Linear(5, CLASSES)
-        self.slope = 1.0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        fuse.at("forward")
-        hidden = Backward.apply(self.norm(self.enter(inputs)))
-        for block in self.blocks:
-            hidden = torch.tanh(self.slope * block(hidden))
-        return self.leave(hidden)
-
-
-def criterion(output: Tensor, targets: Tensor) -> Tensor:
-    fuse.at("criterion")
-    return nn.functional.cross_entropy(output, targets)
-
-
-def count(inputs: Tensor, targets: Tensor) -> int:
-    fuse.at("count")
-    return len(targets)
-
-
-def plain_step(model: nn.Module, plan: Any, inputs: Tensor, targets: Tensor) -> None:
-    """The whole batch, one micro-batch after the other; buffers as replica 0 leaves them."""
-    kept = None
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for share in plan.shares:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        for start, stop in share.micro_batches:
-            loss = nn.functional.cross_entropy(model(inputs[start:stop]), targets[start:stop])
-            if loss.requires_grad:
-                (loss * ((stop - start) / plan.rows)).backward()
-        kept = kept or {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.copy_(kept[name])
+UNSHRUNK = settings(max_examples=10, phases=(Phase.generate,))
 
 
 class Walk(RuleBasedStateMachine):
@@ -310,3 +241,35 @@ class Walk(RuleBasedStateMachine):
 
 TestWalk = pytest.mark.draws(Walk.TestCase)
 TestWalk.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.draws
+def test_the_walk_notices_a_buffer_that_is_written_twice(monkeypatch):
+    honest = ScatterOnceParallel.forward_backward
+
+    def step(self, *args, **kwargs):
+        result = honest(self, *args, **kwargs)
+        self.module.norm.running_mean.add_(1e-3)
+        return result
+
+    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
+    with pytest.raises(AssertionError, match="running_mean"):
+        run_state_machine_as_test(Walk, settings=UNSHRUNK)
+    gc.collect()
+
+
+@pytest.mark.draws
+def test_the_walk_notices_a_failed_step_that_leaves_a_gradient(monkeypatch):
+    honest = ScatterOnceParallel.forward_backward
+
+    def step(self, *args, **kwargs):
+        try:
+            return honest(self, *args, **kwargs)
+        except BaseException:
+            self.module.leave.bias.grad = torch.zeros(CLASSES, dtype=torch.float64)
+            raise
+
+    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
+    with pytest.raises(AssertionError, match=r"leave\.bias\.grad"):
+        run_state_machine_as_test(Walk, settings=UNSHRUNK)
+    gc.collect()

@@ -26,19 +26,18 @@ PUBLISHED = {
 }
 
 
-def _pair(change: str, **options: Any) -> tuple[Recipe, Recipe]:
+def _both(change: str, **options: Any) -> tuple[Recipe, Recipe]:
     """The baseline and the large batch with scaled rate and warm-up, both with a change."""
-    changed = [
-        replace(recipe, name=f"{recipe.name}, {change}", **options) for recipe in (BASELINE, LARGE)
-    ]
-    return changed[0], changed[1]
+    return _changed(BASELINE, change, **options), _changed(LARGE, change, **options)
+
+
+def _changed(recipe: Recipe, change: str, **options: Any) -> Recipe:
+    return replace(recipe, name=f"{recipe.name}, {change}", **options)
 
 
 VARIATIONS = {
-    "warm-up of 2 epochs": (
-        BASELINE,
-        replace(LARGE, name=f"{LARGE.name}, of 2 epochs", warmup_epochs=2),
-    ),
-    "40 epochs": _pair("40 epochs", epochs=40),
-    "base rate 0.1": _pair("base rate 0.1", base_lr=0.1),
+    "warm-up of 2 epochs": (BASELINE, _changed(LARGE, "of 2 epochs", warmup_epochs=2)),
+    "warm-up of 10 epochs": (BASELINE, _changed(LARGE, "of 10 epochs", warmup_epochs=10)),
+    "40 epochs": _both("40 epochs", epochs=40),
+    "base rate 0.1": _both("base rate 0.1", base_lr=0.1),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _RESAMPLES = 2000
+_BURST = 20
 _SETTLE_SECONDS = 0.01  # idle OpenMP threads spin a little before they sleep
 
 
@@ -44,6 +45,19 @@ def timed(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def in_a_row(function: Callable[[], Any], before: Callable[[], Any], first: list[float]) -> float:
+    """The median seconds of a burst of calls, with ``before`` before each, untimed.
+
+    The call that comes after a pause (cold caches, sleeping threads) goes to ``first``.
+    """
+    burst = []
+    for _ in range(_BURST):
+        before()
+        burst.append(timed(function))
+    first.append(burst[0])
+    return statistics.median(burst)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """What the engine costs where there is nothing to compute: over the bare loop, in microseconds."""
 
 import statistics
+from functools import partial
 
 import torch
 from torch import nn
 
 from benchmarks import peers
 from benchmarks.tables import Table
-from benchmarks.timing import interleaved, timed
+from benchmarks.timing import in_a_row, interleaved
 from scatterpar import ScatterOnceParallel
 
 FEATURES = 4
@@ -25,20 +26,28 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
         for replicas in REPLICAS
         for accum in ACCUMS
     }
+    first = {}
     contenders = {
         key: function
         for (replicas, accum), engine in engines.items()
-        for key, function in pair(engine, replicas * accum, (replicas, accum)).items()
+        for key, function in pair(engine, replicas * accum, (replicas, accum), first).items()
     }
-    seconds = interleaved(benchmark, contenders, 5 if quick else 201)
+    seconds = interleaved(benchmark, contenders, 3 if quick else 31)
     over = {key: microseconds_over(seconds, key) for key in engines}
     rows = []
     for replicas in REPLICAS:
         sub_steps = [replicas * accum for accum in ACCUMS]
         fit = statistics.linear_regression(sub_steps, [over[replicas, accum] for accum in ACCUMS])
         measured = [f"{over[replicas, accum]:.0f}" for accum in ACCUMS]
-        rows.append([replicas, *measured, f"{fit.intercept:.0f}", f"{fit.slope:.1f}"])
-    columns = ["replicas", *[f"accum {a}" for a in ACCUMS], "per step", "per sub-step"]
+        cold = f"{microseconds_over(first, (replicas, 1)):.0f}"
+        rows.append([replicas, *measured, f"{fit.intercept:.0f}", f"{fit.slope:.1f}", cold])
+    columns = [
+        "replicas",
+        *[f"accum {a}" for a in ACCUMS],
+        "per step",
+        "per sub-step",
+        "accum 1, after a pause",
+    ]
     data = {f"{replicas} x {accum}": value for (replicas, accum), value in over.items()}
     publish("sub-steps", Table(columns, rows), {"microseconds_over_bare": data}, draw(over))
 
@@ -49,13 +58,13 @@ def test_modules_and_parameters(benchmark, publish, quick):
     contenders = {
         key: function
         for depth, engine in engines.items()
-        for key, function in pair(engine, replicas, (depth,)).items()
+        for key, function in pair(engine, replicas, (depth,), {}).items()
     }
     phases = {depth: [] for depth in DEPTHS}
     for depth, engine in engines.items():
         step = contenders["engine", depth]
         contenders["engine", depth] = noting(step, engine, phases[depth])
-    seconds = interleaved(benchmark, contenders, 3 if quick else 51)
+    seconds = interleaved(benchmark, contenders, 3 if quick else 11)
     rows = []
     for depth, engine in engines.items():
         bare = 1e6 * statistics.median(seconds["bare", depth])
@@ -73,8 +82,11 @@ def microseconds_over(seconds, key):
     return 1e6 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
 
 
-def pair(engine, sub_steps, key):
-    """The engine and the loop that does as many sub-steps, on the same one-row micro-batches."""
+def pair(engine, sub_steps, key, first):
+    """The engine and the loop that does as many sub-steps, on the same one-row micro-batches.
+
+    Each gives the median of a burst; ``first`` collects the bursts' first steps.
+    """
     inputs = torch.randn(sub_steps, FEATURES)
     targets = torch.randint(CLASSES, (sub_steps,))
     module = engine.module
@@ -86,14 +98,11 @@ def pair(engine, sub_steps, key):
         for i in range(sub_steps):
             (peers.criterion(module(inputs[i : i + 1]), targets[i : i + 1]) / sub_steps).backward()
 
-    def fresh(run):
-        def step():
-            module.zero_grad()
-            return timed(run)
-
-        return step
-
-    return {("engine", *key): fresh(ours), ("bare", *key): fresh(bare)}
+    runs = {("engine", *key): ours, ("bare", *key): bare}
+    first.update({name: [] for name in runs})
+    return {
+        name: partial(in_a_row, run, module.zero_grad, first[name]) for name, run in runs.items()
+    }
 
 
 def noting(step, engine, phases):

@@ -81,6 +81,7 @@ def _draw(axes: Axes, found: dict[str, list[Run]]) -> None:
     ticks = [9, 10, 12, 15, 20, 30, 50, 90]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("epoch")
     axes.set_ylabel("test error, %")
     axes.legend()

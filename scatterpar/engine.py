@@ -359,8 +359,12 @@ class ScatterOnceParallel(Wrapper):
             return tuple(replica.roots[0] for replica in part.replicas)
 
     def close(self) -> None:
-        """Stop the workers. Forgetting to is fine; a step after it is a ``RuntimeError``."""
+        """Stop the workers, let go of the process group. Forgetting to is fine.
+
+        A step after it is a ``RuntimeError``.
+        """
         self._crew.workers.close()
+        self._ranks = None
 
     def __enter__(self) -> Self:
         return self

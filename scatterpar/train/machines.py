@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -86,8 +87,11 @@ def connected() -> Iterator[Machines]:
         yield Machines()
         return
     meet(_LONGEST_WAIT)
-    yield Machines(dist.group.WORLD)
+    machines = Machines(dist.group.WORLD)
+    yield machines
+    machines.group = None
     dist.destroy_process_group()  # not after an error, when others may be gone and it could wait
+    gc.collect()  # what still holds the group would end its threads while the interpreter exits
 
 
 def launched() -> bool:

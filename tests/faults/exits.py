@@ -34,8 +34,15 @@ step = lambda engine, criterion=criterion: engine.forward_backward(inputs, targe
 def slow(output, targets):
     time.sleep(0.05)
     return criterion(output, targets)
+inside = threading.Event()
 def stuck(output, targets):
+    inside.set()
     time.sleep(100)
+def strike_twice():
+    inside.wait()
+    for _ in range(2):
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
 """
 
 STATES = {
@@ -76,8 +83,7 @@ STATES = {
     ),
     "Ctrl-C twice, a replica stuck": (
         "engine = make()\n"
-        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "threading.Thread(target=strike_twice, daemon=True).start()\n"
         "step(engine, stuck)",
         -2,
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 _USAGE = "usage: python -m scatterpar train [options] (see: python -m scatterpar train --help)"
 
@@ -25,9 +27,22 @@ def main(arguments: list[str]) -> int:
             return 2
 
 
+def leave(code: int) -> NoReturn:
+    """End the process, under torchrun without the interpreter's own last steps.
+
+    During these gloo's threads can abort a process whose work is done, and torchrun would
+    start a finished job again.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        leave(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print("interrupted before training began", file=sys.stderr)
         sys.exit(130)

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, distributed, nn
 
-from benchmarks.levers.variants import LEVERS, Variant
+from benchmarks.levers.variants import KEPT, LEVERS, Variant
 from benchmarks.models import CASES, Case
 
 _IDLE_SECONDS = 900.0
@@ -194,6 +194,7 @@ class Accelerated(NoSync):
 
 
 KINDS: dict[str, Callable[[Case, int, int], Any]] = {
+    "engine": partial(Variant, lever=KEPT),
     "ddp": NoSync,
     "ddp, counted": Counted,
     "accelerate": Accelerated,

@@ -21,6 +21,7 @@ __all__ = [
     "PHASES",
     "DeviceLike",
     "Ledger",
+    "at_once",
     "empty",
     "keep_memory",
     "on",
@@ -124,6 +125,14 @@ def keep_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that thread heaps can serve
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def at_once(device: torch.device, replicas: int) -> int:
+    """How many of ``replicas`` can compute at once: on the CPU, one a core of this process."""
+    if device.type != "cpu":
+        return replicas
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(replicas, cores or 1)
 
 
 def stream_of(device: torch.device) -> torch.Stream | None:

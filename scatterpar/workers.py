@@ -11,7 +11,9 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,6 +25,9 @@ from scatterpar.interrupts import Interrupts
 
 __all__ = ["Cancelled", "Workers", "note"]
 
+_Task = Callable[[], None]
+
+_HEAD_START_SECONDS = 0.05  # how long those that a core is there for have the cores to themselves
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
@@ -57,7 +62,7 @@ class Workers:
         self._closed = False
         self.interrupts = Interrupts()
         self.abandoned = False
-        self._queues: list[SimpleQueue[_Call | None]] = []
+        self._queues: list[SimpleQueue[_Task | None]] = []
         self._stop: weakref.finalize[..., Workers] | None = None
 
     def parallel_apply(
@@ -70,7 +75,10 @@ class Workers:
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, all at once.
 
-        A single call runs in the caller's own thread. When one fails, ``cancel`` is set, the
+        A single call runs in the caller's own thread. On the CPU, as many start as there are
+        cores, and the others as these end, or soon in any case, since they may wait for each
+        other: short calls that fight for cores and for the interpreter's lock cost several
+        times as much. When one fails, ``cancel`` is set, the
         others are waited for, and the error of the lowest replica is raised in the caller's
         thread, with the others noted on it. An interrupt does the same; a second interrupt
         stops the waiting and gives the threads up, which ``abandoned`` then tells.
@@ -91,15 +99,14 @@ class Workers:
             with verbs.on(devices[0], verbs.stream_of(devices[0])), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
-        cancel = cancel or threading.Event()
         calls = [
-            _Call(module, args, kwargs, device, verbs.stream_of(device), context, cancel)
+            _Call(module, args, kwargs, device, verbs.stream_of(device), context)
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
             )
         ]
         try:
-            self._dispatch(calls, cancel)
+            self._dispatch(calls, cancel or threading.Event())
             return [call.result for call in calls]
         finally:
             del calls  # an error's traceback holds this frame, and a call holds its error
@@ -137,9 +144,10 @@ class Workers:
             self._stop()
 
     def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> None:
-        for queue, call in zip(self._started(), calls, strict=False):
-            queue.put(call)
-        self._wait(calls, cancel)
+        job = _Job(calls, self._started(), cancel)
+        for _ in range(verbs.at_once(calls[0].device, len(calls))):
+            job.start_next()
+        self._wait(job)
         errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         for call in calls:
             call.error = None  # its traceback leads back to the call: no cycle may keep activations
@@ -153,17 +161,17 @@ class Workers:
         finally:
             del errors
 
-    def _wait(self, calls: list[_Call], cancel: threading.Event) -> None:
+    def _wait(self, job: _Job) -> None:
         interrupt: BaseException | None = None
-        while not all(call.done for call in calls):
+        while not job.done:
             try:
                 with self.interrupts.allowed():
-                    for call in calls:
-                        if not call.done:
-                            call.ended.acquire()
+                    if not job.ended.acquire(timeout=_HEAD_START_SECONDS):
+                        job.start_all()
+                        job.ended.acquire()
             except BaseException as error:
                 self.interrupts.defer()
-                cancel.set()
+                job.cancel.set()
                 if interrupt is not None:
                     self._abandon()
                     raise
@@ -181,7 +189,7 @@ class Workers:
             queue.put(None)
         self._stop, self._queues = None, []
 
-    def _started(self) -> list[SimpleQueue[_Call | None]]:
+    def _started(self) -> list[SimpleQueue[_Task | None]]:
         if self._stop is not None and self._stop.alive:
             return self._queues
         verbs.keep_memory()
@@ -211,7 +219,7 @@ def _described(error: BaseException) -> str:
 
 
 class _Call:
-    """One replica's part of a parallel call, and what became of it."""
+    """One replica's part of a job, and what became of it."""
 
     def __init__(
         self,
@@ -221,14 +229,10 @@ class _Call:
         device: torch.device,
         stream: torch.Stream | None,
         context: Context,
-        cancel: threading.Event,
     ) -> None:
-        self._work = (module, args, kwargs, device, stream)
+        self.device = device
+        self._work = (module, args, kwargs, stream)
         self._context = context
-        self._cancel = cancel
-        self.done = False
-        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
-        self.ended.acquire()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -238,30 +242,73 @@ class _Call:
             self.result = self._context.variables.copy().run(self._in_context)
         except BaseException as error:
             self.error = error
-            self._cancel.set()
-        finally:
-            self.done = True
-            self.ended.release()
 
     def _in_context(self) -> Any:
-        module, args, kwargs, device, stream = self._work
+        module, args, kwargs, stream = self._work
         del self._work
-        with self._context.entered(device, stream):
+        with self._context.entered(self.device, stream):
             return module(*args, **kwargs)
 
 
-def _serve(queue: SimpleQueue[_Call | None], budget: int, ready: threading.Barrier) -> None:
+class _Job:
+    """The calls of all replicas: those that wait for their turn, and how many are not done.
+
+    Args:
+        calls: one per replica.
+        queues: where their threads take them from.
+        cancel: set as soon as one has failed.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[_Call],
+        queues: Sequence[SimpleQueue[_Task | None]],
+        cancel: threading.Event,
+    ) -> None:
+        self.cancel = cancel
+        self.done = False
+        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
+        self.ended.acquire()
+        self._waiting = deque(zip(queues, calls, strict=False))
+        self._unfinished = len(calls)
+        self._counting = threading.Lock()
+
+    def start_next(self) -> None:
+        """Hand the next call that waits, if any, to its thread."""
+        with contextlib.suppress(IndexError):
+            queue, call = self._waiting.popleft()
+            queue.put(partial(self._run, call))
+
+    def start_all(self) -> None:
+        """Hand every call that waits to its thread."""
+        while self._waiting:
+            self.start_next()
+
+    def _run(self, call: _Call) -> None:
+        call.run()
+        if call.error is not None:
+            self.cancel.set()
+        self.start_next()
+        with self._counting:
+            self._unfinished -= 1
+            if self._unfinished:
+                return
+        self.done = True
+        self.ended.release()
+
+
+def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barrier) -> None:
     torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
     torch.set_num_threads(budget)
     ready.wait()
     del ready
-    while (call := queue.get()) is not None:
-        call.run()
-        del call
+    while (task := queue.get()) is not None:
+        task()
+        del task
 
 
 def _shut_down(
-    queues: list[SimpleQueue[_Call | None]], threads: list[threading.Thread], pid: int
+    queues: list[SimpleQueue[_Task | None]], threads: list[threading.Thread], pid: int
 ) -> None:
     if os.getpid() != pid:  # a forked child has none of these threads
         return

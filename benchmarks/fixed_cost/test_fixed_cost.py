@@ -9,11 +9,12 @@ from torch import nn
 from benchmarks import peers
 from benchmarks.tables import Table
 from benchmarks.timing import in_a_row, interleaved
-from scatterpar import ScatterOnceParallel
+from scatterpar import ScatterOnceParallel, devices
 
 FEATURES = 4
 CLASSES = 2
 REPLICAS = (1, 2, 4, 8)
+CROWDS = (4, 8)  # that are also measured with all replicas started at once
 ACCUMS = (1, 4, 16)
 DEPTHS = (1, 10, 100, 300)
 PHASES = ("scatter", "replicate", "compute", "reduce")
@@ -21,26 +22,27 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 
 def test_replicas_and_sub_steps(benchmark, publish, quick):
     module = nn.Linear(FEATURES, CLASSES)
-    engines = {
-        (replicas, accum): ScatterOnceParallel(module, accum, ["cpu"] * replicas)
-        for replicas in REPLICAS
-        for accum in ACCUMS
-    }
-    first = {}
-    contenders = {
-        key: function
-        for (replicas, accum), engine in engines.items()
-        for key, function in pair(engine, replicas * accum, (replicas, accum), first).items()
-    }
+    first, contenders = {}, {}
+    kinds = [(n, "in turns") for n in REPLICAS] + [(n, "all at once") for n in CROWDS]
+    for replicas, start in kinds:
+        for accum in ACCUMS:
+            engine = ScatterOnceParallel(module, accum, ["cpu"] * replicas)
+            step = engine.forward_backward if start == "in turns" else crowded(engine)
+            key = (replicas, start, accum)
+            contenders |= pair(step, module, replicas * accum, key, first)
     seconds = interleaved(benchmark, contenders, 3 if quick else 31)
-    over = {key: microseconds_over(seconds, key) for key in engines}
+    over = {
+        (n, start): [microseconds_over(seconds, (n, start, a)) for a in ACCUMS]
+        for n, start in kinds
+    }
     rows = []
-    for replicas in REPLICAS:
-        sub_steps = [replicas * accum for accum in ACCUMS]
-        fit = statistics.linear_regression(sub_steps, [over[replicas, accum] for accum in ACCUMS])
-        measured = [f"{over[replicas, accum]:.0f}" for accum in ACCUMS]
-        cold = f"{microseconds_over(first, (replicas, 1)):.0f}"
-        rows.append([replicas, *measured, f"{fit.intercept:.0f}", f"{fit.slope:.1f}", cold])
+    for replicas, start in kinds:
+        found = over[replicas, start]
+        fit = statistics.linear_regression([replicas * accum for accum in ACCUMS], found)
+        cold = microseconds_over(first, (replicas, start, 1))
+        name = f"{replicas}, {start}" if replicas in CROWDS else str(replicas)
+        measured = [f"{cost:.0f}" for cost in [*found, fit.intercept]]
+        rows.append([name, *measured, f"{fit.slope:.1f}", f"{cold:.0f}"])
     columns = [
         "replicas",
         *[f"accum {a}" for a in ACCUMS],
@@ -48,8 +50,23 @@ def test_replicas_and_sub_steps(benchmark, publish, quick):
         "per sub-step",
         "accum 1, after a pause",
     ]
-    data = {f"{replicas} x {accum}": value for (replicas, accum), value in over.items()}
+    data = {
+        f"{n}, {start}": dict(zip(ACCUMS, costs, strict=True)) for (n, start), costs in over.items()
+    }
     publish("sub-steps", Table(columns, rows), {"microseconds_over_bare": data}, draw(over))
+
+
+def crowded(engine):
+    """Steps in which all replicas start at once, however few cores there are."""
+
+    def step(*batch):
+        kept, devices.at_once = devices.at_once, lambda device, replicas: replicas
+        try:
+            engine.forward_backward(*batch)
+        finally:
+            devices.at_once = kept
+
+    return step
 
 
 def test_modules_and_parameters(benchmark, publish, quick):
@@ -58,7 +75,9 @@ def test_modules_and_parameters(benchmark, publish, quick):
     contenders = {
         key: function
         for depth, engine in engines.items()
-        for key, function in pair(engine, replicas, (depth,), {}).items()
+        for key, function in pair(
+            engine.forward_backward, engine.module, replicas, (depth,), {}
+        ).items()
     }
     phases = {depth: [] for depth in DEPTHS}
     for depth, engine in engines.items():
@@ -82,17 +101,16 @@ def microseconds_over(seconds, key):
     return 1e6 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
 
 
-def pair(engine, sub_steps, key, first):
-    """The engine and the loop that does as many sub-steps, on the same one-row micro-batches.
+def pair(step, module, sub_steps, key, first):
+    """An engine's step and the loop of as many sub-steps, on the same one-row micro-batches.
 
     Each gives the median of a burst; ``first`` collects the bursts' first steps.
     """
     inputs = torch.randn(sub_steps, FEATURES)
     targets = torch.randint(CLASSES, (sub_steps,))
-    module = engine.module
 
     def ours():
-        engine.forward_backward(inputs, targets, peers.criterion)
+        step(inputs, targets, peers.criterion)
 
     def bare():
         for i in range(sub_steps):
@@ -126,9 +144,10 @@ def draw(over):
     """Microseconds over the bare loop against sub-steps, a line per number of replicas."""
 
     def on(axes):
-        for replicas in REPLICAS:
-            points = [(replicas * accum, over[replicas, accum]) for accum in ACCUMS]
-            axes.plot(*zip(*points, strict=True), "o-", label=f"{replicas} replicas")
+        for (replicas, start), costs in over.items():
+            style = "o-" if start == "in turns" else "o:"
+            label = f"{replicas} replicas" + (f", {start}" if replicas in CROWDS else "")
+            axes.plot([replicas * accum for accum in ACCUMS], costs, style, label=label)
         axes.set_xlabel("sub-steps of all replicas together")
         axes.set_ylabel("microseconds over the bare loop")
         axes.legend()

@@ -21,7 +21,7 @@ def test_two_replicas(benchmark, publish, quick, name):
     ours, accum = "engine", case.accum
     with ExitStack() as stack:
         contenders = {
-            ours: peers.engine(case, ["cpu"] * REPLICAS),
+            ours: stack.enter_context(Gang("engine", case, 1)),
             "DistributedDataParallel, no_sync": stack.enter_context(Gang("ddp", case, REPLICAS)),
             "accelerate, accumulate": stack.enter_context(Gang("accelerate", case, REPLICAS)),
             f"plain loop, {accum} sub-steps": peers.loop(case, accum),

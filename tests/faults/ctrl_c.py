@@ -88,8 +88,8 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
                 wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")
         bench.back_to_start(bench.subject, accumulate=True)
         wrong += [f"next step: {name}" for name in bench.good_step(PLACE, True)]
+        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
         yield {"layout": layout, "inside": strikes.inside, "wrong": wrong}
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

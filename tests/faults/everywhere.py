@@ -88,6 +88,7 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
         except BaseException as error:
             wrong.append(f"next step: {error!r}")
             bench = Bench(bench.devices)
+        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
         yield {"layout": layout, "where": at.where, "whole": bool(undone), "wrong": wrong}
     faulthandler.cancel_dump_traceback_later()
 

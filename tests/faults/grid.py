@@ -191,6 +191,7 @@ def run(layout: str) -> Iterator[dict[str, Any]]:
         wrong = bench.bad_step(place, kind, **where)
         wrong += [f"next step: {name}" for name in bench.good_step(place, number % 2 == 0)]
         wrong, strays[:] = wrong + strays, []
+        faulthandler.cancel_dump_traceback_later()  # whoever reads may come to it much later
         yield {
             "layout": layout,
             "place": place.name,
@@ -198,7 +199,6 @@ def run(layout: str) -> Iterator[dict[str, Any]]:
             "moment": moment,
             "wrong": wrong,
         }
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def finish(process: subprocess.Popen[str], seconds: float = SECONDS) -> Outcome:
         out, err = process.communicate()
         raise AssertionError(f"still running after {seconds} s\n{out[-2000:]}\n{err}") from None
     return Outcome(process.returncode, out, err)
+
+
+def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome]:
+    """Wait for all at once: each is read as it writes, since a full pipe would hold it up."""
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return dict(zip(processes, pool.map(finish, processes.values()), strict=True))
 
 
 def run(*arguments: str, seconds: float = SECONDS) -> Outcome:

@@ -13,15 +13,14 @@ import pytest
 
 from faults.grid import LAYOUTS
 from faults.places import PLACES
-from faults.processes import finish, start
+from faults.processes import finish_all, start
 
 COMBINATIONS = 1600  # and more: what is counted depends on how often a place is visited
 
 
 @pytest.fixture(scope="module")
 def found():
-    processes = {layout: start("-m", "faults.grid", layout) for layout in LAYOUTS}
-    outcomes = {layout: finish(process) for layout, process in processes.items()}
+    outcomes = finish_all({layout: start("-m", "faults.grid", layout) for layout in LAYOUTS})
     return {
         layout: (
             [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")],

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from faults.processes import finish, run, start
+from faults.processes import finish_all, run, start
 
 LAYOUTS = ("shared", "virtual", "alone")
 POSITIONS, STRIKES = "150", "24"
@@ -14,14 +14,12 @@ POSITIONS, STRIKES = "150", "24"
 
 @pytest.fixture(scope="module")
 def everywhere():
-    processes = {name: start("-m", "faults.everywhere", name, POSITIONS) for name in LAYOUTS}
-    return {name: finish(process) for name, process in processes.items()}
+    return finish_all({n: start("-m", "faults.everywhere", n, POSITIONS) for n in LAYOUTS})
 
 
 @pytest.fixture(scope="module")
 def struck():
-    processes = {name: start("-m", "faults.ctrl_c", name, STRIKES) for name in LAYOUTS}
-    return {name: finish(process) for name, process in processes.items()}
+    return finish_all({n: start("-m", "faults.ctrl_c", n, STRIKES) for n in LAYOUTS})
 
 
 def judged(outcome):

@@ -1,0 +1,112 @@
+"""Which replicas compute at once when there are more of them than cores.
+
+Four replicas of a tiny model once took four times as long on two cores as one thread would:
+in every operator they took the interpreter's lock from each other. So those that a core is
+there for go first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers.oracle import build, randn
+from torch import nn
+
+import scatterpar.devices
+from scatterpar import ScatterOnceParallel
+
+REPLICAS = 4
+SECONDS = 30
+
+
+@pytest.fixture(params=[1, 2, 3])
+def cores(request, monkeypatch):
+    def at_once(device, replicas):
+        return min(replicas, request.param)
+
+    monkeypatch.setattr(scatterpar.devices, "at_once", at_once)
+    return request.param
+
+
+class Watch:
+    """Counts the replicas inside ``with``; shared by all of them."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.inside = self.most = 0
+        self.threads = []
+
+    def __enter__(self):
+        with self.lock:
+            self.threads.append(threading.current_thread().name)
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.inside -= 1
+
+
+class Watched(nn.Linear):
+    def forward(self, inputs):
+        with self.watch:
+            time.sleep(0.002)
+        return super().forward(inputs)
+
+
+def mean(output, _):
+    return output.mean()
+
+
+def test_short_work_keeps_to_the_cores(devices, cores):
+    model = build(lambda: Watched(2, 1))
+    model.watch = watch = Watch()
+    with ScatterOnceParallel(model, 1, devices(REPLICAS)) as engine:
+        engine.forward_backward(randn(REPLICAS, 2), criterion=mean)
+    assert watch.most <= cores
+    assert sorted(watch.threads) == [f"scatterpar-{i}" for i in range(REPLICAS)]
+
+
+class Meets(nn.Linear):
+    def forward(self, inputs):
+        self.barrier.wait(SECONDS)
+        return super().forward(inputs)
+
+
+def test_replicas_that_wait_for_each_other_all_start(devices, cores):
+    model = build(lambda: Meets(2, 1))
+    model.barrier = threading.Barrier(REPLICAS)
+    with ScatterOnceParallel(model, 3, devices(REPLICAS)) as engine:
+        engine.forward_backward(randn(3 * REPLICAS, 2), criterion=mean)
+    assert not model.barrier.broken
+
+
+class Fails(nn.Linear):
+    def forward(self, inputs):
+        with self.lock:
+            self.visits.add(int(inputs[0, 0]))
+        raise ValueError("boom")
+
+
+class Visits(set):
+    """Shared by the replicas: not one of the plain containers that they copy."""
+
+
+def test_who_waits_while_another_fails_never_starts(devices, cores):
+    model = build(lambda: Fails(2, 1))
+    model.lock, model.visits = threading.Lock(), Visits()
+    inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+    with ScatterOnceParallel(model, 1, devices(REPLICAS)) as engine:
+        with pytest.raises(ValueError, match="boom") as caught:
+            engine.forward_backward(inputs, criterion=mean)
+        assert model.visits <= set(range(cores))
+        assert caught.value.__notes__[0].startswith(f"in replica {min(model.visits)} on ")
+        model.__class__ = nn.Linear
+        engine.forward_backward(inputs, criterion=mean)
+
+
+def test_every_accelerator_starts_at_once():
+    assert scatterpar.devices.at_once(torch.device("cuda", 0), 64) == 64

@@ -127,12 +127,12 @@ def keep_memory() -> None:
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def at_once(device: torch.device, replicas: int) -> int:
-    """How many of ``replicas`` can compute at once: on the CPU, one a core of this process."""
-    if device.type != "cpu":
-        return replicas
+def at_once(devices: Sequence[torch.device]) -> int:
+    """How many replicas can compute at once: on the CPU alone, one a core of this process."""
+    if any(device.type != "cpu" for device in devices):
+        return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(replicas, cores or 1)
+    return min(len(devices), cores or 1)
 
 
 def stream_of(device: torch.device) -> torch.Stream | None:

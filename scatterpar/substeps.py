@@ -75,7 +75,7 @@ def train(
         check_finite: refuse losses that are NaN or infinite.
         keep_outputs: keep the module's outputs.
         most: leave it at so many sub-steps.
-        proceed: called before each sub-step; raises when the step is to end.
+        proceed: called between sub-steps; raises when the step is to end.
     """
     cut = list(zip(share.micro_batches, weights, strict=True))[:most]
     borrowed = is_borrowed(batch, share.device)
@@ -83,7 +83,8 @@ def train(
     losses: list[Tensor] = []
     outputs: list[Any] = []
     for number, ((start, stop), weight) in enumerate(cut):
-        proceed()
+        if number:  # who has started comes to its first one: errors do not depend on who was faster
+            proceed()
         with noted(share, number):
             micro_inputs, micro_targets = take(
                 (inputs, targets), start - share.start, stop - share.start, dim, copy=borrowed
@@ -118,7 +119,8 @@ def infer(
     borrowed = is_borrowed(batch, share.device)
     outputs = []
     for number, (start, stop) in enumerate(share.micro_batches):
-        proceed()
+        if number:
+            proceed()
         with noted(share, number), torch.no_grad():
             micro_args, micro_kwargs = take(
                 (args, kwargs), start - share.start, stop - share.start, dim, copy=borrowed

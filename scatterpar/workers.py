@@ -11,10 +11,9 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ __all__ = ["Cancelled", "Workers", "note"]
 
 _Task = Callable[[], None]
 
-_HEAD_START_SECONDS = 0.05  # how long those that a core is there for have the cores to themselves
+_HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
@@ -75,10 +74,10 @@ class Workers:
     ) -> list[Any]:
         """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, all at once.
 
-        A single call runs in the caller's own thread. On the CPU, as many start as there are
-        cores, and the others as these end, or soon in any case, since they may wait for each
-        other: short calls that fight for cores and for the interpreter's lock cost several
-        times as much. When one fails, ``cancel`` is set, the
+        A single call runs in the caller's own thread. On the CPU as many start as there are
+        cores, and each of the others when one ends: short calls that fight for cores and for
+        the interpreter's lock cost several times as much. But since calls may wait for each
+        other, all start soon in any case. When one fails, ``cancel`` is set, the
         others are waited for, and the error of the lowest replica is raised in the caller's
         thread, with the others noted on it. An interrupt does the same; a second interrupt
         stops the waiting and gives the threads up, which ``abandoned`` then tells.
@@ -144,13 +143,15 @@ class Workers:
             self._stop()
 
     def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> None:
-        job = _Job(calls, self._started(), cancel)
-        for _ in range(verbs.at_once(calls[0].device, len(calls))):
-            job.start_next()
-        self._wait(job)
-        errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
-        for call in calls:
-            call.error = None  # its traceback leads back to the call: no cycle may keep activations
+        job = _Job(len(calls), verbs.at_once([call.device for call in calls]), cancel)
+        for i, (queue, call) in enumerate(zip(self._started(), calls, strict=False)):
+            queue.put(partial(job.run, i, call))
+        try:
+            self._wait(job)
+            errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
+        finally:
+            for call in calls:
+                call.error = None  # its traceback leads back to the call, and to activations
         errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
@@ -166,13 +167,12 @@ class Workers:
         while not job.done:
             try:
                 with self.interrupts.allowed():
-                    if not job.ended.acquire(timeout=_HEAD_START_SECONDS):
-                        job.start_all()
-                        job.ended.acquire()
+                    job.ended.acquire()
             except BaseException as error:
                 self.interrupts.defer()
                 job.cancel.set()
                 if interrupt is not None:
+                    interrupt = None  # its traceback leads here
                     self._abandon()
                     raise
                 interrupt = error
@@ -251,50 +251,43 @@ class _Call:
 
 
 class _Job:
-    """The calls of all replicas: those that wait for their turn, and how many are not done.
+    """The calls of all replicas: whose turn it is, and how many have not ended.
 
     Args:
-        calls: one per replica.
-        queues: where their threads take them from.
+        count: how many there are.
+        at_once: how many start at once; each of the others starts when one ends, or soon.
         cancel: set as soon as one has failed.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[_Call],
-        queues: Sequence[SimpleQueue[_Task | None]],
-        cancel: threading.Event,
-    ) -> None:
+    def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
         self.cancel = cancel
         self.done = False
         self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
         self.ended.acquire()
-        self._waiting = deque(zip(queues, calls, strict=False))
-        self._unfinished = len(calls)
+        self._at_once = at_once
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        self._unfinished = count
         self._counting = threading.Lock()
 
-    def start_next(self) -> None:
-        """Hand the next call that waits, if any, to its thread."""
-        with contextlib.suppress(IndexError):
-            queue, call = self._waiting.popleft()
-            queue.put(partial(self._run, call))
-
-    def start_all(self) -> None:
-        """Hand every call that waits to its thread."""
-        while self._waiting:
-            self.start_next()
-
-    def _run(self, call: _Call) -> None:
-        call.run()
+    def run(self, number: int, call: _Call) -> None:
+        """Run ``call``, the one with this ``number``, when it is its turn."""
+        if number < self._at_once or self._turn():
+            call.run()
         if call.error is not None:
             self.cancel.set()
-        self.start_next()
+        self._turns.put(None)
         with self._counting:
             self._unfinished -= 1
             if self._unfinished:
                 return
         self.done = True
         self.ended.release()
+
+    def _turn(self) -> bool:
+        """Wait for a turn, though not for long; whether there is still something to do."""
+        with contextlib.suppress(Empty):
+            self._turns.get(timeout=_HEAD_START_SECONDS)
+        return not self.cancel.is_set()
 
 
 def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barrier) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 import time
 import weakref
@@ -39,12 +40,28 @@ def fail(engine):
         engine.forward_backward(*data(), criterion)
 
 
+def interrupt(engine):
+    """Ctrl-C while the workers compute: the caller raises, and the others end as cancelled."""
+
+    first = threading.Lock()
+
+    def criterion(output, targets):
+        if first.acquire(blocking=False):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.1)
+        return LOSS(output, targets)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward_backward(*data(), criterion)
+
+
 LIVES = {
     "never used": lambda engine: None,
     "a step": lambda engine: engine.forward_backward(*data(), LOSS),
     "outputs kept": lambda engine: engine.forward_backward(*data(), LOSS, return_outputs=True),
     "inference": lambda engine: engine.eval()(data()[0]),
     "a failed step": fail,
+    "an interrupted step": interrupt,
     "replicas looked at": lambda engine: engine.replicas,
     "a criterion with weights": lambda engine: engine.forward_backward(
         *data(), nn.CrossEntropyLoss(torch.ones(CLASSES, dtype=torch.float64))

@@ -16,7 +16,8 @@ from helpers.oracle import build, randn
 from torch import nn
 
 import scatterpar.devices
-from scatterpar import ScatterOnceParallel
+import scatterpar.workers
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 REPLICAS = 4
 SECONDS = 30
@@ -24,11 +25,16 @@ SECONDS = 30
 
 @pytest.fixture(params=[1, 2, 3])
 def cores(request, monkeypatch):
-    def at_once(device, replicas):
-        return min(replicas, request.param)
-
-    monkeypatch.setattr(scatterpar.devices, "at_once", at_once)
+    monkeypatch.setattr(
+        scatterpar.devices, "at_once", lambda devices: min(len(devices), request.param)
+    )
     return request.param
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Nobody starts before its turn, however busy the machine is."""
+    monkeypatch.setattr(scatterpar.workers, "_HEAD_START_SECONDS", SECONDS)
 
 
 class Watch:
@@ -61,7 +67,7 @@ def mean(output, _):
     return output.mean()
 
 
-def test_short_work_keeps_to_the_cores(devices, cores):
+def test_short_work_keeps_to_the_cores(devices, cores, patience):
     model = build(lambda: Watched(2, 1))
     model.watch = watch = Watch()
     with ScatterOnceParallel(model, 1, devices(REPLICAS)) as engine:
@@ -95,18 +101,58 @@ class Visits(set):
     """Shared by the replicas: not one of the plain containers that they copy."""
 
 
-def test_who_waits_while_another_fails_never_starts(devices, cores):
+def test_when_all_fail_the_first_replica_speaks(devices, cores):
+    """The fastest to fail once kept replica 0 from failing, now and then."""
+    model = build(lambda: Fails(2, 1))
+    model.lock, model.visits = threading.Lock(), Visits()
+    pair = DataParallelModel(model, devices(REPLICAS))
+    inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+    with ScatterOnceParallel(model, 1, devices(REPLICAS)) as engine:
+        for _ in range(100):
+            for step in (
+                lambda: engine.forward_backward(inputs, criterion=mean),
+                lambda: pair(inputs),
+            ):
+                with pytest.raises(ValueError, match="boom") as caught:
+                    step()
+                assert caught.value.__notes__[0].startswith("in replica 0 on ")
+
+
+def test_who_waits_while_another_fails_never_starts(devices, cores, patience):
     model = build(lambda: Fails(2, 1))
     model.lock, model.visits = threading.Lock(), Visits()
     inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
     with ScatterOnceParallel(model, 1, devices(REPLICAS)) as engine:
-        with pytest.raises(ValueError, match="boom") as caught:
+        with pytest.raises(ValueError, match="boom"):
             engine.forward_backward(inputs, criterion=mean)
         assert model.visits <= set(range(cores))
-        assert caught.value.__notes__[0].startswith(f"in replica {min(model.visits)} on ")
         model.__class__ = nn.Linear
         engine.forward_backward(inputs, criterion=mean)
 
 
+def test_nor_does_it_in_the_pair(devices, cores, patience):
+    model = build(lambda: Fails(2, 1))
+    model.lock, model.visits = threading.Lock(), Visits()
+    inputs = torch.arange(float(REPLICAS), dtype=torch.float64).repeat(2, 1).T.contiguous()
+    with pytest.raises(ValueError, match="boom"):
+        DataParallelModel(model, devices(REPLICAS))(inputs)
+    assert model.visits <= set(range(cores))
+
+
 def test_every_accelerator_starts_at_once():
-    assert scatterpar.devices.at_once(torch.device("cuda", 0), 64) == 64
+    devices = [torch.device("cpu"), *[torch.device("cuda", i) for i in range(63)]]
+    assert scatterpar.devices.at_once(devices) == 64
+
+
+def test_closed_while_some_wait_for_their_turn(devices, cores):
+    """The threads' end once overtook the calls that were still to come: nobody ever ended."""
+    model = build(lambda: Watched(2, 1))
+    model.watch = Watch()
+    engine = ScatterOnceParallel(model, 1, devices(REPLICAS))
+
+    def criterion(output, _):
+        engine.close()
+        return output.mean()
+
+    engine.forward_backward(randn(REPLICAS, 2), criterion=criterion)
+    assert len(model.watch.threads) == REPLICAS

@@ -60,7 +60,7 @@ def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        kept, devices.at_once = devices.at_once, lambda device, replicas: replicas
+        kept, devices.at_once = devices.at_once, len
         try:
             engine.forward_backward(*batch)
         finally:

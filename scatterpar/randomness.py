@@ -194,7 +194,7 @@ def _route(operators: Library, schema: Any, keys: Any) -> None:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs.get("generator")
-        if given is None or given is torch._C.default_generator:
+        if (given is None or given is torch._C.default_generator) and _is_on_cpu(args, kwargs):
             mine = _current()
             if mine is not None and position < len(args):
                 args = (*args[:position], mine, *args[position + 1 :])
@@ -205,3 +205,12 @@ def _route(operators: Library, schema: Any, keys: Any) -> None:
 
     overload = f".{schema.overload_name}" if schema.overload_name else ""
     operators.impl(name + overload, kernel, _KEY_NAME)
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws on the CPU: other devices refuse the CPU's generators."""
+    device = kwargs.get("device")
+    if device is None:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return bool(device.type == "cpu")

@@ -171,7 +171,7 @@ def _backward(loss: Tensor, weight: float, autocast: Sequence[str]) -> None:
 
 def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
     """In double precision, with one transfer from the device; weight zero takes out even NaN."""
-    values: list[float] = torch.stack(list(losses)).to("cpu", torch.float64).tolist()
+    values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
     return sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
 
 

@@ -133,6 +133,27 @@ def test_the_same_seed_gives_the_same_gradients_on_one_card():
     assert any(not torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
 
+class Draws(nn.Module):
+    """With operators that take a generator, which must be the card's own."""
+
+    def forward(self, features):
+        noise = torch.rand(len(features), 1, device=features.device) - 0.5
+        order = torch.randperm(len(features), device=features.device)
+        kept = nn.functional.dropout1d(features.unsqueeze(0), 0.5, self.training).squeeze(0)
+        return kept + noise[order] * torch.randn_like(features)
+
+
+@PLACES
+@pytest.mark.draws
+def test_every_kind_of_draw_works_on_the_card(device_ids):
+    model, inputs, targets = problem(Draws())
+    before = torch.get_rng_state()
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @PLACES
 def test_the_pair(device_ids):
     model, inputs, targets = problem()

@@ -9,7 +9,7 @@ from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout
 from helpers.oracle import assert_close, build
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import ScatterOnceParallel, randomness
 
 pytestmark = pytest.mark.draws
 
@@ -152,3 +152,35 @@ def test_replica_0_continues_the_caller_s_stream(devices):
     torch.manual_seed(11)
     expected = torch.bernoulli(torch.full((8, 32), 0.5).double()) * 2
     assert torch.equal(torch.stack([share[row] for row in range(8)]), expected)
+
+
+ELSEWHERE = {
+    "rand": lambda: torch.rand(3, device="meta"),
+    "randperm": lambda: torch.randperm(3, device="meta"),
+    "rand_like": lambda: torch.rand_like(torch.zeros(3), device="meta"),
+    "normal": lambda: torch.normal(torch.zeros(3, device="meta"), 1.0),
+    "normal, std": lambda: torch.normal(0.0, torch.ones(3, device="meta")),
+    "bernoulli_": lambda: torch.empty(3, device="meta").bernoulli_(0.5),
+    "out": lambda: torch.rand(3, out=torch.empty(3, device="meta")),
+    "dropout1d": lambda: nn.functional.dropout1d(torch.ones(1, 2, 3, device="meta")),
+}
+
+
+@pytest.mark.parametrize("draw", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_draws_on_another_device_uses_that_device_s_generator(devices, draw, monkeypatch):
+    """An accelerator refuses the CPU's generators; ``meta`` stands in for one here."""
+    asked = []
+    current = randomness._current
+    monkeypatch.setattr(randomness, "_current", lambda: asked.append(1) or current())
+
+    class Draws(nn.Linear):
+        def forward(self, inputs):
+            draw()
+            return super().forward(inputs)
+
+    model = build(lambda: Draws(FEATURES, CLASSES))
+    before = torch.get_rng_state()
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert not asked
+    assert torch.equal(torch.get_rng_state(), before)

@@ -11,11 +11,17 @@ import torch
 
 from scatterpar import devices
 
-__all__ = ["AUTOCAST_TYPES", "Context"]
+__all__ = ["Context", "autocast_types"]
 
-AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
+_AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
 _Entered = contextlib.AbstractContextManager[object]
+
+
+def autocast_types() -> list[str]:
+    """The device types that autocast is enabled for in this thread."""
+    known = (*_AUTOCAST_TYPES, torch._C._get_privateuse1_backend_name())
+    return [kind for kind in known if torch.is_autocast_enabled(kind)]
 
 
 class Context:
@@ -32,12 +38,11 @@ class Context:
             self._makers.append(_anywhere(torch.inference_mode))
         elif not torch.is_grad_enabled():
             self._makers.append(_anywhere(torch.no_grad))
-        for kind in AUTOCAST_TYPES:
-            if torch.is_autocast_enabled(kind):
-                cache = torch.is_autocast_cache_enabled()
-                dtype = torch.get_autocast_dtype(kind)
-                autocast = partial(torch.autocast, kind, dtype, cache_enabled=cache)
-                self._makers.append(_anywhere(autocast))
+        for kind in autocast_types():
+            cache = torch.is_autocast_cache_enabled()
+            dtype = torch.get_autocast_dtype(kind)
+            autocast = partial(torch.autocast, kind, dtype, cache_enabled=cache)
+            self._makers.append(_anywhere(autocast))
         default = torch.get_default_device()
         if default.type != "cpu":
             self._makers.append(lambda here: here if here.type == default.type else default)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scatterpar import nested
-from scatterpar.context import AUTOCAST_TYPES
+from scatterpar.context import autocast_types
 from scatterpar.plan import Share
 from scatterpar.scatter import as_call, is_borrowed, join, take
 from scatterpar.workers import note
@@ -79,7 +79,7 @@ def train(
     """
     cut = list(zip(share.micro_batches, weights, strict=True))[:most]
     borrowed = is_borrowed(batch, share.device)
-    autocast = [kind for kind in AUTOCAST_TYPES if torch.is_autocast_enabled(kind)]
+    autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
     for number, ((start, stop), weight) in enumerate(cut):

@@ -1,4 +1,7 @@
-"""What only a GPU can show; one is enough: ``device_ids=[0, 0]``."""
+"""What only an accelerator can show; one is enough: ``device_ids=[0, 0]``.
+
+Where there is none, ``test_simulated.py`` runs these on a simulated one.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,35 @@ from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOncePara
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator is here"),
 ]
 ROWS, FEATURES, CLASSES = 37, 8, 3
-PLACES = pytest.mark.parametrize("device_ids", [[0], [0, 0], [0, 0, 0]])
+PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1]]
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def device_ids(request):
+    if max(request.param) >= torch.accelerator.device_count():
+        pytest.skip("needs two accelerators")
+    return request.param
+
+
+def kind():
+    return torch.accelerator.current_accelerator().type
 
 
 def problem(*layers, dtype=torch.float64):
     with seeded():
         first, last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
         inputs, targets = torch.randn(ROWS, FEATURES), torch.randint(CLASSES, (ROWS,))
-    model = nn.Sequential(first, *layers, nn.Tanh(), last).to("cuda", dtype)
+    model = nn.Sequential(first, *layers, nn.Tanh(), last).to(kind(), dtype)
     return model, inputs.to(dtype), targets
 
 
 def whole_batch(model, inputs, targets):
     """Loss and gradients of a copy of the model, on the one card."""
     other = copy.deepcopy(model)
-    loss = nn.CrossEntropyLoss()(other(inputs.cuda()), targets.cuda())
+    loss = nn.CrossEntropyLoss()(other(inputs.to(kind())), targets.to(kind()))
     loss.backward()
     return loss.detach(), gradients(other)
 
@@ -44,48 +58,65 @@ def assert_close(found, expected, **tolerances):
         torch.testing.assert_close(one, other, **tolerances)
 
 
-@PLACES
-@pytest.mark.parametrize("place", ["host", "pinned", "cuda"])
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_exact_from_any_memory(device_ids, place):
     model, inputs, targets = problem()
     loss, expected = whole_batch(model, inputs, targets)
-    move = {"host": lambda t: t, "pinned": lambda t: t.pin_memory(), "cuda": lambda t: t.cuda()}
-    batch = [move[place](tensor) for tensor in (inputs, targets)]
+    batch = [moved(tensor, place) for tensor in (inputs, targets)]
     with ScatterOnceParallel(model, 3, device_ids) as engine:
         for _ in range(3):
             model.zero_grad()
             found = engine.forward_backward(*batch, nn.CrossEntropyLoss())
             assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
-        crossed = sum(tensor.nbytes for tensor in batch) if place != "cuda" else 0
-        bytes_counted = {"scatter": crossed, "replicate": 0, "compute": 0, "reduce": 0}
-        assert engine.last_step.bytes == bytes_counted
+        assert engine.last_step.bytes == crossed(engine.last_step.plan, model, batch)
+
+
+def moved(tensor, place):
+    if place == "pinned":
+        if kind() != "cuda":
+            pytest.skip("only CUDA pins memory here")
+        return tensor.pin_memory()
+    return tensor.to(kind()) if place == "device" else tensor
+
+
+def crossed(plan, model, batch):
+    """What a step has to bring from one memory to another, in bytes by phase."""
+    rows = plan.rows
+    row = sum(tensor.nbytes // rows for tensor in batch)
+    here = batch[0].device
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    others = [share.device for share in plan.shares if share.device.index != 0]
+    return {
+        "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
+        "replicate": weights * len(set(others)),
+        "compute": 0,
+        "reduce": weights * len(others),
+    }
 
 
 def test_a_pinned_batch_may_be_overwritten_after_the_step():
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
-    inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    inputs, targets = (moved(tensor, "pinned") for tensor in (inputs, targets))
     with ScatterOnceParallel(model, 3, [0, 0]) as engine:
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         inputs.zero_()
         assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
 
 
-@PLACES
 def test_on_a_stream_of_the_users(device_ids):
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with ScatterOnceParallel(model, 3, device_ids) as engine, torch.cuda.stream(stream):
+    torch.accelerator.synchronize()
+    stream = torch.Stream(f"{kind()}:0")
+    with ScatterOnceParallel(model, 3, device_ids) as engine, stream:
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         found = gradients(model)
     stream.synchronize()
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@PLACES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_reaches_every_replica(device_ids, dtype):
     model, inputs, targets = problem(dtype=torch.float32)
@@ -96,18 +127,17 @@ def test_autocast_reaches_every_replica(device_ids, dtype):
         seen.append(scores.dtype)
         return nn.functional.cross_entropy(scores, labels)
 
-    with ScatterOnceParallel(model, 2, device_ids) as engine, torch.autocast("cuda", dtype):
+    with ScatterOnceParallel(model, 2, device_ids) as engine, torch.autocast(kind(), dtype):
         engine.forward_backward(inputs, targets, criterion)
     assert seen == [dtype] * 2 * len(device_ids)
     assert_close(gradients(model), expected, rtol=0.1, atol=0.02)
 
 
-@PLACES
 def test_the_scaler_takes_its_factor_out_again(device_ids):
     model, inputs, targets = problem(dtype=torch.float32)
     _, expected = whole_batch(model, inputs, targets)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(kind(), init_scale=1024.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with ScatterOnceParallel(model, 2, device_ids) as engine:
         loss = nn.CrossEntropyLoss()
@@ -143,7 +173,6 @@ class Draws(nn.Module):
         return kept + noise[order] * torch.randn_like(features)
 
 
-@PLACES
 @pytest.mark.draws
 def test_every_kind_of_draw_works_on_the_card(device_ids):
     model, inputs, targets = problem(Draws())
@@ -154,7 +183,6 @@ def test_every_kind_of_draw_works_on_the_card(device_ids):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@PLACES
 def test_the_pair(device_ids):
     model, inputs, targets = problem()
     loss, expected = whole_batch(model, inputs, targets)
@@ -165,11 +193,10 @@ def test_the_pair(device_ids):
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-12)
     assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
     together = gather(outputs, "cpu")
-    torch.testing.assert_close(together, model(inputs.cuda()).cpu(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(together, model(inputs.to(kind())).cpu(), rtol=1e-10, atol=1e-12)
 
 
-@PLACES
 def test_inference(device_ids):
     model, inputs, _ = problem()
     with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
-        torch.testing.assert_close(engine(inputs), model(inputs.cuda()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(engine(inputs), model(inputs.to(kind())), rtol=1e-10, atol=1e-12)

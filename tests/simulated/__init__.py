@@ -1,0 +1,63 @@
+"""An accelerator that is not there, so that a machine without one runs what accelerators run.
+
+Two devices in the host's memory that torch takes for real ones: streams and current devices
+are each thread's, backward passes run in a thread per device, generators are each device's own
+and the CPU's are refused. As a pytest plugin (``-p simulated``) it is there for a whole run:
+a process cannot get rid of it again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import types
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths, library_paths
+
+NAME = "simulated"
+LIBRARY = "SIMULATED_ACCELERATOR"  # the environment variable that says where it was built
+_SOURCE = Path(__file__).with_name("accelerator.cpp")
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into ``folder``; takes some seconds."""
+    library = folder / "accelerator.so"
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", "-w", str(_SOURCE)]
+    command += [f"-I{path}" for path in include_paths()]
+    command += [f"-L{path}" for path in library_paths()]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", str(library)]
+    subprocess.run(command, check=True, timeout=300)
+    return library
+
+
+def load(library: Path) -> None:
+    """Make it this process's accelerator, with the module ``torch.simulated``."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch.ops.load_library(library)
+    operators = torch.ops.simulated
+
+    def index(device: str | torch.device) -> int:
+        found = torch.device(device).index
+        return torch.accelerator.current_device_index() if found is None else found
+
+    def manual_seed_all(seed: int) -> None:
+        for i in range(operators.device_count()):
+            operators.manual_seed(seed, i)
+
+    module = types.ModuleType(f"torch.{NAME}")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = operators.device_count
+    module.current_device = torch.accelerator.current_device_index
+    module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
+    module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(state, index(device))
+    module.manual_seed_all = manual_seed_all
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def pytest_configure() -> None:
+    load(Path(os.environ[LIBRARY]))

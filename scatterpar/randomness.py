@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "followed"]
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"  # a mode key that torch itself leaves unused
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
@@ -122,11 +122,40 @@ class _AcceleratorStream:
 
 
 _thread = threading.local()
+_graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
+
+
+@contextlib.contextmanager
+def followed(root: Tensor) -> Iterator[None]:
+    """Let the backward pass from ``root``, in the body, draw from this thread's stream.
+
+    Accelerators' backward passes run in threads of autograd's own; activation checkpointing
+    draws there again what the forward pass drew.
+    """
+    make = getattr(_thread, "generator", None)
+    if make is None or root.device.type == "cpu" or not root.requires_grad:
+        yield
+        return
+    task = []
+
+    def adopt(_: Tensor) -> None:
+        task.append(torch._C._current_graph_task_id())
+        _graph_tasks[task[0]] = make
+
+    handle = root.register_hook(adopt)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for number in task:
+            del _graph_tasks[number]
 
 
 def _current() -> torch.Generator | None:
     """The generator of the replica that this thread works for."""
     make: Callable[[], torch.Generator] | None = getattr(_thread, "generator", None)
+    if make is None:
+        make = _graph_tasks.get(torch._C._current_graph_task_id())
     return None if make is None else make()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from scatterpar import nested
 from scatterpar.context import autocast_types
 from scatterpar.plan import Share
+from scatterpar.randomness import followed
 from scatterpar.scatter import as_call, is_borrowed, join, take
 from scatterpar.workers import note
 
@@ -164,6 +165,7 @@ def _backward(loss: Tensor, weight: float, autocast: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         for kind in autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(followed(loss))
         loss.backward(gradient)
     if autocast:
         torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time

@@ -143,9 +143,13 @@ class Workers:
             self._stop()
 
     def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> None:
-        job = _Job(len(calls), verbs.at_once([call.device for call in calls]), cancel)
-        for i, (queue, call) in enumerate(zip(self._started(), calls, strict=False)):
-            queue.put(partial(job.run, i, call))
+        devices = [call.device for call in calls]
+        job = _Job(len(calls), verbs.at_once(devices), cancel)
+        queues = self._started()
+        for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
+            # Replicas on one accelerator draw from its one generator: in their order, so in turn.
+            thread = i if device.type == "cpu" else devices.index(device)
+            queues[thread].put(partial(job.run, i, call))
         try:
             self._wait(job)
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+import simulated
 from helpers import police
 from hypothesis import settings
 
@@ -55,6 +58,14 @@ def _no_changed_globals(_no_moved_generators: None):
     changed = police.differences(before, police.globals_of_torch())
     police.put_back(before)
     assert not changed, f"the test changed globals: {changed}"
+
+
+@pytest.fixture(scope="session")
+def simulated_accelerator(tmp_path_factory: pytest.TempPathFactory):
+    """What the environment of a process needs to load it; nothing where there is no compiler."""
+    if shutil.which("g++") is None:
+        return {}
+    return {simulated.LIBRARY: str(simulated.build(tmp_path_factory.mktemp("simulated")))}
 
 
 @pytest.fixture(params=["shared", "virtual"])

@@ -11,7 +11,9 @@ import pytest
 import torch
 from helpers.oracle import seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import scatterpar.devices
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, gather
 
 pytestmark = [
@@ -19,13 +21,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator is here"),
 ]
 ROWS, FEATURES, CLASSES = 37, 8, 3
-PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1]]
+PLACES = [[0], [0, 0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 1, 2, 3]]
 
 
 @pytest.fixture(params=PLACES, ids=str)
 def device_ids(request):
     if max(request.param) >= torch.accelerator.device_count():
-        pytest.skip("needs two accelerators")
+        pytest.skip(f"needs {max(request.param) + 1} accelerators")
     return request.param
 
 
@@ -150,17 +152,48 @@ def test_the_scaler_takes_its_factor_out_again(device_ids):
 
 
 @pytest.mark.draws
-def test_the_same_seed_gives_the_same_gradients_on_one_card():
+def test_the_same_seed_gives_the_same_gradients(device_ids):
     model, inputs, targets = problem(nn.Dropout(0.5))
     found = []
-    with ScatterOnceParallel(model, 3, [0]) as engine:
-        for seed in (1, 1, 2):
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        for seed in (1, 1, 2, 1):
             model.zero_grad()
             torch.manual_seed(seed)
             engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
             found.append(gradients(model))
     assert_close(found[0], found[1], rtol=0, atol=0)
+    assert_close(found[0], found[3], rtol=0, atol=0)
     assert any(not torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+
+
+class Keeps(nn.Module):
+    """Dropout of ones, kept to be looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = Kept()
+
+    def forward(self, features):
+        mask = nn.functional.dropout(torch.ones_like(features), 0.5)
+        self.masks.found.append(mask.detach().cpu())
+        return features * mask
+
+
+class Kept:
+    """Shared by the replicas, as anything that is no plain container."""
+
+    def __init__(self):
+        self.found = []
+
+
+@pytest.mark.draws
+def test_replicas_draw_different_masks(device_ids):
+    model, inputs, targets = problem(keeps := Keeps())
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        engine.forward_backward(inputs[:36], targets[:36], nn.CrossEntropyLoss())
+    masks = keeps.masks.found
+    assert len(masks) == len(device_ids)
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
 
 
 class Draws(nn.Module):
@@ -200,3 +233,102 @@ def test_inference(device_ids):
     model, inputs, _ = problem()
     with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
         torch.testing.assert_close(engine(inputs), model(inputs.to(kind())), rtol=1e-10, atol=1e-12)
+
+
+class Remembers(nn.Module):
+    """Dropout by hand, on the card or on the host, checkpointed or not."""
+
+    def __init__(self, where, again):
+        super().__init__()
+        self.where, self.again = where, again
+
+    def forward(self, features):
+        if self.again:
+            return checkpoint(self.drop, features, use_reentrant=self.again == "reentrant")
+        return self.drop(features)
+
+    def drop(self, features):
+        device = "cpu" if self.where == "host" else features.device
+        mask = torch.rand(features.shape, device=device) < 0.5
+        return features * mask.to(features.device)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
+def test_checkpointing_draws_the_same_numbers_again(device_ids, where, again):
+    """Backward passes run in threads of torch's own, which belong to no replica by themselves."""
+    found = []
+    for how in (None, again):
+        model, inputs, targets = problem(Remembers(where, how))
+        states = []
+        with ScatterOnceParallel(model, 3, device_ids) as engine:
+            for _ in range(3):
+                model.zero_grad()
+                torch.manual_seed(5)
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                states.append(torch.get_rng_state())
+            found.append([*gradients(model), *states])
+    assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_by_default_every_accelerator_has_a_replica():
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    count = torch.accelerator.device_count()
+    with ScatterOnceParallel(model) as engine:
+        assert engine.device_ids == tuple(torch.device(kind(), i) for i in range(count))
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+        assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_runs_out(device_ids, where, monkeypatch):
+    """Backward passes run, and fail, in threads of torch's own."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    monkeypatch.setattr(scatterpar.devices, "release", lambda: released.append(1))
+    released = []
+
+    def criterion(scores, labels):
+        def run_out(_):
+            raise torch.OutOfMemoryError("pretended")
+
+        if len(labels) > 4:
+            if where == "forward":
+                run_out(None)
+            scores.register_hook(run_out)
+        return nn.functional.cross_entropy(scores, labels)
+
+    with ScatterOnceParallel(model, "auto", device_ids) as engine:
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            engine.forward_backward(inputs, targets, criterion)
+        assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+        sizes = [b - a for share in engine.last_step.plan.shares for a, b in share.micro_batches]
+        assert max(sizes) <= 4
+    assert len(released) >= engine.last_step.retries > 0
+
+
+class Tracks(nn.Module):
+    """A buffer that takes the mean of what comes by."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16, dtype=torch.float64))
+
+    def forward(self, features):
+        self.seen.copy_(features.detach().mean(0))
+        return features
+
+
+@pytest.mark.parametrize("policy", ["master", "mean"])
+def test_buffers(device_ids, policy):
+    model, inputs, targets = problem(Tracks())
+    with ScatterOnceParallel(model, 1, device_ids, buffers=policy) as engine:
+        shares = engine.plan(ROWS).shares
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    features = model[0](inputs.to(kind())).detach()
+    first = features[: shares[0].stop].mean(0)
+    wanted = first if policy == "master" else features.mean(0)
+    torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)

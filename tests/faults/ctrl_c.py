@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from faults.grid import LAYOUTS, SECONDS_EACH, Bench
+from faults.grid import SECONDS_EACH, bench_on
 from faults.places import PLACES
 from faults.state import capture, differences, values_differ
 
@@ -70,7 +70,7 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
     """Interrupt steps at ``times`` moments, every second time twice in a row."""
     draw = random.Random(7)
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
-    bench = Bench(["cpu"] if layout == "alone" else LAYOUTS[layout])
+    bench = bench_on(layout)
     expected, _, _ = bench.expected(PLACE, True)
     strikes = Strikes()
     for i in range(times):
@@ -83,6 +83,8 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
             before = capture(bench.subject)
             strikes.attempt(lambda: bench.step(bench.engine, PLACE))
             undone = differences(before, capture(bench.subject))
+            if i % 2:  # struck twice: threads given up draw on from their accelerator's generator
+                undone = [path for path in undone if not path.startswith("generator of")]
             done = values_differ(expected, bench.subject)
             if undone and done:
                 wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")

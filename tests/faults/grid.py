@@ -1,7 +1,8 @@
 """Every fault, at every place, in the first, middle and last sub-step of first and last replica.
 
 ``python -m faults.grid shared`` (from ``tests/``) tries all combinations on replicas that
-share a memory, ``virtual`` on virtual devices, and prints one line of JSON for each.
+share a memory, ``virtual`` on virtual devices, ``accelerator`` on a simulated accelerator's,
+and prints one line of JSON for each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+import simulated
 import torch
 
 from faults.kinds import KINDS, REPLACED
@@ -23,6 +25,7 @@ from faults.state import capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
 SECONDS_EACH = 25
@@ -30,7 +33,15 @@ SECONDS_EACH = 25
 LAYOUTS = {
     "shared": ["cpu"] * REPLICAS,
     "virtual": [f"cpu:{i}" for i in range(REPLICAS)],
+    "accelerator": [f"{simulated.NAME}:{i}" for i in range(REPLICAS)],
 }
+
+
+def bench_on(layout: str) -> Bench:
+    """A bench on a layout, or with a single replica on the host (``alone``)."""
+    if layout == "accelerator":
+        simulated.load_built()
+    return Bench(["cpu"] if layout == "alone" else LAYOUTS[layout])
 
 
 class Bench:
@@ -38,7 +49,7 @@ class Bench:
 
     def __init__(self, devices: list[str]) -> None:
         self.devices = devices
-        self.subject = build_subject()
+        self.subject = build_subject().to(physical(torch.device(devices[0])))
         self.engine = ScatterOnceParallel(self.subject, ACCUM, devices)
         self.optimizer = torch.optim.SGD(self.subject.parameters(), 0.01, momentum=0.9)
         self.data = batch(ROWS, seed=5)
@@ -145,7 +156,7 @@ def _judge_error(error: BaseException, kind: str, where: dict[str, Any]) -> list
         replica, number = positions[0]
         expected = f", sub-step {number} of {ACCUM}, counted from 0"
         found = [note for note in notes if note.endswith(expected)]
-        if len(found) != 1 or f"in replica {replica} on cpu" not in found[0]:
+        if len(found) != 1 or f"in replica {replica} on " not in found[0]:
             wrong.append(f"notes: {notes}")
         for other, _ in positions[1:]:
             if not any(note.startswith(f"replica {other} failed too: ") for note in notes):
@@ -184,7 +195,7 @@ def run(layout: str) -> Iterator[dict[str, Any]]:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
-    bench = Bench(LAYOUTS[layout])
+    bench = bench_on(layout)
     for number, (place, kind, moment, where) in enumerate(combinations(bench)):
         faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
         bench.back_to_start(bench.subject, accumulate=number % 2 == 0)

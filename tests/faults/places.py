@@ -90,7 +90,7 @@ class Centred(nn.Module):
 
 @place("criterion, a module with buffers")
 def _module(subject: Subject, step: Step, name: str) -> Iterator[None]:
-    step.criterion = centred = Centred()
+    step.criterion = centred = Centred().to(subject.enter.weight.device)
     yield
     if trap.sprung:
         assert centred.shift.grad is None

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
+
+Found = TypeVar("Found")
 TESTS = Path(__file__).parent.parent
 SECONDS = 110.0
 
@@ -28,14 +33,14 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """Start Python with ``arguments``."""
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start Python with ``arguments``, and ``variables`` in its environment."""
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment() | variables,
     )
 
 
@@ -56,6 +61,21 @@ def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome
         return dict(zip(processes, pool.map(finish, processes.values()), strict=True))
 
 
-def run(*arguments: str, seconds: float = SECONDS) -> Outcome:
+def run(*arguments: str, seconds: float = SECONDS, **variables: str) -> Outcome:
     """Run Python with ``arguments`` to its end."""
-    return finish(start(*arguments), seconds)
+    return finish(start(*arguments, **variables), seconds)
+
+
+def run_on_layouts(
+    layouts: Iterable[str], accelerator: dict[str, str], module: str, *arguments: str
+) -> dict[str, Outcome]:
+    """Run ``module`` with each layout, all at once; the simulated one only if it was built."""
+    possible = [layout for layout in layouts if accelerator or layout != "accelerator"]
+    return finish_all({n: start("-m", module, n, *arguments, **accelerator) for n in possible})
+
+
+def of(outcomes: dict[str, Found], layout: str) -> Found:
+    """What was found on ``layout``; skips the test if it could not be tried."""
+    if layout not in outcomes:
+        pytest.skip("there is no g++ to build the simulated accelerator")
+    return outcomes[layout]

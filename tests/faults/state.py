@@ -36,6 +36,11 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
         for i, group in enumerate(optimizer.param_groups):
             _note(state, f"group.{i}", {k: v for k, v in group.items() if k != "params"}, False)
     _note(state, "torch's generator", torch.default_generator.get_state(), False)
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        for i in range(torch.accelerator.device_count()):
+            own = torch.get_device_module(kind).get_rng_state(f"{kind}:{i}")
+            _note(state, f"generator of {kind}:{i}", own, False)
     state["Python's generator"] = (None, random.getstate())
     for name, value in police.globals_of_torch().items():
         state[f"torch: {name}"] = (None, value)

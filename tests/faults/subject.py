@@ -68,6 +68,7 @@ class Subject(nn.Module):
         trap.at("forward, in the middle")
         hidden = trap.watch(self.middle(hidden).tanh())
         output = trap.watch(self.leave(Steps.apply(hidden)))
+        trap.follow(output)
         trap.at("forward, last line")
         return output
 

@@ -13,14 +13,14 @@ import pytest
 
 from faults.grid import LAYOUTS
 from faults.places import PLACES
-from faults.processes import finish_all, start
+from faults.processes import of, run_on_layouts
 
 COMBINATIONS = 1600  # and more: what is counted depends on how often a place is visited
 
 
 @pytest.fixture(scope="module")
-def found():
-    outcomes = finish_all({layout: start("-m", "faults.grid", layout) for layout in LAYOUTS})
+def found(simulated_accelerator):
+    outcomes = run_on_layouts(LAYOUTS, simulated_accelerator, "faults.grid")
     return {
         layout: (
             [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")],
@@ -33,7 +33,7 @@ def found():
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
-    results, outcome = found[layout]
+    results, outcome = of(found, layout)
     mine = [result for result in results if result["place"] == name]
     assert mine, f"never came to this place:\n{outcome.err}"
     wrong = [
@@ -48,7 +48,7 @@ def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_combinations_were_tried(found, layout):
-    results, outcome = found[layout]
+    results, outcome = of(found, layout)
     assert outcome.code == 0
     assert outcome.out.endswith("end\n")
     assert "terminate called" not in outcome.err

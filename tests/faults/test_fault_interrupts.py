@@ -6,20 +6,20 @@ import json
 
 import pytest
 
-from faults.processes import finish_all, run, start
+from faults.processes import of, run, run_on_layouts
 
-LAYOUTS = ("shared", "virtual", "alone")
+LAYOUTS = ("shared", "virtual", "alone", "accelerator")
 POSITIONS, STRIKES = "150", "24"
 
 
 @pytest.fixture(scope="module")
-def everywhere():
-    return finish_all({n: start("-m", "faults.everywhere", n, POSITIONS) for n in LAYOUTS})
+def everywhere(simulated_accelerator):
+    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", POSITIONS)
 
 
 @pytest.fixture(scope="module")
-def struck():
-    return finish_all({n: start("-m", "faults.ctrl_c", n, STRIKES) for n in LAYOUTS})
+def struck(simulated_accelerator):
+    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.ctrl_c", STRIKES)
 
 
 def judged(outcome):
@@ -34,14 +34,14 @@ def judged(outcome):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_between_any_two_instructions(everywhere, layout):
-    found = judged(everywhere[layout])
+    found = judged(of(everywhere, layout))
     assert len(found) > int(POSITIONS) // 2
     assert not all(line["whole"] for line in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_real_signals_at_random_moments_once_and_twice(struck, layout):
-    found = judged(struck[layout])
+    found = judged(of(struck, layout))
     assert len(found) == int(STRIKES)
     assert any(line["inside"] for line in found)
 

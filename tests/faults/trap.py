@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from scatterpar import Plan
 
 Position = tuple[int, int]  # replica, sub-step
 BARRIER_SECONDS = 20.0
+GRACE_SECONDS = 0.1
 
 
 class Trap:
@@ -26,6 +29,7 @@ class Trap:
     def __init__(self) -> None:
         self.plan: Plan | None = None
         self._thread = threading.local()
+        self._graph_tasks: dict[int, Position] = {}
         self._lock = threading.Lock()
         self._activations: list[weakref.ref[Tensor]] = []
         self.visited: list[Position] = []
@@ -59,9 +63,20 @@ class Trap:
                     self._thread.position = (share.replica, number)
         self.visited.append(self._thread.position)
 
+    def follow(self, output: Tensor) -> None:
+        """Know the way into the backward pass too: accelerators' run in other threads."""
+        position = self._thread.position
+
+        def adopt(_: Tensor) -> None:
+            self._graph_tasks[torch._C._current_graph_task_id()] = position
+
+        if output.requires_grad:
+            output.register_hook(adopt)
+
     def at(self, place: str) -> None:
         """The current thread is at ``place``, within a sub-step."""
         position = getattr(self._thread, "position", None)
+        position = self._graph_tasks.get(torch._C._current_graph_task_id(), position)
         if place != self.place or position not in self.positions or position in self.sprung:
             return
         if self._barrier is not None:
@@ -91,8 +106,15 @@ class Trap:
         return tensor
 
     def activations_alive(self) -> int:
-        """How many of the activations there still are; forgets them."""
-        alive = sum(activation() is not None for activation in self._activations)
+        """How many of the activations there still are; forgets them.
+
+        An accelerator's backward thread lets go of its graph a little after its error is out.
+        """
+        deadline = time.monotonic() + GRACE_SECONDS
+        while alive := sum(activation() is not None for activation in self._activations):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
         self._activations.clear()
         return alive
 

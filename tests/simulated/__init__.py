@@ -1,6 +1,6 @@
 """An accelerator that is not there, so that a machine without one runs what accelerators run.
 
-Two devices in the host's memory that torch takes for real ones: streams and current devices
+Four devices in the host's memory that torch takes for real ones: streams and current devices
 are each thread's, backward passes run in a thread per device, generators are each device's own
 and the CPU's are refused. As a pytest plugin (``-p simulated``) it is there for a whole run:
 a process cannot get rid of it again.
@@ -50,6 +50,8 @@ def load(library: Path) -> None:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.device_count = operators.device_count
+    module._initialized = True  # or checkpointing would not save its random state
+    module.device = torch.accelerator.device_index
     module.current_device = torch.accelerator.current_device_index
     module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
     module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(state, index(device))
@@ -59,5 +61,9 @@ def load(library: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
-def pytest_configure() -> None:
+def load_built() -> None:
+    """Load what the environment says was built."""
     load(Path(os.environ[LIBRARY]))
+
+
+pytest_configure = load_built  # as a plugin

@@ -1,4 +1,4 @@
-// An accelerator that is not there: two devices whose memory lies in the host's RAM.
+// An accelerator that is not there: four devices whose memory lies in the host's RAM.
 //
 // Torch takes it for a real one: tensors have a device of their own, streams and current
 // devices are each thread's, backward passes run in a thread per device, and each device has
@@ -25,7 +25,7 @@
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 2;
+constexpr c10::DeviceIndex kDevices = 4;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
@@ -122,8 +122,11 @@ struct Generator final : at::CPUGeneratorImpl {
 };
 
 const at::Generator& default_generator(c10::DeviceIndex index) {
-  static std::array<at::Generator, kDevices> all{
-      at::make_generator<Generator>(0), at::make_generator<Generator>(1)};
+  static const auto all = [] {
+    std::array<at::Generator, kDevices> made;
+    for (c10::DeviceIndex i = 0; i < kDevices; ++i) made[i] = at::make_generator<Generator>(i);
+    return made;
+  }();
   return all[index < 0 ? current_device : index];
 }
 
@@ -301,6 +304,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
+  m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("uniform_", uniform_);
   m.impl("normal_", normal_);

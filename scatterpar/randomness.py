@@ -12,6 +12,7 @@ from it. A step commits by moving the process's generator on, if anything was dr
 
 Accelerators have a generator each, all seeded alike by ``torch.manual_seed``: those of
 replicas 1, 2, … are seeded anew for the step, from their own state and the replica's number.
+Replicas that share an accelerator draw from its generator in turn, since they run in turn.
 """
 
 from __future__ import annotations

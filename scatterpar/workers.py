@@ -77,7 +77,7 @@ class Workers:
         A single call runs in the caller's own thread. On the CPU as many start as there are
         cores, and each of the others when one ends: short calls that fight for cores and for
         the interpreter's lock cost several times as much. But since calls may wait for each
-        other, all start soon in any case. When one fails, ``cancel`` is set, the
+        other, all start soon in any case. Those that share an accelerator run in turn. When one fails, ``cancel`` is set, the
         others are waited for, and the error of the lowest replica is raised in the caller's
         thread, with the others noted on it. An interrupt does the same; a second interrupt
         stops the waiting and gives the threads up, which ``abandoned`` then tells.
@@ -174,6 +174,7 @@ class Workers:
                     job.ended.acquire()
             except BaseException as error:
                 self.interrupts.defer()
+                job.interrupted = True
                 job.cancel.set()
                 if interrupt is not None:
                     interrupt = None  # its traceback leads here
@@ -265,6 +266,7 @@ class _Job:
 
     def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
         self.cancel = cancel
+        self.interrupted = False  # who has not started yet need not
         self.done = False
         self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
         self.ended.acquire()
@@ -275,7 +277,7 @@ class _Job:
 
     def run(self, number: int, call: _Call) -> None:
         """Run ``call``, the one with this ``number``, when it is its turn."""
-        if number < self._at_once or self._turn():
+        if (number < self._at_once or self._turn()) and not self.interrupted:
             call.run()
         if call.error is not None:
             self.cancel.set()

@@ -77,10 +77,12 @@ class Workers:
         A single call runs in the caller's own thread. On the CPU as many start as there are
         cores, and each of the others when one ends: short calls that fight for cores and for
         the interpreter's lock cost several times as much. But since calls may wait for each
-        other, all start soon in any case. Those that share an accelerator run in turn. When one fails, ``cancel`` is set, the
-        others are waited for, and the error of the lowest replica is raised in the caller's
-        thread, with the others noted on it. An interrupt does the same; a second interrupt
-        stops the waiting and gives the threads up, which ``abandoned`` then tells.
+        other, all start soon in any case. Those that share an accelerator run in turn.
+
+        When one fails, ``cancel`` is set, the others are waited for, and the error of the
+        lowest replica is raised in the caller's thread, with the others noted on it. An
+        interrupt does the same; a second interrupt stops the waiting and gives the threads up,
+        which ``abandoned`` then tells.
 
         Args:
             modules: one callable per replica.

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ import torch
 from scatterpar import devices as verbs
 from scatterpar.context import Context
 from scatterpar.interrupts import Interrupts
+from scatterpar.job import Call, Job
 
 __all__ = ["Cancelled", "Workers", "note"]
 
 _Task = Callable[[], None]
 
-_HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
@@ -101,7 +101,7 @@ class Workers:
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
         calls = [
-            _Call(module, args, kwargs, device, verbs.stream_of(device), context)
+            Call(module, args, kwargs, device, verbs.stream_of(device), context)
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
             )
@@ -144,9 +144,9 @@ class Workers:
         if self._stop is not None:
             self._stop()
 
-    def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> None:
+    def _dispatch(self, calls: list[Call], cancel: threading.Event) -> None:
         devices = [call.device for call in calls]
-        job = _Job(len(calls), verbs.at_once(devices), cancel)
+        job = Job(len(calls), verbs.at_once(devices), cancel)
         queues = self._started()
         for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
             # Replicas on one accelerator draw from its one generator: in their order, so in turn.
@@ -168,7 +168,7 @@ class Workers:
         finally:
             del errors
 
-    def _wait(self, job: _Job) -> None:
+    def _wait(self, job: Job) -> None:
         interrupt: BaseException | None = None
         while not job.done:
             try:
@@ -223,79 +223,6 @@ def _described(error: BaseException) -> str:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
-
-
-class _Call:
-    """One replica's part of a job, and what became of it."""
-
-    def __init__(
-        self,
-        module: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        stream: torch.Stream | None,
-        context: Context,
-    ) -> None:
-        self.device = device
-        self._work = (module, args, kwargs, stream)
-        self._context = context
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Compute the result or the error; never raises."""
-        try:
-            self.result = self._context.variables.copy().run(self._in_context)
-        except BaseException as error:
-            self.error = error
-
-    def _in_context(self) -> Any:
-        module, args, kwargs, stream = self._work
-        del self._work
-        with self._context.entered(self.device, stream):
-            return module(*args, **kwargs)
-
-
-class _Job:
-    """The calls of all replicas: whose turn it is, and how many have not ended.
-
-    Args:
-        count: how many there are.
-        at_once: how many start at once; each of the others starts when one ends, or soon.
-        cancel: set as soon as one has failed.
-    """
-
-    def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
-        self.cancel = cancel
-        self.interrupted = False  # who has not started yet need not
-        self.done = False
-        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
-        self.ended.acquire()
-        self._at_once = at_once
-        self._turns: SimpleQueue[None] = SimpleQueue()
-        self._unfinished = count
-        self._counting = threading.Lock()
-
-    def run(self, number: int, call: _Call) -> None:
-        """Run ``call``, the one with this ``number``, when it is its turn."""
-        if (number < self._at_once or self._turn()) and not self.interrupted:
-            call.run()
-        if call.error is not None:
-            self.cancel.set()
-        self._turns.put(None)
-        with self._counting:
-            self._unfinished -= 1
-            if self._unfinished:
-                return
-        self.done = True
-        self.ended.release()
-
-    def _turn(self) -> bool:
-        """Wait for a turn, though not for long; whether there is still something to do."""
-        with contextlib.suppress(Empty):
-            self._turns.get(timeout=_HEAD_START_SECONDS)
-        return not self.cancel.is_set()
 
 
 def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barrier) -> None:

@@ -1,0 +1,90 @@
+"""What the threads of ``workers.py`` are given: the call of each replica, and whose turn it is."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from scatterpar.context import Context
+
+__all__ = ["Call", "Job"]
+
+_HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
+
+
+class Call:
+    """One replica's part of a job, and what became of it."""
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        stream: torch.Stream | None,
+        context: Context,
+    ) -> None:
+        self.device = device
+        self._work = (module, args, kwargs, stream)
+        self._context = context
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Compute the result or the error; never raises."""
+        try:
+            self.result = self._context.variables.copy().run(self._in_context)
+        except BaseException as error:
+            self.error = error
+
+    def _in_context(self) -> Any:
+        module, args, kwargs, stream = self._work
+        del self._work
+        with self._context.entered(self.device, stream):
+            return module(*args, **kwargs)
+
+
+class Job:
+    """The calls of all replicas: whose turn it is, and how many have not ended.
+
+    Args:
+        count: how many there are.
+        at_once: how many start at once; each of the others starts when one ends, or soon.
+        cancel: set as soon as one has failed.
+    """
+
+    def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
+        self.cancel = cancel
+        self.interrupted = False  # who has not started yet need not
+        self.done = False
+        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
+        self.ended.acquire()
+        self._at_once = at_once
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        self._unfinished = count
+        self._counting = threading.Lock()
+
+    def run(self, number: int, call: Call) -> None:
+        """Run ``call``, the one with this ``number``, when it is its turn."""
+        if (number < self._at_once or self._turn()) and not self.interrupted:
+            call.run()
+        if call.error is not None:
+            self.cancel.set()
+        self._turns.put(None)
+        with self._counting:
+            self._unfinished -= 1
+            if self._unfinished:
+                return
+        self.done = True
+        self.ended.release()
+
+    def _turn(self) -> bool:
+        """Wait for a turn, though not for long; whether there is still something to do."""
+        with contextlib.suppress(Empty):
+            self._turns.get(timeout=_HEAD_START_SECONDS)
+        return not self.cancel.is_set()

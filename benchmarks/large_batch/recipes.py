@@ -15,8 +15,10 @@ RECIPES = [
     Recipe("4096, rate scaled, no warm-up", 4096),
     LARGE,
     LONGER,
-    Recipe("8192, rate scaled, gradual warm-up", 8192, warmup_epochs=WARMUP_EPOCHS),
-    Recipe("16384, rate scaled, gradual warm-up", 16384, warmup_epochs=WARMUP_EPOCHS),
+    *[
+        Recipe(f"{batch}, rate scaled, gradual warm-up", batch, warmup_epochs=WARMUP_EPOCHS)
+        for batch in (1024, 2048, 8192, 16384)
+    ],
 ]
 # arXiv:1706.02677, tables 1 and 2a: top-1 validation error of ResNet-50 on ImageNet at 256 and
 # 8192 images, mean and standard deviation of five runs.
@@ -38,8 +40,8 @@ def _changed(recipe: Recipe, change: str, **options: Any) -> Recipe:
 
 
 VARIATIONS = {
-    "warm-up of 2 epochs": (BASELINE, _changed(LARGE, "of 2 epochs", warmup_epochs=2)),
     "warm-up of 10 epochs": (BASELINE, LONGER),
-    "40 epochs": _both("40 epochs", epochs=40),
+    "warm-up of 2 epochs": (BASELINE, _changed(LARGE, "of 2 epochs", warmup_epochs=2)),
     "base rate 0.1": _both("base rate 0.1", base_lr=0.1),
+    "40 epochs": _both("40 epochs", epochs=40),
 }

@@ -24,19 +24,19 @@ AS_ABOVE = "as above"
 PAIR_COLUMNS = ["change", "256, %", "runs", "4096 with warm-up, %", "runs", "difference"]
 
 
-def publish(folder: Path, runs: Runs) -> None:
-    """Write the tables and the picture into ``folder``, from the runs that there are."""
+def publish(folder: Path, network: str, runs: Runs) -> None:
+    """Write a network's tables and picture into ``folder``, from the runs that there are."""
     write = Publisher(folder, runs.environment)
     found = {recipe.name: runs.of(recipe.name) for recipe in RECIPES if runs.of(recipe.name)}
     baseline = statistics.mean(_final(found[BASELINE.name]))
     rows = [_row(name, some, baseline) for name, some in found.items()]
     final = {name: _final(some) for name, some in found.items()}
     draw = partial(_draw, found=found)
-    write("errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
+    write(f"{network}-errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
     pairs = {AS_ABOVE: (BASELINE, LARGE), **VARIATIONS}
     found_pairs = {change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs}
     rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if any(pair)]
-    write("variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
+    write(f"{network}-variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
 
 
 def _row(name: str, runs: list[Run], baseline: float) -> list[Any]:

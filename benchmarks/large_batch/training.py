@@ -1,6 +1,7 @@
-"""One training: a small network on all of Fashion-MNIST, through the engine."""
+"""One training: a network on all of Fashion-MNIST, through the engine."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +13,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import load
 from scatterpar.train.loop import Batches
+from scatterpar.train.models import SmallCNN
 
 EPOCHS = 20
 BASE_BATCH = 256
@@ -39,11 +41,11 @@ class Recipe:
         return linear_scaled_lr(self.base_lr, self.batch, BASE_BATCH)
 
 
-def train(recipe: Recipe, seed: int) -> dict[str, object]:
+def train(network: str, recipe: Recipe, seed: int) -> dict[str, object]:
     """Train from scratch; the training loss and the test error, in percent, of each epoch."""
     train_images, train_labels, test_images, test_labels = fashion_mnist()
     torch.manual_seed(seed)
-    model = network()
+    model = NETWORKS[network]()
     groups = weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
@@ -90,7 +92,7 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LR
     return gradual_warmup(optimizer, warmup, recipe.base_lr, cosine) if warmup else cosine
 
 
-def network() -> nn.Module:
+def tiny_cnn() -> nn.Module:
     """Two convolutions with strides and a hidden layer, all with batch normalisation."""
     return nn.Sequential(
         *_convolution(1, 8, size=4, stride=4),
@@ -111,6 +113,12 @@ def _convolution(
         nn.BatchNorm2d(channels_out),
         nn.ReLU(),
     ]
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "cnn": lambda: SmallCNN((1, 28, 28), classes=10),
+    "tiny": tiny_cnn,
+}
 
 
 @torch.no_grad()

@@ -96,6 +96,7 @@ class Workers:
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
+        verbs.keep_memory(devices[0])
         if len(modules) == 1:
             with verbs.on(devices[0], verbs.stream_of(devices[0])), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
@@ -199,7 +200,6 @@ class Workers:
     def _started(self) -> list[SimpleQueue[_Task | None]]:
         if self._stop is not None and self._stop.alive:
             return self._queues
-        verbs.keep_memory()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]

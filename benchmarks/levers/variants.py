@@ -40,7 +40,7 @@ class Variant:
 
 
 def _give_memory_back() -> None:
-    devices.keep_memory = lambda: None
+    devices.keep_memory = lambda device: None
 
 
 def _all_cores_each() -> None:

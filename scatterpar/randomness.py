@@ -61,6 +61,7 @@ class Streams:
         key = _install_kernels()
         with _thread_aware_default_generator(), torch._C._IncludeDispatchKeyGuard(key):
             _thread.generator = partial(self._generator, replica)
+            _thread.has_helpers = bool(self._accelerators)
             try:
                 yield
             finally:
@@ -134,22 +135,23 @@ def followed(root: Tensor) -> Iterator[None]:
     draws there again what the forward pass drew.
     """
     make = getattr(_thread, "generator", None)
-    if make is None or root.device.type == "cpu" or not root.requires_grad:
+    if make is None or not _thread.has_helpers or not root.requires_grad:
         yield
         return
-    task = []
+    tasks = set()
 
     def adopt(_: Tensor) -> None:
-        task.append(torch._C._current_graph_task_id())
-        _graph_tasks[task[0]] = make
+        task = torch._C._current_graph_task_id()
+        tasks.add(task)
+        _graph_tasks[task] = make
 
     handle = root.register_hook(adopt)
     try:
         yield
     finally:
         handle.remove()
-        for number in task:
-            del _graph_tasks[number]
+        for task in tasks:
+            del _graph_tasks[task]
 
 
 def _current() -> torch.Generator | None:

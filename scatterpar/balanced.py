@@ -193,7 +193,8 @@ class DataParallelCriterion(Wrapper):
         here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         sizes = [_sizes(output, self.dim) for output in outputs]
         devices = here if self.device_ids is None else self.device_ids
-        if any(tensor.ndim for tensor in nested.tensors(targets)) or not all(sizes):
+        dimensions = [tensor.ndim for tensor in nested.tensors(targets)]
+        if any(dimensions) or not all(sizes):
             rows = count_rows({"targets": targets}, self.dim, data=False)
         else:  # targets without rows, such as one label for all
             rows = sum(own[0] for own in sizes)

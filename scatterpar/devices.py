@@ -180,5 +180,5 @@ class Ledger:
 
     def _count(self, tensor: Tensor, phase: str) -> None:
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-        self.bytes[phase] += sum(part.numel() * part.element_size() for part in parts)
+        self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
         self.messages[phase] += len(parts)

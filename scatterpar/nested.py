@@ -1,4 +1,8 @@
-"""Nested values: tensors inside tuples, lists, mappings and dataclasses, at any depth."""
+"""Nested values: tensors inside tuples, lists, mappings and dataclasses, at any depth.
+
+What a tensor of the user's own class does is never called inside a generator: its
+``StopIteration`` would come out as another error.
+"""
 
 from __future__ import annotations
 

@@ -243,6 +243,6 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws on the CPU: other devices refuse the CPU's generators."""
     device = kwargs.get("device")
     if device is None:
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
     return bool(device.type == "cpu")

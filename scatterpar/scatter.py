@@ -117,7 +117,8 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
 
 def is_borrowed(value: Any, device: torch.device) -> bool:
     """Whether some tensor of a batch is in the memory of ``device`` already, and not copied."""
-    return any(tensor.device == device for tensor in nested.tensors(value))
+    devices = [tensor.device for tensor in nested.tensors(value)]  # no generator: see nested.py
+    return device in devices
 
 
 def join(pieces: Sequence[Any], dim: int, weights: Sequence[float]) -> Any:

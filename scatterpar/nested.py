@@ -37,9 +37,9 @@ def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
     if not _alike(values):
         return function(list(values))
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(merge(function, items) for items in zip(*values, strict=True)))
+        return type(first)(*[merge(function, items) for items in zip(*values, strict=True)])
     if isinstance(first, (tuple, list)):
-        return type(first)(merge(function, items) for items in zip(*values, strict=True))
+        return type(first)([merge(function, items) for items in zip(*values, strict=True)])
     if isinstance(first, Mapping):
         merged = {key: merge(function, [value[key] for value in values]) for key in first}
         return _same_mapping(first, merged)

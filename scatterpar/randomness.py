@@ -127,30 +127,34 @@ _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-@contextlib.contextmanager
-def followed(root: Tensor) -> Iterator[None]:
+class followed:
     """Let the backward pass from ``root``, in the body, draw from this thread's stream.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
     """
-    make = getattr(_thread, "generator", None)
-    if make is None or not _thread.has_helpers or not root.requires_grad:
-        yield
-        return
-    tasks = set()
 
-    def adopt(_: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        tasks.add(task)
-        _graph_tasks[task] = make
+    def __init__(self, root: Tensor) -> None:
+        self._root = root
+        self._tasks: set[int] = set()
+        self._handle: Any = None
 
-    handle = root.register_hook(adopt)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for task in tasks:
+    def __enter__(self) -> None:
+        make = getattr(_thread, "generator", None)
+        if make is None or not _thread.has_helpers or not self._root.requires_grad:
+            return
+
+        def adopt(_: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            self._tasks.add(task)
+            _graph_tasks[task] = make
+
+        self._handle = self._root.register_hook(adopt)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        for task in self._tasks:
             del _graph_tasks[task]
 
 

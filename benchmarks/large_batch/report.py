@@ -35,7 +35,7 @@ def publish(folder: Path, network: str, runs: Runs) -> None:
     write(f"{network}-errors", Table(COLUMNS, rows), {"final_errors": final}, draw)
     pairs = {AS_ABOVE: (BASELINE, LARGE), **VARIATIONS}
     found_pairs = {change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs}
-    rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if any(pair)]
+    rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)]
     write(f"{network}-variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
 
 

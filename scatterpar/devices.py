@@ -118,8 +118,8 @@ def keep_memory(device: torch.device) -> None:
     """Let the host's malloc keep what one sub-step on the CPU frees for the next one.
 
     glibc gives large blocks, and a thread's memory, back to the kernel at once, so that every
-    sub-step faults its activations in anew: a million page faults in a step of ResNet-20. This
-    is a setting of the process; it is left alone where the user has set one.
+    sub-step faults its activations in anew. This is a setting of the process; it is left
+    alone where the user has set one.
     """
     if device.type == "cpu":
         _set_malloc_thresholds()

@@ -6,11 +6,11 @@ Where there is none, ``test_simulated.py`` runs these on a simulated one.
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
 from helpers.oracle import seeded
+from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -342,36 +342,10 @@ def test_buffers(device_ids, policy):
     torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)
 
 
-class Touchy(torch.Tensor):
-    """Raises ``StopIteration`` when it is looked at for the ``left``-th time."""
-
-    lock = threading.RLock()
-    left = -1
-    raised = None
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with Touchy.lock:
-            Touchy.left -= 1
-            if Touchy.left == 0:
-                Touchy.raised = StopIteration("mine")
-                raise Touchy.raised
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
 def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(device_ids):
-    """Inside a generator of ours, Python would make a RuntimeError of it."""
     model, inputs, targets = problem()
     targets = targets.as_subclass(Touchy)
-    tried, caught = 0, Touchy
     with ScatterOnceParallel(model, 2, device_ids) as engine:
-        while caught is not None:
-            tried += 1
-            Touchy.left, Touchy.raised, caught = tried, None, None
-            try:
-                engine.forward_backward(inputs, targets, nn.functional.cross_entropy)
-            except BaseException as error:
-                caught = error
-            assert caught is Touchy.raised, tried
-    Touchy.left = -1
-    assert tried > 20
+        assert_arrives_from_everywhere(
+            lambda: engine.forward_backward(inputs, targets, nn.functional.cross_entropy)
+        )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -250,40 +251,12 @@ def test_a_criterion_that_closes_over_the_user_s_parameters(devices):
         assert [p.grad for p in model.parameters()] == [None] * 4
 
 
-class Touchy(torch.Tensor):
-    """Raises ``StopIteration`` when it is looked at for the ``left``-th time."""
-
-    left = -1
-    raised = None
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with Touchy.lock:
-            Touchy.left -= 1
-            if Touchy.left == 0:
-                Touchy.raised = StopIteration("mine")
-                raise Touchy.raised
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
 @pytest.mark.parametrize("part", ["inputs", "targets"])
 def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devices, part):
-    """Inside a generator of ours, Python would make a RuntimeError of it."""
-    Touchy.lock = threading.RLock()
     batch = {"inputs": randn(6, 2), "targets": randn(6, 1)}
     batch[part] = batch[part].as_subclass(Touchy)
     model = build(lambda: nn.Linear(2, 1))
-    tried = 0
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        while True:
-            Touchy.left, Touchy.raised, caught = tried + 1, None, None
-            try:
-                engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())
-            except BaseException as error:
-                caught = error
-            assert caught is Touchy.raised, tried
-            if caught is None:
-                break
-            tried += 1
-    Touchy.left = -1
-    assert tried > 20
+        assert_arrives_from_everywhere(
+            lambda: engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())
+        )

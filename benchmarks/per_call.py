@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from scatterpar.devices import Ledger
+from scatterpar.devices.ledger import Ledger
 
 _replicate = importlib.import_module("torch.nn.parallel.replicate")
 

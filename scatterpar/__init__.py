@@ -1,7 +1,9 @@
 """Very large batches on all the GPUs of one machine, in one process, exactly and fast."""
 
-from scatterpar.balanced import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.pair.criterion import DataParallelCriterion
+from scatterpar.pair.model import DataParallelModel
+from scatterpar.pair.outputs import gather
 from scatterpar.plan import Plan, Share
 from scatterpar.recipe import (
     gradual_warmup,

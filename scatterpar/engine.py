@@ -19,23 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.commit import commit, commit_buffers
-from scatterpar.crew import Crew, run_shares, set_aside
-from scatterpar.devices import DeviceLike, Ledger, physical, resolve
-from scatterpar.interrupts import Interrupts
-from scatterpar.memory import smallest_that_fits
-from scatterpar.outcome import Outcome
+from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.devices.memory_search import smallest_that_fits
+from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
-from scatterpar.randomness import Streams
-from scatterpar.ranks import Ranks
-from scatterpar.reduce import gather, reduce_buffers, reduce_gradients
-from scatterpar.replicas import check_placement
-from scatterpar.report import Clock, StepReport
-from scatterpar.request import Request, check_options
-from scatterpar.scatter import count_rows, micro_batches, scatter
-from scatterpar.substeps import Result, infer, prepare_autograd, train
-from scatterpar.weights import Count, weigh
-from scatterpar.wrapper import Wrapper
+from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.report import StepReport
+from scatterpar.step.commit import commit, commit_buffers
+from scatterpar.step.outcome import Outcome
+from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
+from scatterpar.step.request import Request, check_options
+from scatterpar.step.scatter import count_rows, is_borrowed, micro_batches, scatter
+from scatterpar.step.substeps import infer, prepare_autograd, train
+from scatterpar.step.weights import Count, weigh
+from scatterpar.threads.crew import Crew, Task, run_shares, set_aside
+from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.randomness import RandomStreams
 
 __all__ = ["ScatterOnceParallel"]
 
@@ -261,26 +262,40 @@ class ScatterOnceParallel(Wrapper):
                     request.count,
                     micro_batches(batch, plan, self.dim),
                 )
-                inputs, targets = zip(*scatter(batch, plan, self.dim, ledger), strict=True)
+                scattered = scatter(batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(self.module, request.criterion, ledger)
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
+                    tasks = [
+                        Task(
+                            share=share,
+                            module=replica.roots[0],
+                            inputs=inputs,
+                            targets=targets,
+                            criterion=criterion,
+                            weights=own,
+                            borrowed=is_borrowed(batch, share.device),
+                        )
+                        for share, replica, (inputs, targets), criterion, own in zip(
+                            plan.shares,
+                            parts[0].replicas,
+                            scattered,
+                            criteria,
+                            weights,
+                            strict=False,  # fewer rows than replicas: the last ones rest
+                        )
+                    ]
                     work = partial(
                         train,
                         dim=self.dim,
-                        batch=batch,
                         scale=self._scale(request.scaler),
                         check_finite=self.check_finite,
                         keep_outputs=request.return_outputs,
                         most=most,
                     )
-                    modules = [replica.roots[0] for replica in parts[0].replicas]
-                    replicas = (modules, criteria, plan.shares, inputs, targets, weights)
-                    results: list[Result] = run_shares(
-                        self._crew.workers, plan, streams, work, *replicas
-                    )
+                    results = run_shares(self._crew.workers, streams, work, tasks)
                 with clock.phase("reduce"):
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
@@ -335,14 +350,17 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
             streams = self._streams(plan)
             try:
-                args, named = zip(*scatter(batch, plan, self.dim, ledger), strict=True)
+                scattered = scatter(batch, plan, self.dim, ledger)
                 (part, *_), _ = self._crew.refresh(self.module, None, ledger)
-                modules = [replica.roots[0] for replica in part.replicas]
-                work = partial(infer, dim=self.dim, batch=batch)
-                outputs = run_shares(
-                    self._crew.workers, plan, streams, work, modules, plan.shares, args, named
-                )
-                output = gather(outputs, plan, self.dim, ledger)
+                tasks = [
+                    Task(share, replica.roots[0], rows, borrowed=is_borrowed(batch, share.device))
+                    for share, replica, rows in zip(
+                        plan.shares, part.replicas, scattered, strict=False
+                    )
+                ]
+                work = partial(infer, dim=self.dim)
+                outputs = run_shares(self._crew.workers, streams, work, tasks)
+                output = collect(outputs, plan, self.dim, ledger)
             except BaseException:
                 streams.rollback()
                 raise
@@ -372,9 +390,9 @@ class ScatterOnceParallel(Wrapper):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _streams(self, plan: Plan) -> Streams:
+    def _streams(self, plan: Plan) -> RandomStreams:
         before = 0 if self._ranks is None else self._ranks.rank * len(self.device_ids)
-        return Streams([share.device for share in plan.shares], before)
+        return RandomStreams([share.device for share in plan.shares], before)
 
     def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
         """The scaler's factor, from the scaler itself, which so gets to know the master."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scatterpar.devices import PHASES
 from scatterpar.plan import Plan
 
-__all__ = ["Clock", "StepReport"]
+__all__ = ["StepReport"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +28,3 @@ class StepReport:
     bytes: dict[str, int]
     messages: dict[str, int]
     retries: int = 0
-
-
-class Clock:
-    """Wall time by phase."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body as part of phase ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start

@@ -14,7 +14,7 @@ from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import scatterpar.devices
+import scatterpar.devices.verbs
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, gather
 
 pytestmark = [
@@ -296,7 +296,7 @@ def test_memory_that_runs_out(device_ids, where, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
-    monkeypatch.setattr(scatterpar.devices, "release", lambda: released.append(1))
+    monkeypatch.setattr(scatterpar.devices.verbs, "release", lambda: released.append(1))
     released = []
 
     def criterion(scores, labels):

@@ -157,7 +157,7 @@ def test_the_plan_that_is_shown():
 @pytest.mark.draws
 def test_the_table_of_averages(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    from docs import averaging
+    from benchmarks import averaging
 
     assert f"<!-- averaging -->\n{averaging.table()}\n<!-- /averaging -->" in README
 

@@ -15,8 +15,8 @@ import torch
 from helpers.oracle import build, randn
 from torch import nn
 
-import scatterpar.devices
-import scatterpar.job
+import scatterpar.devices.verbs
+import scatterpar.threads.job
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
 REPLICAS = 4
@@ -26,7 +26,7 @@ SECONDS = 30
 @pytest.fixture(params=[1, 2, 3])
 def cores(request, monkeypatch):
     monkeypatch.setattr(
-        scatterpar.devices, "at_once", lambda devices: min(len(devices), request.param)
+        scatterpar.devices.verbs, "at_once", lambda devices: min(len(devices), request.param)
     )
     return request.param
 
@@ -34,7 +34,7 @@ def cores(request, monkeypatch):
 @pytest.fixture
 def patience(monkeypatch):
     """Nobody starts before its turn, however busy the machine is."""
-    monkeypatch.setattr(scatterpar.job, "_HEAD_START_SECONDS", SECONDS)
+    monkeypatch.setattr(scatterpar.threads.job, "_HEAD_START_SECONDS", SECONDS)
 
 
 class Watch:
@@ -141,7 +141,7 @@ def test_nor_does_it_in_the_pair(devices, cores, patience):
 
 def test_every_accelerator_starts_at_once():
     devices = [torch.device("cpu"), *[torch.device("cuda", i) for i in range(63)]]
-    assert scatterpar.devices.at_once(devices) == 64
+    assert scatterpar.devices.verbs.at_once(devices) == 64
 
 
 def test_closed_while_some_wait_for_their_turn(devices, cores):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar import devices
-from scatterpar.devices import Ledger
+from scatterpar.devices import verbs
+from scatterpar.devices.ledger import Ledger
 
 
 class Memories:
@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):
 def metered(master: torch.device) -> Iterator[Memories]:
     """Count what is made in the body, in the caller's thread and in every worker's."""
     memories = Memories(master)
-    on, empty, copy = devices.on, devices.empty, Ledger.copy
+    on, empty, copy = verbs.on, verbs.empty, Ledger.copy
 
     @contextlib.contextmanager
     def metered_on(device: torch.device, stream: Any) -> Iterator[None]:
@@ -96,8 +96,8 @@ def metered(master: torch.device) -> Iterator[Memories]:
         return result
 
     with (
-        mock.patch.object(devices, "on", metered_on),
-        mock.patch.object(devices, "empty", claimed_empty),
+        mock.patch.object(verbs, "on", metered_on),
+        mock.patch.object(verbs, "empty", claimed_empty),
         mock.patch.object(Ledger, "copy", claimed_copy),
         Meter(memories),
     ):

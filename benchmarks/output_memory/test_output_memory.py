@@ -7,7 +7,8 @@ from benchmarks.output_memory.owned_bytes import metered
 from benchmarks.per_call import Gather
 from benchmarks.tables import Table
 from scatterpar import DataParallelCriterion, DataParallelModel
-from scatterpar.devices import Ledger, resolve
+from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.verbs import resolve
 
 REPLICAS = (1, 2, 4, 8)
 WORDS, TOKENS, SAMPLES = 40_000, 250, 32  # 1.28 GB of float32

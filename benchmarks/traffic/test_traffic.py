@@ -8,7 +8,8 @@ from benchmarks.per_call import PerCall
 from benchmarks.processes import Gang
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import PHASES, resolve
+from scatterpar.devices.ledger import PHASES
+from scatterpar.devices.verbs import resolve
 
 REPLICAS = (2, 4, 8)
 

@@ -25,7 +25,7 @@ from faults.state import capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import physical
+from scatterpar.devices.verbs import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
 SECONDS_EACH = 25

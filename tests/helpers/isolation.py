@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar import devices
-from scatterpar.devices import Ledger
+from scatterpar.devices import verbs
+from scatterpar.devices.ledger import Ledger
 
 HOST = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty, copy, copy_into = devices.on, devices.empty, Ledger.copy, Ledger.copy_into
+    on, empty, copy, copy_into = verbs.on, verbs.empty, Ledger.copy, Ledger.copy_into
 
     @contextlib.contextmanager
     def guarded_on(device, stream):
@@ -133,8 +133,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
         with torch._C._DisableTorchDispatch():
             copy_into(self, target, source, phase)
 
-    monkeypatch.setattr(devices, "on", guarded_on)
-    monkeypatch.setattr(devices, "empty", claimed_empty)
+    monkeypatch.setattr(verbs, "on", guarded_on)
+    monkeypatch.setattr(verbs, "empty", claimed_empty)
     monkeypatch.setattr(Ledger, "copy", claimed_copy)
     monkeypatch.setattr(Ledger, "copy_into", allowed_copy_into)
     with Guard(

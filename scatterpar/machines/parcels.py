@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from scatterpar.outcome import BufferValue
+from scatterpar.step.outcome import BufferValue
 
 __all__ = ["Parcel", "pack"]
 
@@ -115,15 +115,15 @@ def pack(
     gradients: Sequence[Gradient], buffers: Sequence[BufferValue], first: bool, mean: bool
 ) -> list[Parcel]:
     """One parcel per dtype, in an order that is the same on all ranks."""
-    by_dtype: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
-    by_dtype = defaultdict(lambda: ({}, {}))
+    parts: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
+    parts = defaultdict(lambda: ({}, {}))
     for i, pair in enumerate(gradients):
-        by_dtype[pair[0].dtype][0][i] = pair
+        parts[pair[0].dtype][0][i] = pair
     for i, buffer in enumerate(buffers):
         if buffer[2] is not None:
             dtype = buffer[2].dtype
-            by_dtype[dtype if dtype in _SUMMED else _BYTES][1][i] = buffer
-    return [Parcel(dtype, *parts, first, mean) for dtype, parts in by_dtype.items()]
+            parts[dtype if dtype in _SUMMED else _BYTES][1][i] = buffer
+    return [Parcel(dtype, *both, first, mean) for dtype, both in parts.items()]
 
 
 def _value(buffer: BufferValue) -> Tensor:

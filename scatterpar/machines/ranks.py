@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.agreement import agree, sparse_weights, take_over
-from scatterpar.devices import physical
-from scatterpar.outcome import BufferValue, Outcome
-from scatterpar.parcels import Gradient, Parcel, pack
-from scatterpar.workers import note
+from scatterpar.devices.verbs import physical
+from scatterpar.machines.agreement import agree, sparse_weights, take_over
+from scatterpar.machines.parcels import Gradient, Parcel, pack
+from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
 
@@ -93,17 +93,17 @@ class Ranks:
 
     def _exchange(self, outcome: Outcome) -> Outcome:
         try:
-            load = self._load(outcome)
+            exchange = self._prepare(outcome)
         except BaseException as error:
             self.report_failure(error)
             raise
-        terms, loss, rows = self._talk(outcome, load.layout)
+        terms, loss, rows = self._talk(outcome, exchange.layout)
         factor = 1.0
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        gradients, buffers = list(load.dense), list(outcome.buffers)
-        for parcel in load.parcels:
+        gradients, buffers = list(exchange.dense), list(outcome.buffers)
+        for parcel in exchange.parcels:
             parcel.weigh(factor, outcome.plan.rows / rows)
             self._sum(parcel.flat)
             found, settled = parcel.unpack()
@@ -111,10 +111,10 @@ class Ranks:
                 gradients[i] = gradient
             for i, buffer in settled.items():
                 buffers[i] = buffer
-        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in load.sparse]
+        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
         return replace(outcome, loss=loss, gradients=gradients, buffers=buffers)
 
-    def _load(self, outcome: Outcome) -> _Load:
+    def _prepare(self, outcome: Outcome) -> _Exchange:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g)) for t, g in outcome.gradients if id(t) in alone]
@@ -123,7 +123,7 @@ class Ranks:
         tensors += [value for _, _, value in outcome.buffers if value is not None]
         shapes = [f"{tuple(tensor.shape)}{tensor.dtype}" for tensor in tensors]
         text = f"{outcome.is_mean} {len(sparse)} {';'.join(shapes)}"
-        return _Load(dense, sparse, parcels, zlib.crc32(text.encode()) % 2**_LAYOUT_BITS)
+        return _Exchange(dense, sparse, parcels, zlib.crc32(text.encode()) % 2**_LAYOUT_BITS)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed; they raise in this step too."""
@@ -143,7 +143,7 @@ class Ranks:
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
                 f"nothing was changed on any rank; see what it raised there"
             )
-        if self.size * int(squares) != int(layouts) ** 2:
+        if not _all_equal(int(layouts), int(squares), self.size):
             raise RuntimeError(
                 "the ranks disagree on which tensors are trained, on their shapes, or on "
                 "reduction=; make the same changes and the same calls on every rank"
@@ -174,7 +174,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _Exchange:
     """What one step exchanges.
 
     Attributes:
@@ -188,6 +188,14 @@ class _Load:
     sparse: list[tuple[Tensor, Tensor]]
     parcels: list[Parcel]
     layout: int
+
+
+def _all_equal(total: int, squares: int, count: int) -> bool:
+    """Whether ``count`` integers with this sum, and this sum of squares, are all the same one.
+
+    The mean of squares is the square of the mean exactly where nothing deviates from it.
+    """
+    return count * squares == total**2
 
 
 def _to_dense(gradient: Tensor | None) -> Tensor | None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar import nested
-from scatterpar.devices import Ledger
+from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
+from scatterpar.step import nested
 
 __all__ = ["as_call", "count_rows", "is_borrowed", "join", "micro_batches", "scatter", "take"]
 

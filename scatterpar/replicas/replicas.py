@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,38 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar import devices
-from scatterpar.devices import Ledger
-from scatterpar.mirror import Mirror, Snapshot, Survey
+from scatterpar.devices import verbs
+from scatterpar.devices.flat import FlatCopy
+from scatterpar.devices.ledger import Ledger
+from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 
-__all__ = ["Bundle", "Replica", "Replicas", "check_placement"]
-
-_ALIGNMENT = 256
-
-
-class Bundle:
-    """Tensors that travel together: one flat buffer per dtype, and a view of it for each.
-
-    Views keep the strides of what they stand for (``channels_last`` stays so). Sizes that
-    are multiples of large powers of two come first, so that views are aligned without
-    padding and not one byte more than the tensors' own is moved.
-    """
-
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for position, tensor in enumerate(like):
-            by_dtype[tensor.dtype].append(position)
-        self.flats = []
-        self.views = list(like)
-        for dtype, positions in by_dtype.items():
-            positions.sort(key=lambda i: -_power_of_two(like[i].numel() * like[i].element_size()))
-            flat = devices.empty(sum(like[i].numel() for i in positions), dtype, device)
-            offset = 0
-            for i in positions:
-                strides = torch.empty_like(like[i], device="meta").stride()
-                self.views[i] = flat.as_strided(like[i].shape, strides, offset)
-                offset += like[i].numel()
-            self.flats.append(flat)
+__all__ = ["Replica", "Replicas", "check_placement"]
 
 
 class Replica:
@@ -67,7 +40,7 @@ class Replica:
         self.device = device
         originals = list(survey.tensors.values())
         self._private = [i for i, tensor in enumerate(originals) if _is_private(tensor)]
-        own = Bundle([originals[i] for i in self._private], device).views
+        own = FlatCopy([originals[i] for i in self._private], device).views
         self.tensors = [source.detach() for source in sources]
         for i, view in zip(self._private, own, strict=True):
             self.tensors[i] = view.detach()
@@ -172,20 +145,20 @@ class Replicas:
     def _build(self) -> None:
         check_placement(self.roots, self.device_ids[0])
         survey = Survey(self.roots)
-        here = devices.physical(self.device_ids[0])
+        here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
         self.tensors = list(survey.tensors.values())
         self._modules = survey.modules
         self.buffers = [module._buffers for module in survey.modules.values()]
         self._sources: dict[torch.device, list[Tensor]] = {self.device_ids[0]: self.tensors}
         self._arrivals = {
-            device: Bundle(self.tensors, device)
+            device: FlatCopy(self.tensors, device)
             for device in dict.fromkeys(self.device_ids)
             if device != self.device_ids[0]
         }
         needed = self._arrivals and self.tensors
-        self._departure = Bundle(self.tensors, self.device_ids[0]) if needed else None
-        self._sources.update({device: bundle.views for device, bundle in self._arrivals.items()})
+        self._departure = FlatCopy(self.tensors, self.device_ids[0]) if needed else None
+        self._sources.update({device: arrival.views for device, arrival in self._arrivals.items()})
         self.replicas = [
             Replica(index, device, self.roots, survey, self._sources[device])
             for index, device in enumerate(self.device_ids)
@@ -201,8 +174,8 @@ class Replicas:
         if self._departure is None:
             return
         torch._foreach_copy_(self._departure.views, self.tensors)
-        for bundle in self._arrivals.values():
-            for target, source in zip(bundle.flats, self._departure.flats, strict=True):
+        for arrival in self._arrivals.values():
+            for target, source in zip(arrival.flats, self._departure.flats, strict=True):
                 ledger.copy_into(target, source, "replicate")
 
     def _signature(self) -> list[Any]:
@@ -222,7 +195,7 @@ def check_placement(
         RuntimeError: a lazy module that has not been initialised.
         ValueError: a parameter or buffer on another device.
     """
-    expected = devices.physical(master)
+    expected = verbs.physical(master)
     for root in roots:
         for kind, named in (
             ("parameter", root.named_parameters()),
@@ -250,8 +223,3 @@ def _flags(tensors: Iterable[Tensor]) -> list[bool]:
 def _is_private(tensor: Tensor) -> bool:
     """Whether every replica needs its own copy: all but parameters, which a step only reads."""
     return not isinstance(tensor, nn.Parameter)
-
-
-def _power_of_two(size: int) -> int:
-    """The largest power of two that divides ``size``, up to the alignment that matters."""
-    return min(size & -size, _ALIGNMENT) or _ALIGNMENT

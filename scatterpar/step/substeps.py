@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar import nested
-from scatterpar.context import autocast_types
 from scatterpar.plan import Share
-from scatterpar.randomness import followed
-from scatterpar.scatter import as_call, is_borrowed, join, take
-from scatterpar.workers import note
+from scatterpar.step import nested
+from scatterpar.step.scatter import as_call, join, take
+from scatterpar.threads.context import autocast_types
+from scatterpar.threads.crew import Task
+from scatterpar.threads.randomness import followed
+from scatterpar.threads.workers import note
 
 __all__ = ["Result", "infer", "noted", "prepare_autograd", "scalar_loss", "train"]
 
@@ -46,88 +47,71 @@ def prepare_autograd() -> None:
 
 
 def train(
-    module: Callable[..., Any],
-    criterion: Criterion | None,
-    share: Share,
-    inputs: Any,
-    targets: Any,
-    weights: Sequence[float],
+    task: Task,
     *,
     dim: int,
-    batch: Any,
     scale: float,
     check_finite: bool,
     keep_outputs: bool,
     most: int | None,
     proceed: Callable[[], None],
 ) -> Result:
-    """Accumulate in ``module``'s parameters the gradient of its share of the batch's loss.
+    """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
 
     Args:
-        module: the replica.
-        criterion: as in ``forward_backward``; ``None`` where the module computes the loss.
-        share: which rows these are, and how they are cut into micro-batches.
-        inputs: the share's rows of the inputs, on the replica's device.
-        targets: likewise the targets.
-        weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        task: the replica, its rows and their weights.
         dim: the dimension that holds the rows.
-        batch: the caller's batch; where the share is views of it, each micro-batch is copied.
         scale: the gradient scaler's factor.
         check_finite: refuse losses that are NaN or infinite.
         keep_outputs: keep the module's outputs.
         most: leave it at so many sub-steps.
         proceed: called between sub-steps; raises when the step is to end.
     """
-    cut = list(zip(share.micro_batches, weights, strict=True))[:most]
-    borrowed = is_borrowed(batch, share.device)
+    share = task.share
     autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    for number, ((start, stop), weight) in enumerate(cut):
+    for number, weight in enumerate(task.weights[:most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with noted(share, number):
-            micro_inputs, micro_targets = take(
-                (inputs, targets), start - share.start, stop - share.start, dim, copy=borrowed
-            )
-            args, kwargs = as_call(micro_inputs)
-            output = module(*args, **kwargs)
-            loss = _loss_of(output, micro_targets, criterion)
+            inputs, targets = _rows_of(task, (task.inputs, task.targets), number, dim)
+            args, kwargs = as_call(inputs)
+            output = task.module(*args, **kwargs)
+            loss = _loss_of(output, targets, task.criterion)
             if keep_outputs:
                 outputs.append(nested.transform(_detached, output))
-            del output, args, kwargs, micro_inputs, micro_targets
+            del output, args, kwargs, inputs, targets
             if weight:
                 if check_finite:
                     _require_finite(loss, share, number)
                 _backward(loss, weight * scale, autocast)
             losses.append(loss.detach())
             del loss
-    joined = join(outputs, dim, weights) if keep_outputs else None
-    return Result(_weighted_sum(losses, weights), losses[0].dtype, joined)
+    joined = join(outputs, dim, task.weights) if keep_outputs else None
+    return Result(_weighted_sum(losses, task.weights), losses[0].dtype, joined)
 
 
-def infer(
-    module: Callable[..., Any],
-    share: Share,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    dim: int,
-    batch: Any,
-    proceed: Callable[[], None],
-) -> Any:
-    """The module's outputs on its share, computed without a graph in micro-batches and joined."""
-    borrowed = is_borrowed(batch, share.device)
+def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
+    """The module's outputs on its share, computed without a graph in micro-batches and joined.
+
+    The task's ``inputs`` are positional and keyword arguments.
+    """
     outputs = []
-    for number, (start, stop) in enumerate(share.micro_batches):
+    for number in range(len(task.share.micro_batches)):
         if number:
             proceed()
-        with noted(share, number), torch.no_grad():
-            micro_args, micro_kwargs = take(
-                (args, kwargs), start - share.start, stop - share.start, dim, copy=borrowed
-            )
-            outputs.append(module(*micro_args, **micro_kwargs))
-    return join(outputs, dim, [stop - start for start, stop in share.micro_batches])
+        with noted(task.share, number), torch.no_grad():
+            args, kwargs = _rows_of(task, task.inputs, number, dim)
+            outputs.append(task.module(*args, **kwargs))
+    return join(outputs, dim, [stop - start for start, stop in task.share.micro_batches])
+
+
+def _rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
+    """The rows of one micro-batch; copies where the share is the caller's own tensors."""
+    start, stop = task.share.micro_batches[number]
+    first = task.share.start
+    return take(value, start - first, stop - first, dim, copy=task.borrowed)
 
 
 def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

@@ -6,7 +6,6 @@ Nothing is pickled: texts travel as UTF-8 bytes, tensors as the bytes of their e
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterable
 from itertools import zip_longest
 
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
+
+from scatterpar.devices.flat import by_dtype
 
 __all__ = ["agree", "sparse_weights", "take_over"]
 
@@ -47,12 +48,9 @@ def agree(module: nn.Module, buffers: str, group: dist.ProcessGroup, control: to
 
 def take_over(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give ``module`` rank 0's parameters and buffers: one broadcast per dtype, as bytes."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for _, _, tensor in _named_tensors(module):
-        if tensor.numel():
-            by_dtype[tensor.dtype].append(tensor)
+    filled = [tensor for _, _, tensor in _named_tensors(module) if tensor.numel()]
     with torch.no_grad():
-        for tensors in by_dtype.values():
+        for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
             flat = _flatten_dense_tensors([tensor.detach() for tensor in tensors])
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))

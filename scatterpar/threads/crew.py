@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from scatterpar.devices import Ledger
-from scatterpar.mirror import owner_of
-from scatterpar.plan import Plan
-from scatterpar.randomness import Streams
-from scatterpar.replicas import Replicas
-from scatterpar.workers import Cancelled, Workers
+from scatterpar.devices.ledger import Ledger
+from scatterpar.plan import Share
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.threads.randomness import RandomStreams
+from scatterpar.threads.workers import Cancelled, Workers
 
-__all__ = ["Crew", "run_shares", "set_aside"]
+__all__ = ["Crew", "Task", "run_shares", "set_aside"]
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one replica is given to do.
+
+    Attributes:
+        share: which rows these are, and how they are cut into micro-batches.
+        module: the replica.
+        inputs: the share's rows of the inputs, on the replica's device.
+        targets: likewise the targets.
+        criterion: the replica's own; ``None`` where the module computes the loss.
+        weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        borrowed: the rows are views of the caller's tensors, which must not be written.
+    """
+
+    share: Share
+    module: Callable[..., Any]
+    inputs: Any
+    targets: Any = None
+    criterion: Callable[[Any, Any], Any] | None = None
+    weights: Sequence[float] = ()
+    borrowed: bool = False
 
 
 class Crew:
@@ -85,14 +111,11 @@ def set_aside(parts: Sequence[Replicas]) -> Iterator[None]:
 
 def run_shares(
     workers: Workers,
-    plan: Plan,
-    streams: Streams,
-    function: Callable[..., Any],
-    *arguments: Iterable[Any],
-) -> list[Any]:
-    """``function(…, proceed=…)`` for every share of ``plan``, each by its worker.
-
-    As with ``map``, every iterable in ``arguments`` gives one argument a call.
+    streams: RandomStreams,
+    function: Callable[..., _Result],
+    tasks: Sequence[Task],
+) -> list[_Result]:
+    """``function(task, proceed=…)`` for every replica's task, each by its worker.
 
     Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
     once another has failed: the function calls it wherever it can stop.
@@ -103,13 +126,13 @@ def run_shares(
         if cancel.is_set():
             raise Cancelled
 
-    def work(replica: int, *args: Any) -> Any:
-        with streams.of(replica):
-            return function(*args, proceed=proceed)
+    def work(task: Task) -> _Result:
+        with streams.of(task.share.replica):
+            return function(task, proceed=proceed)
 
     return workers.parallel_apply(
-        [work] * len(plan.shares),
-        list(zip(range(len(plan.shares)), *arguments, strict=False)),
-        devices=[share.device for share in plan.shares],
+        [work] * len(tasks),
+        [(task,) for task in tasks],
+        devices=[task.share.device for task in tasks],
         cancel=cancel,
     )

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from scatterpar import devices as verbs
-from scatterpar.context import Context
-from scatterpar.interrupts import Interrupts
-from scatterpar.job import Call, Job
+from scatterpar.devices import verbs
+from scatterpar.threads.context import Context
+from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.job import Call, Job
 
 __all__ = ["Cancelled", "Workers", "note"]
 
@@ -98,11 +98,11 @@ class Workers:
         devices = devices or [torch.device("cpu")] * len(modules)
         verbs.keep_memory(devices[0])
         if len(modules) == 1:
-            with verbs.on(devices[0], verbs.stream_of(devices[0])), self.interrupts.allowed():
+            with verbs.on(devices[0], verbs.current_stream(devices[0])), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
         calls = [
-            Call(module, args, kwargs, device, verbs.stream_of(device), context)
+            Call(module, args, kwargs, device, verbs.current_stream(device), context)
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
             )

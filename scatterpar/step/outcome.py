@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import Ledger
+from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan
-from scatterpar.randomness import Streams
-from scatterpar.report import Clock
+from scatterpar.threads.randomness import RandomStreams
 
 __all__ = ["BufferValue", "Outcome"]
 
@@ -44,6 +43,6 @@ class Outcome:
     outputs: tuple[Any, ...]
     gradients: list[tuple[Tensor, Tensor | None]]
     buffers: list[BufferValue]
-    streams: Streams
+    streams: RandomStreams
     ledger: Ledger
     clock: Clock

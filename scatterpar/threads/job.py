@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
-from scatterpar.context import Context
+from scatterpar.threads.context import Context
 
 __all__ = ["Call", "Job"]
 
@@ -65,17 +63,17 @@ class Job:
         self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
         self.ended.acquire()
         self._at_once = at_once
-        self._turns: SimpleQueue[None] = SimpleQueue()
+        self._turns = threading.Semaphore(0)  # one for each call that has ended
         self._unfinished = count
         self._counting = threading.Lock()
 
     def run(self, number: int, call: Call) -> None:
         """Run ``call``, the one with this ``number``, when it is its turn."""
-        if (number < self._at_once or self._turn()) and not self.interrupted:
+        if self._may_start(number):
             call.run()
         if call.error is not None:
             self.cancel.set()
-        self._turns.put(None)
+        self._turns.release()
         with self._counting:
             self._unfinished -= 1
             if self._unfinished:
@@ -83,8 +81,10 @@ class Job:
         self.done = True
         self.ended.release()
 
-    def _turn(self) -> bool:
-        """Wait for a turn, though not for long; whether there is still something to do."""
-        with contextlib.suppress(Empty):
-            self._turns.get(timeout=_HEAD_START_SECONDS)
-        return not self.cancel.is_set()
+    def _may_start(self, number: int) -> bool:
+        """Wait for a turn, though not for long: calls may wait for each other. Whether to start."""
+        if number >= self._at_once:
+            self._turns.acquire(timeout=_HEAD_START_SECONDS)
+            if self.cancel.is_set():
+                return False
+        return not self.interrupted

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from scatterpar import devices
+from scatterpar.devices import verbs
 
 __all__ = ["Context", "autocast_types"]
 
@@ -55,7 +55,7 @@ class Context:
     @contextlib.contextmanager
     def entered(self, device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
         """The captured context in this thread, on ``device`` and ``stream``."""
-        with devices.on(device, stream), contextlib.ExitStack() as stack:
+        with verbs.on(device, stream), contextlib.ExitStack() as stack:
             for make in self._makers:
                 stack.enter_context(make(device))
             yield

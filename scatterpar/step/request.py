@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from scatterpar.scatter import count_rows
-from scatterpar.weights import Count, resolve_reduction
+from scatterpar.step.scatter import count_rows
+from scatterpar.step.weights import Count, resolve_reduction
 
 __all__ = ["Request", "check_dim", "check_module", "check_options"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from scatterpar import nested
-from scatterpar.devices import Ledger
-from scatterpar.outcome import BufferValue
+from scatterpar.devices.flat import by_dtype
+from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas import Replica, Replicas
-from scatterpar.scatter import join
+from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.step import nested
+from scatterpar.step.outcome import BufferValue
+from scatterpar.step.scatter import join
 
-__all__ = ["gather", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
+__all__ = ["collect", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
 
 
 def reduce_gradients(
@@ -135,7 +135,7 @@ def mean_buffers(
     return means
 
 
-def gather(outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger) -> Any:
+def collect(outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger) -> Any:
     """The shares' outputs joined on the master, rows in order."""
     master = plan.shares[0].device
     here = [
@@ -154,14 +154,13 @@ def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:
 
 def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> dict[int, Tensor]:
     """Copies of ``tensors`` on ``device``: the dense ones in one message per dtype."""
-    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-    brought = {}
-    for i, tensor in tensors.items():
-        if tensor.layout == torch.strided:
-            by_dtype[tensor.dtype].append(i)
-        else:
-            brought[i] = ledger.copy(tensor, device, "reduce")
-    for positions in by_dtype.values():
+    dense_ones = {i: tensor for i, tensor in tensors.items() if tensor.layout == torch.strided}
+    brought = {
+        i: ledger.copy(tensor, device, "reduce")
+        for i, tensor in tensors.items()
+        if i not in dense_ones
+    }
+    for positions in by_dtype(dense_ones.items()).values():
         dense = [tensors[i] for i in positions]
         flat = ledger.copy(_flatten_dense_tensors(dense), device, "reduce")
         brought.update(zip(positions, _unflatten_dense_tensors(flat, dense), strict=True))

@@ -19,25 +19,21 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "PHASES",
     "DeviceLike",
-    "Ledger",
     "at_once",
+    "current_stream",
     "empty",
     "keep_memory",
     "on",
     "physical",
     "release",
     "resolve",
-    "stream_of",
 ]
 
 DeviceLike = int | str | torch.device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-PHASES = ("scatter", "replicate", "compute", "reduce")
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -142,7 +138,7 @@ def at_once(devices: Sequence[torch.device]) -> int:
     return min(len(devices), cores or 1)
 
 
-def stream_of(device: torch.device) -> torch.Stream | None:
+def current_stream(device: torch.device) -> torch.Stream | None:
     """The caller's current stream on ``device``; the CPU has none."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
@@ -155,30 +151,3 @@ def on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
         return
     with torch.accelerator.device_index(device.index), stream:
         yield
-
-
-class Ledger:
-    """Copies between memories, and counts what it copied, by phase.
-
-    Every byte that crosses from one memory to another goes through ``copy`` or
-    ``copy_into``; the counts are those of the tensors that were copied.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = dict.fromkeys(PHASES, 0)
-        self.messages = dict.fromkeys(PHASES, 0)
-
-    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
-        self._count(tensor, phase)
-        return tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
-
-    def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
-        self._count(source, phase)
-        target.copy_(source, non_blocking=target.device.type != "cpu")
-
-    def _count(self, tensor: Tensor, phase: str) -> None:
-        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-        self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
-        self.messages[phase] += len(parts)

@@ -1,6 +1,6 @@
 """Whose gradient is which multiple of the whole batch's? Computes the README's table.
 
-``python -m docs.averaging`` prints it. DistributedDataParallel runs in two processes of its
+``python -m benchmarks.averaging`` prints it. DistributedDataParallel runs in two processes of its
 own (gloo), ``nn.DataParallel``'s schedule on two CPU memories, the engine on two replicas
 with two sub-steps each.
 """
@@ -68,7 +68,7 @@ def engine(model: nn.Module, inputs: Tensor, targets: Tensor, criterion: nn.Modu
 def ddp() -> dict[str, Tensor]:
     """Every case's gradient, from two processes with the rows of one replica each."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "docs.averaging", folder]
+        command = [sys.executable, "-m", "benchmarks.averaging", folder]
         ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in range(2)]
         try:
             if [rank.wait(timeout=120) for rank in ranks] != [0, 0]:

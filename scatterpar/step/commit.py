@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scatterpar.outcome import BufferValue, Outcome
+from scatterpar.step.outcome import BufferValue, Outcome
 
 __all__ = ["commit", "commit_buffers"]
 

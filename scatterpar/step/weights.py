@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.mirror import owner_of
 from scatterpar.plan import Plan
+from scatterpar.replicas.mirror import owner_of
 
 __all__ = ["Count", "normalise", "resolve_reduction", "weigh"]
 

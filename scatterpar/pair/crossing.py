@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import Ledger, physical
-from scatterpar.mirror import Mirror, Survey
-from scatterpar.outcome import BufferValue
+from scatterpar.devices.flat import FlatCopy
+from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
-from scatterpar.reduce import sum_in_order
-from scatterpar.replicas import Bundle, check_placement
-from scatterpar.scatter import is_borrowed, scatter, take
+from scatterpar.replicas.mirror import Mirror, Survey
+from scatterpar.replicas.replicas import check_placement
+from scatterpar.step.outcome import BufferValue
+from scatterpar.step.reduce import sum_in_order
+from scatterpar.step.scatter import is_borrowed, scatter, take
 
 __all__ = ["PassingReplica", "combine", "replicate", "scatter_owned"]
 
@@ -199,12 +201,12 @@ def _broadcast(
     ledger = Ledger()
     here: dict[torch.device, Sequence[Tensor]] = {device_ids[0]: tensors}
     if tensors and any(device != device_ids[0] for device in device_ids):
-        departure = Bundle(tensors, device_ids[0])
+        departure = FlatCopy(tensors, device_ids[0])
         torch._foreach_copy_(departure.views, list(tensors))
         for device in dict.fromkeys(device_ids[1:]):
             if device not in here:
-                bundle = Bundle(tensors, device)
-                for target, source in zip(bundle.flats, departure.flats, strict=True):
+                arrival = FlatCopy(tensors, device)
+                for target, source in zip(arrival.flats, departure.flats, strict=True):
                     ledger.copy_into(target, source, "replicate")
-                here[device] = bundle.views
+                here[device] = arrival.views
     return [here.get(device, tensors) for device in device_ids]

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-__all__ = ["Streams", "followed"]
+__all__ = ["RandomStreams", "followed"]
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"  # a mode key that torch itself leaves unused
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
 
 
-class Streams:
+class RandomStreams:
     """The generators of one step, one per replica, made when first drawn from.
 
     Args:

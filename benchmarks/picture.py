@@ -1,6 +1,6 @@
 """Draws the README's picture: what crosses in one step, drawn and counted.
 
-``python -m docs.picture`` runs one step of the small CNN (4096 images, four replicas with
+``python -m benchmarks.picture`` runs one step of the small CNN (4096 images, four replicas with
 memories of their own, 16 sub-steps), counts what is copied, and writes ``docs/step.png``.
 """
 
@@ -17,7 +17,8 @@ from torch import nn
 from benchmarks.models import CASES
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import PHASES, resolve
+from scatterpar.devices.ledger import PHASES
+from scatterpar.devices.verbs import resolve
 
 REPLICAS, ACCUM = 4, 16
 DEVICES = [f"cpu:{i}" for i in range(REPLICAS)]
@@ -104,6 +105,6 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
 
 if __name__ == "__main__":
     bytes_counted = count()
-    draw(bytes_counted).savefig(Path(__file__).parent / "step.png", dpi=110)
+    draw(bytes_counted).savefig(Path(__file__).parent.parent / "docs" / "step.png", dpi=110)
     for who, found in bytes_counted.items():
         print(who, {phase: f"{size / 1e6:.2f} MB" for phase, size in found.items()})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from scatterpar import devices
+from scatterpar.devices import verbs
 
 __all__ = ["is_out_of_memory", "smallest_that_fits"]
 
@@ -53,24 +53,64 @@ def smallest_that_fits(
     Returns:
         The number, what ``attempt`` returned, and how many tries ran out of memory.
     """
-    failed, fits, number, retries = 0, 0, start, 0
-    while True:
+    search = _Search(most, attempt, trial)
+    number = start
+    while not search.attempted(number):
+        number = _fewest(search, number)
+    return number, search.results[0], search.retries
+
+
+def _fewest(search: _Search[_Result], failed: int) -> int:
+    """The fewest sub-steps above ``failed`` whose trial fits."""
+    fits = min(2 * failed, search.most)
+    while not search.tried(fits):
+        failed, fits = fits, min(2 * fits, search.most)
+    while fits > failed + 1:
+        middle = (failed + fits + 1) // 2
+        if search.tried(middle):
+            fits = middle
+        else:
+            failed = middle
+    return fits
+
+
+class _Search(Generic[_Result]):
+    """Runs attempts and trials, and counts those that ran out of memory."""
+
+    def __init__(
+        self, most: int, attempt: Callable[[int], _Result], trial: Callable[[int], object]
+    ) -> None:
+        self.most = most
+        self.results: list[_Result] = []
+        self.retries = 0
+        self._attempt = attempt
+        self._trial = trial
+
+    def attempted(self, number: int) -> bool:
+        """Whether the whole thing had the memory it needs; its result is in ``results``."""
+        return self._fits(lambda: self.results.append(self._attempt(number)), number)
+
+    def tried(self, number: int) -> bool:
+        """Whether a trial had the memory it needs."""
+        fits = self._fits(lambda: self._trial(number), number)
+        verbs.release()
+        return fits
+
+    def _fits(self, run: Callable[[], object], number: int) -> bool:
         try:
-            if not retries or fits == failed + 1:
-                return number, attempt(number), retries
-            trial(number)
-            fits = number
+            run()
         except BaseException as error:
             if not is_out_of_memory(error):
                 raise
-            retries += 1
-            if number >= most:
+            self.retries += 1
+            if number >= self.most:
                 error.add_note(
                     f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is '
-                    f"one row, and that does not fit ({retries} tries ran out of memory)"
+                    f"one row, and that does not fit ({self.retries} tries ran out of memory)"
                 )
                 raise
             traceback.clear_frames(error.__traceback__)
-            failed, fits = number, fits if fits > number else 0
-        devices.release()
-        number = (failed + fits + 1) // 2 if fits > failed + 1 else fits or min(2 * failed, most)
+        else:
+            return True
+        verbs.release()
+        return False

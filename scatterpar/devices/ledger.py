@@ -1,0 +1,59 @@
+"""What one step moves between memories and how long it takes, counted where it happens."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.verbs import physical
+
+__all__ = ["PHASES", "Clock", "Ledger"]
+
+PHASES = ("scatter", "replicate", "compute", "reduce")
+
+
+class Ledger:
+    """Copies between memories, and counts what it copied, by phase.
+
+    Every byte that crosses from one memory to another goes through ``copy`` or
+    ``copy_into``; the counts are those of the tensors that were copied.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(PHASES, 0)
+        self.messages = dict.fromkeys(PHASES, 0)
+
+    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
+        """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
+        self._count(tensor, phase)
+        return tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
+
+    def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
+        """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
+        self._count(source, phase)
+        target.copy_(source, non_blocking=target.device.type != "cpu")
+
+    def _count(self, tensor: Tensor, phase: str) -> None:
+        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+        self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
+        self.messages[phase] += len(parts)
+
+
+class Clock:
+    """Wall time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as part of phase ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start

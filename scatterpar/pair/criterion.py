@@ -1,0 +1,156 @@
+"""DataParallelCriterion: each replica's loss where its outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.pair.calls import run_each
+from scatterpar.pair.crossing import combine, replicate, scatter_owned
+from scatterpar.pair.outputs import require_entries, sizes
+from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.step import nested
+from scatterpar.step.commit import commit_buffers
+from scatterpar.step.request import check_dim
+from scatterpar.step.scatter import count_rows
+from scatterpar.step.substeps import scalar_loss
+from scatterpar.step.weights import Count, resolve_reduction, weigh
+from scatterpar.threads.workers import Workers
+
+__all__ = ["DataParallelCriterion"]
+
+
+class DataParallelCriterion(Wrapper):
+    """Compute the loss of each replica's outputs on the device that holds them.
+
+    Args:
+        criterion: any callable ``criterion(output, targets)`` that gives a 0-dim loss. A
+            module's parameters and buffers are replicated, and trained, like the model's.
+        device_ids: one entry per replica; by default the devices of the outputs.
+        dim: the dimension that holds the rows.
+
+    Raises:
+        TypeError: a criterion that cannot be called, ``device_ids`` no list.
+        ValueError: a device that is not here.
+
+    Example:
+        >>> from torch import nn
+        >>> criterion = DataParallelCriterion(nn.MSELoss())
+        >>> criterion((torch.zeros(2, 1), torch.zeros(1, 1)), torch.tensor([[1.0], [1.0], [4.0]]))
+        tensor(6.)
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[[Any, Any], Any],
+        device_ids: Sequence[DeviceLike] | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        if not callable(criterion):
+            raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        check_dim(dim)
+        self.module = criterion
+        self.device_ids: tuple[torch.device, ...] | None = (
+            None if device_ids is None else resolve(device_ids)
+        )
+        self.dim = dim
+        self._hire()
+
+    def _hire(self) -> None:
+        self._workers = Workers(len(self.device_ids or ()), "this DataParallelCriterion")
+
+    def forward(
+        self,
+        outputs: Sequence[Any],
+        targets: Any,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+    ) -> Tensor:
+        """The loss of the whole batch, 0-dim, on the master; ``loss.backward()`` does the rest.
+
+        Args:
+            outputs: what ``DataParallelModel`` returned, one entry per replica used.
+            targets: the whole batch's, nested at will, with the rows of all the outputs.
+                0-dim tensors and everything else go to every replica.
+            reduction: as in ``ScatterOnceParallel.forward_backward``.
+            count: ``count(output, targets)`` gives the number of terms that the mean loss
+                of one replica averages over; by default as in ``forward_backward``.
+
+        Raises:
+            TypeError: outputs that are not a tuple or list, a loss that is no tensor.
+            ValueError: outputs and targets that do not belong together, a loss that is not
+                0-dim, ``reduction="none"``.
+            RuntimeError: a call from inside another.
+
+            What the criterion raises arrives as it is, with a note of the replica.
+        """
+        require_entries(outputs)
+        if self._workers.count < len(outputs):
+            self._workers = Workers(len(outputs), "this DataParallelCriterion")
+        with self._workers.exclusive():
+            reduction = resolve_reduction(self.module, reduction)
+            plan = self._plan(outputs, targets)
+            devices = [share.device for share in plan.shares]
+            pieces = scatter_owned(targets, plan, self.dim)
+            calls = list(zip(outputs, pieces, strict=True))
+            weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
+            owner = owner_of(self.module)
+            replicas = replicate(owner, devices) if owner else []
+            criteria = [replica.of(self.module) for replica in replicas]
+            functions = [
+                partial(_loss, criterion) for criterion in criteria or [self.module] * len(devices)
+            ]
+            losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls])
+            if replicas:
+                commit_buffers(replicas[0].changed_buffers())
+        return combine(losses, [weight for (weight,) in weights], devices)
+
+    def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
+        """The shares of the targets, once it is sure that they are those of the outputs."""
+        here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        each = [sizes(output, self.dim) for output in outputs]
+        devices = here if self.device_ids is None else self.device_ids
+        dimensions = [tensor.ndim for tensor in nested.tensors(targets)]
+        if any(dimensions) or not all(each):
+            rows = count_rows({"targets": targets}, self.dim, data=False)
+        else:  # targets without rows, such as one label for all
+            rows = sum(own[0] for own in each)
+        plan = make_plan(rows, devices) if devices else None
+        if plan is None or len(plan.shares) != len(outputs):
+            raise ValueError(
+                f"outputs have {len(outputs)} shares, but {rows} rows of targets on "
+                f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
+                f"that the model returned for this batch"
+            )
+        for share, own, device in zip(plan.shares, each, here, strict=True):
+            if physical(share.device) != device:
+                raise ValueError(
+                    f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
+                    f"{share.device}; give the criterion the model's device_ids, or none"
+                )
+            if own and share.rows not in own:
+                raise ValueError(
+                    f"output {share.replica} has {own[0]} rows along dim={self.dim}, but its "
+                    f"share of the targets has {share.rows}: outputs and targets are not of one "
+                    f"batch"
+                )
+        return plan
+
+
+def _loss(criterion: Callable[[Any, Any], Any], output: Any, targets: Any) -> Tensor:
+    return scalar_loss(criterion(output, targets), "the criterion")
+
+
+def _first_tensor(output: Any, replica: int) -> Tensor:
+    for tensor in nested.tensors(output):
+        return tensor
+    raise TypeError(f"output {replica} has no tensor in it: got {type(output).__name__}")

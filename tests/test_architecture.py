@@ -1,0 +1,74 @@
+"""Rooms call downwards only: docs/architecture.md says in which order."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import scatterpar
+
+PACKAGE = Path(scatterpar.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+ROOMS = ["devices", "replicas", "threads", "step", "machines"]  # from the ground up
+ABOVE = len(ROOMS)  # the engine, the pair and the tool
+PLAIN_DATA = {"scatterpar.plan", "scatterpar.report"}
+
+
+def floor(module):
+    parts = module.split(".")
+    room = parts[1] if len(parts) > 1 else ""
+    return ROOMS.index(room) if room in ROOMS else ABOVE
+
+
+def imports(path):
+    """The modules of the package that a file imports, by their full names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scatterpar":
+            for alias in node.names:
+                child = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name + ".py")
+                yield f"{node.module}.{alias.name}" if child.exists() else node.module
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "scatterpar")
+
+
+def name_of(path):
+    return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
+
+
+def graph():
+    return {name_of(path): set(imports(path)) for path in PACKAGE.rglob("*.py")}
+
+
+def test_no_room_calls_upwards():
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in graph().items()
+        for other in others - PLAIN_DATA
+        if floor(other) > floor(module)
+    ]
+    assert not upwards
+
+
+def test_there_is_no_circle():
+    remaining = {module: set(others) for module, others in graph().items()}
+    while free := [module for module, others in remaining.items() if not others & set(remaining)]:
+        for module in free:
+            del remaining[module]
+    assert not remaining
+
+
+def test_the_engine_is_not_known_below_it():
+    for module, others in graph().items():
+        if floor(module) < ABOVE:
+            assert "scatterpar.engine" not in others, module
+
+
+def test_the_page_names_every_file_of_the_rooms():
+    missing = [
+        str(path.relative_to(PACKAGE))
+        for room in [*ROOMS, "pair"]
+        for path in (PACKAGE / room).glob("*.py")
+        if path.name != "__init__.py" and f"`{room}/{path.name}`" not in PAGE
+    ]
+    assert not missing

@@ -31,10 +31,10 @@ from scatterpar.step.commit import commit, commit_buffers
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
 from scatterpar.step.request import Request, check_options
-from scatterpar.step.scatter import count_rows, is_borrowed, micro_batches, scatter
+from scatterpar.step.scatter import count_rows, hand_out, micro_batches, scatter
 from scatterpar.step.substeps import infer, prepare_autograd, train
 from scatterpar.step.weights import Count, weigh
-from scatterpar.threads.crew import Crew, Task, run_shares, set_aside
+from scatterpar.threads.crew import Crew, run_shares, set_aside
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.randomness import RandomStreams
 
@@ -268,25 +268,7 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    tasks = [
-                        Task(
-                            share=share,
-                            module=replica.roots[0],
-                            inputs=inputs,
-                            targets=targets,
-                            criterion=criterion,
-                            weights=own,
-                            borrowed=is_borrowed(batch, share.device),
-                        )
-                        for share, replica, (inputs, targets), criterion, own in zip(
-                            plan.shares,
-                            parts[0].replicas,
-                            scattered,
-                            criteria,
-                            weights,
-                            strict=False,  # fewer rows than replicas: the last ones rest
-                        )
-                    ]
+                    tasks = hand_out(batch, plan, parts[0].modules, scattered, criteria, weights)
                     work = partial(
                         train,
                         dim=self.dim,
@@ -344,7 +326,7 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
-        batch = (inputs, kwargs)
+        batch = ((inputs, kwargs), None)
         ledger = Ledger()
         with self._crew.workers.exclusive():
             plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
@@ -352,12 +334,7 @@ class ScatterOnceParallel(Wrapper):
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
                 (part, *_), _ = self._crew.refresh(self.module, None, ledger)
-                tasks = [
-                    Task(share, replica.roots[0], rows, borrowed=is_borrowed(batch, share.device))
-                    for share, replica, rows in zip(
-                        plan.shares, part.replicas, scattered, strict=False
-                    )
-                ]
+                tasks = hand_out(batch, plan, part.modules, scattered)
                 work = partial(infer, dim=self.dim)
                 outputs = run_shares(self._crew.workers, streams, work, tasks)
                 output = collect(outputs, plan, self.dim, ledger)
@@ -374,7 +351,7 @@ class ScatterOnceParallel(Wrapper):
         """The replica modules, equal to the master's as of now; for inspection."""
         with self._crew.workers.exclusive():
             (part, *_), _ = self._crew.refresh(self.module, None, Ledger())
-            return tuple(replica.roots[0] for replica in part.replicas)
+            return tuple(part.modules)
 
     def close(self) -> None:
         """Stop the workers, let go of the process group. Forgetting to is fine.

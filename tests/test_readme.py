@@ -183,7 +183,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_messages_under_troubleshooting_are_ours():
-    source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").glob("*.py"))
+    source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)
     table = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
     theirs = ("externally-managed", "ensurepip", "different Python", "more than 1 value")

@@ -115,6 +115,11 @@ class Replicas:
                 replica.tensors[i].grad = None
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Each replica's copy of the first root."""
+        return [replica.roots[0] for replica in self.replicas]
+
+    @property
     def trained_tensors(self) -> list[Tensor]:
         """The master's leaves that a backward pass gives gradients."""
         return [self.tensors[i] for i in self.trained]

@@ -7,13 +7,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
 from scatterpar.step import nested
+from scatterpar.threads.crew import Task
 
-__all__ = ["as_call", "count_rows", "is_borrowed", "join", "micro_batches", "scatter", "take"]
+__all__ = [
+    "as_call",
+    "count_rows",
+    "hand_out",
+    "is_borrowed",
+    "join",
+    "micro_batches",
+    "scatter",
+    "take",
+]
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -113,6 +123,34 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
         nested.transform(partial(bring, share.device), take(batch, share.start, share.stop, dim))
         for share in plan.shares
     ]
+
+
+def hand_out(
+    batch: Any,
+    plan: Plan,
+    modules: Sequence[nn.Module],
+    scattered: Sequence[tuple[Any, Any]],
+    criteria: Sequence[Any] | None = None,
+    weights: Sequence[Sequence[float]] | None = None,
+) -> list[Task]:
+    """What each replica is given to do; with fewer rows than replicas, the last ones rest.
+
+    Args:
+        batch: the caller's, to tell what are views of it.
+        plan: the shares.
+        modules: the replicas.
+        scattered: the inputs and targets of each share.
+        criteria: the criterion of each replica.
+        weights: those of each share's micro-batches.
+    """
+    tasks = []
+    for i, share in enumerate(plan.shares):
+        inputs, targets = scattered[i]
+        criterion = criteria[i] if criteria else None
+        own = weights[i] if weights else ()
+        borrowed = is_borrowed(batch, share.device)
+        tasks.append(Task(share, modules[i], inputs, targets, criterion, own, borrowed))
+    return tasks
 
 
 def is_borrowed(value: Any, device: torch.device) -> bool:

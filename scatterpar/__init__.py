@@ -6,16 +6,19 @@ from scatterpar.pair.model import DataParallelModel
 from scatterpar.pair.outputs import gather
 from scatterpar.plan import Plan, Share
 from scatterpar.recipe import (
+    NoiseScale,
     gradual_warmup,
     linear_scaled_lr,
     weight_decay_groups,
     zero_init_residual,
 )
-from scatterpar.report import StepReport
+from scatterpar.report import GradientNoise, StepReport
 
 __all__ = [
     "DataParallelCriterion",
     "DataParallelModel",
+    "GradientNoise",
+    "NoiseScale",
     "Plan",
     "ScatterOnceParallel",
     "Share",

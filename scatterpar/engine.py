@@ -26,11 +26,13 @@ from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.report import StepReport
+from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.commit import commit, commit_buffers
+from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
+from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
-from scatterpar.step.request import Request, check_options
+from scatterpar.step.request import Request, check_accumulate_dtype, check_options
 from scatterpar.step.scatter import count_rows, hand_out, micro_batches, scatter
 from scatterpar.step.substeps import infer, prepare_autograd, train
 from scatterpar.step.weights import Count, weigh
@@ -74,6 +76,17 @@ class ScatterOnceParallel(Wrapper):
             its own rows; loss and gradients are those of all ranks' batches together, and a
             rank that fails makes every rank raise in that step. Rank 0's parameters and
             buffers win at construction. Inference stays each rank's own.
+        shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a card that is
+            three times as fast as the other, or ``"auto"``: learned from the pace of each
+            device in the steps so far. A larger share is more sub-steps, not larger ones.
+            Loss and gradient are exact whatever the shares are; what is learned differs from
+            run to run, and with it the rounding. Each rank learns its own.
+        accumulate_dtype: sub-steps, replicas and ranks add up in this floating-point dtype, such
+            as ``torch.float32`` for parameters in bfloat16, whose sums lose half their digits
+            otherwise. The sum is rounded once, into ``.grad``'s own dtype. Gradients that are
+            wider already keep their dtype.
+        measure_noise: compare the replicas' gradients: ``last_step.noise`` tells how large a
+            batch is worth it (:class:`GradientNoise`).
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -100,23 +113,36 @@ class ScatterOnceParallel(Wrapper):
         buffers: str = "master",
         check_finite: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        shares: Sequence[float] | Literal["auto"] | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        measure_noise: bool = False,
     ) -> None:
         super().__init__()
         check_options(module, accum, micro_batch_size, dim, buffers)
+        check_accumulate_dtype(accumulate_dtype)
         self.module = module
         self.accum: Any = accum
         self._fitting = 1
         self.device_ids = resolve(device_ids)
+        self._pace = Pace(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
         self.dim = dim
         self.buffers_from = buffers
         self.check_finite = check_finite
+        self.accumulate_dtype = accumulate_dtype
+        self.measure_noise = measure_noise
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
         self._ranks: Ranks | None = None
         if process_group is not None:
             mean = buffers == "mean"
-            self._ranks = Ranks(process_group, module, self.device_ids[0], mean)
+            self._ranks = Ranks(process_group, module, self.device_ids[0], mean, accumulate_dtype)
+        if measure_noise and len(self.device_ids) * (self._ranks.size if self._ranks else 1) < 2:
+            only = str(self.device_ids[0])
+            raise ValueError(
+                "measure_noise=True compares the gradients of replicas, and there is one; name its "
+                f"device twice: device_ids={[only] * 2}"
+            )
         self._hire()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,14 +154,14 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _hire(self) -> None:
-        self._crew = Crew(self.device_ids)
+        self._crew = Crew(self.device_ids, self.accumulate_dtype)
 
     def plan(self, rows: int) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table."""
         return self._plan(rows, self._fitting if self.accum == "auto" else self.accum)
 
     def _plan(self, rows: int, accum: int) -> Plan:
-        return make_plan(rows, self.device_ids, accum, self.micro_batch_size)
+        return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
 
     def forward_backward(
         self,
@@ -186,10 +212,13 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.workers.exclusive() as interrupts:
             if self._ranks is None:
                 outcome, retries = self._fit(request.checked(self.dim))
+                noise = self._noise(outcome)
                 commit(outcome, settle=interrupts.deliver)
             else:
                 outcome, retries = self._with_the_others(request, interrupts)
+                noise = self._noise(outcome)
                 commit(outcome)  # the other ranks do so too: there is no way back
+            self._pace.observe(outcome.plan, outcome.clock.passes)
             self.last_step = StepReport(
                 outcome.plan,
                 outcome.loss,
@@ -197,6 +226,7 @@ class ScatterOnceParallel(Wrapper):
                 outcome.ledger.bytes,
                 outcome.ledger.messages,
                 retries,
+                noise,
             )
             device = physical(self.device_ids[0])
             loss = torch.tensor(outcome.loss, dtype=outcome.dtype, device=device)
@@ -225,7 +255,7 @@ class ScatterOnceParallel(Wrapper):
         start = self._fitting
         self._fitting, outcome, retries = smallest_that_fits(
             start,
-            self.plan(rows).shares[0].rows,
+            -(-rows // len(self.device_ids)),
             attempt=lambda accum: self._compute(request, self._plan(rows, accum)),
             trial=lambda accum: self._try(request, self._plan(rows, accum)),
         )
@@ -241,6 +271,17 @@ class ScatterOnceParallel(Wrapper):
                 raise
         return outcome, retries
 
+    def _noise(self, outcome: Outcome) -> GradientNoise | None:
+        if not self.measure_noise:
+            return None
+        gradients = [gradient for _, gradient in outcome.gradients if gradient is not None]
+        factor = outcome.scale * (1.0 if outcome.is_mean else outcome.spread.terms)
+        try:
+            return estimate(outcome.spread, gradients, factor)
+        except BaseException:
+            outcome.streams.rollback()
+            raise
+
     def _try(self, request: Request, plan: Plan) -> None:
         """Take the memory of a step, in its first sub-steps, without a trace."""
         request = replace(request, return_outputs=False)
@@ -250,6 +291,8 @@ class ScatterOnceParallel(Wrapper):
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
         ledger, clock = Ledger(), Clock()
         batch = (request.inputs, request.targets)
+        is_mean = request.reduction == "mean"
+        scale = self._scale(request.scaler)
         streams = self._streams(plan)
         try:
             with clock.phase("scatter"):
@@ -272,21 +315,27 @@ class ScatterOnceParallel(Wrapper):
                     work = partial(
                         train,
                         dim=self.dim,
-                        scale=self._scale(request.scaler),
+                        scale=scale,
                         check_finite=self.check_finite,
                         keep_outputs=request.return_outputs,
                         most=most,
                     )
-                    results = run_shares(self._crew.workers, streams, work, tasks)
+                    results = run_shares(self._crew.workers, streams, work, tasks, clock)
                 with clock.phase("reduce"):
+                    spread = Spread()
+                    if self.measure_noise:
+                        of = terms if is_mean else None
+                        spread = measure(parts, plan, weights, of, scale)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
                 dtype=results[0].dtype,
-                is_mean=request.reduction == "mean",
+                is_mean=is_mean,
                 terms=terms,
+                scale=scale,
+                spread=spread,
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
@@ -336,7 +385,7 @@ class ScatterOnceParallel(Wrapper):
                 (part, *_), _ = self._crew.refresh(self.module, None, ledger)
                 tasks = hand_out(batch, plan, part.modules, scattered)
                 work = partial(infer, dim=self.dim)
-                outputs = run_shares(self._crew.workers, streams, work, tasks)
+                outputs = run_shares(self._crew.workers, streams, work, tasks, Clock())
                 output = collect(outputs, plan, self.dim, ledger)
             except BaseException:
                 streams.rollback()
@@ -345,6 +394,15 @@ class ScatterOnceParallel(Wrapper):
                 commit_buffers(reduce_buffers([part], plan.shares, self.buffers_from, ledger))
             streams.commit()
         return output
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The relative sizes of the replicas' shares, one number each.
+
+        With ``shares="auto"`` what was learned so far; the same numbers, passed as ``shares=``
+        to another engine, make the same plans.
+        """
+        return self._pace.shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

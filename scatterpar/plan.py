@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from fractions import Fraction
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -61,17 +63,24 @@ def make_plan(
     devices: Sequence[torch.device],
     accum: int = 1,
     micro_batch_size: int | None = None,
+    shares: Sequence[float] | None = None,
 ) -> Plan:
     """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as possible.
 
     Sizes differ by at most one, larger pieces first, and no piece is empty: with fewer
     rows than replicas (or than ``accum``), fewer are used.
 
+    With ``shares`` the rows are divided in proportion, to less than one row. A larger share
+    is cut into more micro-batches, not into larger ones: their number is ``accum`` times the
+    share's size relative to an equal one, rounded up, so that none has more rows than with
+    equal shares.
+
     Args:
         rows: size of the batch, at least 1.
         devices: one entry per replica; entries may repeat.
         accum: sub-steps per replica.
         micro_batch_size: most rows per sub-step; overrides ``accum`` where given.
+        shares: relative sizes of the replicas' shares, one positive number per replica.
 
     Raises:
         TypeError: ``rows`` is not an integer.
@@ -82,16 +91,55 @@ def make_plan(
     [3, 2, 2, 2]
     >>> make_plan(9, [cpu], micro_batch_size=4).shares[0].micro_batches
     ((0, 3), (3, 6), (6, 9))
+    >>> [share.rows for share in make_plan(9, [cpu] * 2, shares=[3, 1]).shares]
+    [7, 2]
     """
     if isinstance(rows, bool) or not isinstance(rows, int):
         raise TypeError(f"rows must be an int, got {rows!r}")
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows}: an empty batch has no plan")
-    shares = []
-    for replica, (start, stop) in enumerate(_cut(0, rows, len(devices))):
-        pieces = accum if micro_batch_size is None else -(-(stop - start) // micro_batch_size)
-        shares.append(Share(replica, devices[replica], start, stop, _cut(start, stop, pieces)))
-    return Plan(rows, tuple(shares))
+    if shares is None or len(set(shares)) == 1:
+        spans, substeps = _cut(0, rows, len(devices)), [accum] * len(devices)
+    else:
+        spans, substeps = _divide(rows, shares), _in_proportion(accum, shares)
+    planned = []
+    for replica, (start, stop) in enumerate(spans):
+        pieces = substeps[replica]
+        if micro_batch_size is not None:
+            pieces = -(-(stop - start) // micro_batch_size)
+        planned.append(Share(replica, devices[replica], start, stop, _cut(start, stop, pieces)))
+    return Plan(rows, tuple(planned))
+
+
+def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Spans in proportion to ``shares``: whole rows first, then the largest remainders.
+
+    Every replica has at least one row; where there are fewer rows, the first ones have one.
+    """
+    if rows <= len(shares):
+        return tuple((i, i + 1) for i in range(rows))
+    quotas = [rows * part for part in _fractions(shares)]
+    sizes = [max(1, int(quota)) for quota in quotas]
+    while sum(sizes) < rows:
+        behind = max(range(len(sizes)), key=lambda i: quotas[i] - sizes[i])
+        sizes[behind] += 1
+    while sum(sizes) > rows:
+        ahead = max(range(len(sizes)), key=lambda i: (sizes[i] > 1, sizes[i] - quotas[i]))
+        sizes[ahead] -= 1
+    ends = [0, *accumulate(sizes)]
+    return tuple(pairwise(ends))
+
+
+def _in_proportion(accum: int, shares: Sequence[float]) -> list[int]:
+    """The sub-steps of each replica: ``accum`` for an equal share, rounded up for any other."""
+    return [math.ceil(accum * len(shares) * part) for part in _fractions(shares)]
+
+
+def _fractions(shares: Sequence[float]) -> list[Fraction]:
+    """Each share as an exact part of the whole: rounding must not move a row."""
+    exact = [Fraction(share) for share in shares]
+    total = sum(exact)
+    return [share / total for share in exact]
 
 
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:

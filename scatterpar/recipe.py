@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["gradual_warmup", "linear_scaled_lr", "weight_decay_groups", "zero_init_residual"]
+from scatterpar.report import StepReport
+
+__all__ = [
+    "NoiseScale",
+    "gradual_warmup",
+    "linear_scaled_lr",
+    "weight_decay_groups",
+    "zero_init_residual",
+]
 
 _NORMALISATION = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
@@ -244,3 +253,66 @@ def _require_fresh(after: LRScheduler, optimizer: Optimizer) -> None:
             f"`after` must be at its step 0, but is at step {steps}: "
             "build it right before the warm-up and do not step it"
         )
+
+
+class NoiseScale:
+    """The gradient's noise scale over training: how large a batch is worth it, in rows.
+
+    Averages signal and noise of the steps by themselves, with exponential decay, and divides the
+    averages: the ratio of a single step is far too noisy (McCandlish et al. 2018,
+    arXiv:1812.06162, appendix A.1). With batches much smaller than the scale, twice the batch
+    needs nearly half the steps; with much larger ones it needs nearly as many.
+
+    Args:
+        decay: the weight that the past keeps in every update; at least 0, below 1.
+
+    Raises:
+        ValueError: a decay out of range.
+
+    >>> import torch
+    >>> from scatterpar import ScatterOnceParallel
+    >>> engine = ScatterOnceParallel(nn.Linear(4, 1), device_ids=["cpu"] * 2, measure_noise=True)
+    >>> noise_scale = NoiseScale()
+    >>> for _ in range(3):
+    ...     loss = engine.forward_backward(torch.randn(64, 4), torch.randn(64, 1), nn.MSELoss())
+    ...     noise_scale.update(engine.last_step)
+    >>> noise_scale.scale > 0
+    True
+    """
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}")
+        self.decay = decay
+        self._signal = self._noise = 0.0
+
+    def update(self, report: StepReport | None) -> None:
+        """Take in one step, as ``engine.last_step`` tells it; a step of NaN is left out.
+
+        Raises:
+            ValueError: the step did not measure its noise.
+        """
+        if report is None or report.noise is None:
+            raise ValueError(
+                "the step did not measure its noise; make the engine with measure_noise=True"
+            )
+        signal, noise = report.noise.signal, report.noise.noise
+        if math.isfinite(signal) and math.isfinite(noise):
+            self._signal = self.decay * self._signal + (1 - self.decay) * signal
+            self._noise = self.decay * self._noise + (1 - self.decay) * noise
+
+    @property
+    def scale(self) -> float:
+        """The noise scale in rows; NaN before the first step, infinite without any signal."""
+        if self._signal > 0:
+            return self._noise / self._signal
+        return math.inf if self._noise > 0 else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint needs to go on."""
+        return {"decay": self.decay, "signal": self._signal, "noise": self._noise}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self.decay = state_dict["decay"]
+        self._signal, self._noise = state_dict["signal"], state_dict["noise"]

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scatterpar.plan import Plan
 
-__all__ = ["StepReport"]
+__all__ = ["GradientNoise", "StepReport"]
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """How noisy one step's gradient is: the simple noise scale's two parts.
+
+    After McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+    arXiv:1812.06162, appendix A.1, for replicas of any sizes. Replica i has ``c_i`` terms with
+    the mean gradient ``g_i``; all ``C`` terms have the mean ``g``; there are ``n`` replicas.
+    If a term's gradient has the mean ``G`` and the covariance ``S``, then ``g_i`` has the
+    variance ``tr S / c_i`` and ``g`` has ``tr S / C``, so that ::
+
+        sum of c_i |g_i|^2 = C |G|^2 + n tr S      (on average)
+                   C |g|^2 = C |G|^2 +   tr S      (on average)
+
+    The difference, over ``n - 1``, is ``V``, with the mean ``tr S``; ``|g|^2 - V / C`` has the
+    mean ``|G|^2``. A sum of losses is taken for one term a row.
+
+    Attributes:
+        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. One step's may
+            be negative.
+        noise: ``V * rows / C``, an estimate of the variance of one row's gradient.
+    """
+
+    signal: float
+    noise: float
+
+    @property
+    def scale(self) -> float:
+        """The noise scale ``noise / signal`` in rows: batches much larger gain little.
+
+        One step's is very noisy: :class:`scatterpar.recipe.NoiseScale` averages.
+        """
+        return self.noise / self.signal if self.signal else math.nan
 
 
 @dataclass(frozen=True)
@@ -20,6 +55,8 @@ class StepReport:
         bytes: bytes copied from one memory to another, by phase.
         messages: copies from one memory to another, by phase.
         retries: how often the step ran out of memory and was planned anew.
+        noise: with ``measure_noise=True``: how noisy the gradient is, from what the replicas'
+            gradients differ. NaN where there is nothing to compare, such as a batch of one row.
     """
 
     plan: Plan
@@ -28,3 +65,4 @@ class StepReport:
     bytes: dict[str, int]
     messages: dict[str, int]
     retries: int = 0
+    noise: GradientNoise | None = None

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 
-__all__ = ["PHASES", "Clock", "Ledger"]
+__all__ = ["PHASES", "Clock", "Ledger", "Span"]
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
+
+Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()
 
 
 class Ledger:
@@ -44,10 +46,16 @@ class Ledger:
 
 
 class Clock:
-    """Wall time by phase."""
+    """Wall time by phase, and when each replica was at work.
+
+    Attributes:
+        seconds: by phase.
+        passes: for each time that the replicas ran: when each of them started and ended.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.passes: list[dict[int, Span]] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -22,19 +22,19 @@ __all__ = ["agree", "sparse_weights", "take_over"]
 _LONGEST_LINE = 512  # bytes of a line in the error, so that all ranks can exchange theirs
 
 
-def agree(module: nn.Module, buffers: str, group: dist.ProcessGroup, control: torch.device) -> None:
+def agree(module: nn.Module, options: str, group: dist.ProcessGroup, control: torch.device) -> None:
     """Make sure that all ranks have the same module, or raise the same error on all.
 
     Args:
         module: this rank's.
-        buffers: how its buffers are combined.
+        options: those of the engine that all ranks must have alike.
         group: the ranks.
         control: where the group exchanges small tensors.
 
     Raises:
         ValueError: names, number, shapes or dtypes differ, or something is not initialised.
     """
-    mine = _description(module, buffers)
+    mine = _description(module, options)
     prints = _gather(hashlib.sha256(mine.encode()).digest(), group, control)
     if len(set(prints)) > 1:
         _refuse(mine, group, control)
@@ -93,14 +93,14 @@ def _gather(data: bytes, group: dist.ProcessGroup, control: torch.device) -> lis
     return [bytes(tensor.tolist()) for tensor in everyones]
 
 
-def _description(module: nn.Module, buffers: str) -> str:
+def _description(module: nn.Module, options: str) -> str:
     """A line a tensor, such as ``parameter 'fc.weight' of shape (3, 5), torch.float32``."""
     sparse = sparse_weights(module)
     lines = [
         f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
         for kind, name, tensor in _named_tensors(module)
     ]
-    return "\n".join([*lines, f"buffers={buffers!r}"])
+    return "\n".join([*lines, options])
 
 
 def _kind_of(tensor: Tensor) -> str:

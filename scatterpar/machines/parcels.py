@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
+from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.outcome import BufferValue
 
 __all__ = ["Parcel", "pack"]
@@ -112,13 +113,20 @@ class Parcel:
 
 
 def pack(
-    gradients: Sequence[Gradient], buffers: Sequence[BufferValue], first: bool, mean: bool
+    gradients: Sequence[Gradient],
+    buffers: Sequence[BufferValue],
+    first: bool,
+    mean: bool,
+    wide: torch.dtype | None,
 ) -> list[Parcel]:
-    """One parcel per dtype, in an order that is the same on all ranks."""
+    """One parcel per dtype, in an order that is the same on all ranks.
+
+    Gradients travel in the dtype that they add up in, whether this rank has one or not.
+    """
     parts: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
     parts = defaultdict(lambda: ({}, {}))
     for i, pair in enumerate(gradients):
-        parts[pair[0].dtype][0][i] = pair
+        parts[sum_dtype(pair[0], wide)][0][i] = pair
     for i, buffer in enumerate(buffers):
         if buffer[2] is not None:
             dtype = buffer[2].dtype

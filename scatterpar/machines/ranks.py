@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.parcels import Gradient, Parcel, pack
+from scatterpar.replicas.replicas import sum_dtype
+from scatterpar.step.noise import Spread
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
 
-_FIELDS = 5  # terms, loss, rows, layout, layout squared; then the flags of those that failed
+_FIELDS = 7  # see _talk; then come the flags of those that failed
 _FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in float64
 _LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
 
@@ -40,6 +42,7 @@ class Ranks:
         module: this rank's module.
         device: where it lives.
         mean_buffers: average floating-point buffers over the ranks, instead of taking rank 0's.
+        wide: gradients add up in this dtype, where their own is narrower.
 
     Raises:
         TypeError: ``group`` is not a process group, or this process is not in it.
@@ -48,7 +51,12 @@ class Ranks:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, module: nn.Module, device: torch.device, mean_buffers: bool
+        self,
+        group: dist.ProcessGroup,
+        module: nn.Module,
+        device: torch.device,
+        mean_buffers: bool,
+        wide: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
@@ -58,11 +66,14 @@ class Ranks:
         self._group = group
         self._module = module
         self._mean = mean_buffers
+        self._wide = wide
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if on_host else physical(device)
-        agree(module, "mean" if mean_buffers else "master", group, self._control)
+        policy = "mean" if mean_buffers else "master"
+        options = f"buffers={policy!r}\naccumulate_dtype={wide}"
+        agree(module, options, group, self._control)
         if sparse_weights(module) and not on_host:
             raise ValueError(
                 f"the module has sparse gradients, which {dist.get_backend(group)} cannot add up; "
@@ -97,7 +108,7 @@ class Ranks:
         except BaseException as error:
             self.report_failure(error)
             raise
-        terms, loss, rows = self._talk(outcome, exchange.layout)
+        terms, loss, rows, spread = self._talk(outcome, exchange.layout)
         factor = 1.0
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
@@ -112,16 +123,18 @@ class Ranks:
             for i, buffer in settled.items():
                 buffers[i] = buffer
         gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
-        return replace(outcome, loss=loss, gradients=gradients, buffers=buffers)
+        return replace(outcome, loss=loss, gradients=gradients, buffers=buffers, spread=spread)
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
-        sparse = [(t, _to_sparse(t, g)) for t, g in outcome.gradients if id(t) in alone]
-        parcels = pack(dense, outcome.buffers, self.rank == 0, self._mean)
-        tensors = [t for t, _ in [*dense, *sparse]]
-        tensors += [value for _, _, value in outcome.buffers if value is not None]
-        shapes = [f"{tuple(tensor.shape)}{tensor.dtype}" for tensor in tensors]
+        sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
+        parcels = pack(dense, outcome.buffers, self.rank == 0, self._mean, self._wide)
+        layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
+        layout += [
+            (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
+        ]
+        shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
         text = f"{outcome.is_mean} {len(sparse)} {';'.join(shapes)}"
         return _Exchange(dense, sparse, parcels, zlib.crc32(text.encode()) % 2**_LAYOUT_BITS)
 
@@ -133,11 +146,13 @@ class Ranks:
             if others:
                 note(error, f"rank {', '.join(others)} failed in this step too")
 
-    def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float]:
-        """All ranks' terms, weighted losses and rows, once it is sure that nobody failed."""
+    def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float, Spread]:
+        """All ranks' terms, losses, rows and spread, once it is sure that nobody failed."""
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.plan.rows, layout, layout**2]
-        (terms, total, rows, layouts, squares), failed = self._exchange_words(mine, False)
+        mine += [outcome.spread.squares, outcome.spread.replicas]
+        everyones, failed = self._exchange_words(mine, False)
+        terms, total, rows, layouts, squares, spread, replicas = everyones
         if failed:
             raise RuntimeError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
@@ -148,7 +163,8 @@ class Ranks:
                 "the ranks disagree on which tensors are trained, on their shapes, or on "
                 "reduction=; make the same changes and the same calls on every rank"
             )
-        return terms, total, rows
+        of = terms if outcome.is_mean else rows
+        return terms, total, rows, Spread(spread, replicas, of, rows)
 
     def _exchange_words(self, mine: Sequence[float], failed: bool) -> tuple[list[float], list[int]]:
         flags = [0.0] * -(-self.size // _FLAGS)
@@ -202,13 +218,13 @@ def _to_dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _to_sparse(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+def _to_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None) -> Tensor:
     if gradient is not None:
         gradient = gradient.detach()
         return gradient if gradient.is_sparse else gradient.to_sparse(1)
     return torch.sparse_coo_tensor(
         torch.zeros(1, 0, dtype=torch.long, device=tensor.device),
-        tensor.detach().new_zeros(0, *tensor.shape[1:]),
+        tensor.detach().new_zeros(0, *tensor.shape[1:], dtype=sum_dtype(tensor, wide)),
         tensor.shape,
         check_invariants=False,
     )

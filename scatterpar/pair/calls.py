@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scatterpar.devices.ledger import Clock
 from scatterpar.plan import Plan
 from scatterpar.step.substeps import noted
 from scatterpar.threads.crew import Task, run_shares
@@ -27,7 +28,7 @@ def run_each(
     tasks = [Task(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     streams = RandomStreams([share.device for share in plan.shares])
     try:
-        results = run_shares(workers, streams, apply, tasks)
+        results = run_shares(workers, streams, apply, tasks, Clock())
     except BaseException:
         streams.rollback()
         raise

@@ -14,7 +14,7 @@ from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 
-__all__ = ["Replica", "Replicas", "check_placement"]
+__all__ = ["Replica", "Replicas", "check_placement", "sum_dtype"]
 
 
 class Replica:
@@ -67,10 +67,12 @@ class Replica:
         """Obey attributes that the user rebound on the master."""
         self._state.assign(entries)
 
-    def train_like(self, flags: Sequence[bool]) -> None:
-        """Take over which tensors are trained."""
-        for tensor, flag in zip(self.tensors, flags, strict=True):
-            tensor.requires_grad_(flag)
+    def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Take over which tensors are trained, and in which dtype their gradients add up."""
+        for tensor, dtype in zip(self.tensors, dtypes, strict=True):
+            tensor.requires_grad_(dtype is not None)
+            if dtype is not None:
+                tensor.grad_dtype = dtype
 
 
 class Replicas:
@@ -83,16 +85,23 @@ class Replicas:
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
+        wide: gradients add up in this dtype, where their own is narrower.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], device_ids: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        device_ids: Sequence[torch.device],
+        wide: torch.dtype | None = None,
+    ) -> None:
         self.roots = tuple(roots)
         self.device_ids = tuple(device_ids)
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []
         self.buffers: list[dict[str, Tensor | None]] = []
         self._modules: dict[int, nn.Module] = {}
-        self._flags: list[bool] = []
+        self._wide = wide
+        self._sum_dtypes: list[torch.dtype | None] = []
         self._state: Snapshot | None = None
 
     def refresh(self, ledger: Ledger) -> None:
@@ -127,7 +136,7 @@ class Replicas:
     @property
     def trained(self) -> list[int]:
         """Positions in ``tensors`` of the leaves that a backward pass gives gradients."""
-        return [i for i, flag in enumerate(self._flags) if flag]
+        return [i for i, dtype in enumerate(self._sum_dtypes) if dtype is not None]
 
     def _follow(self) -> bool:
         """Obey what can be obeyed in place; whether that was all."""
@@ -140,12 +149,21 @@ class Replicas:
             self._state.assign(entries)
             for replica in self.replicas:
                 replica.assign(entries)
-        flags = _flags(self.tensors)
-        if flags != self._flags:
-            self._flags = flags
+        dtypes = self._wanted()
+        if dtypes != self._sum_dtypes:
+            self._sum_dtypes = dtypes
             for replica in self.replicas:
-                replica.train_like(flags)
+                replica.train_like(dtypes)
         return True
+
+    def _wanted(self) -> list[torch.dtype | None]:
+        """The dtype that each tensor's gradient adds up in; ``None`` for one that has none."""
+        return [
+            sum_dtype(t, self._wide)
+            if t.requires_grad and t.is_leaf and not t.is_inference()
+            else None
+            for t in self.tensors
+        ]
 
     def _build(self) -> None:
         check_placement(self.roots, self.device_ids[0])
@@ -168,9 +186,9 @@ class Replicas:
             Replica(index, device, self.roots, survey, self._sources[device])
             for index, device in enumerate(self.device_ids)
         ]
-        self._flags = _flags(self.tensors)
+        self._sum_dtypes = self._wanted()
         for replica in self.replicas:
-            replica.train_like(self._flags)
+            replica.train_like(self._sum_dtypes)
         self._state = Snapshot(survey.containers)
         self._signed = self._signature()
 
@@ -221,8 +239,10 @@ def check_placement(
                     )
 
 
-def _flags(tensors: Iterable[Tensor]) -> list[bool]:
-    return [t.requires_grad and t.is_leaf and not t.is_inference() for t in tensors]
+def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
+    """The dtype that a leaf's gradient adds up in: its ``grad_dtype``, or ``wide`` if wider."""
+    own = tensor.grad_dtype or tensor.dtype
+    return own if wide is None else torch.promote_types(own, wide)
 
 
 def _is_private(tensor: Tensor) -> bool:

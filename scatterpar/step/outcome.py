@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan
+from scatterpar.step.noise import Spread
 from scatterpar.threads.randomness import RandomStreams
 
 __all__ = ["BufferValue", "Outcome"]
@@ -27,6 +28,8 @@ class Outcome:
         dtype: the dtype of the losses.
         is_mean: the loss is a mean of ``terms``, not a sum.
         terms: how many terms the loss is made of.
+        scale: the gradient scaler's factor.
+        spread: how far the replicas' gradients lie apart, where that was asked for.
         outputs: one entry per replica, where they were asked for.
         gradients: every trained tensor of the user's, and its gradient if any replica used it.
         buffers: the dict that holds a buffer of the user's, its name, and its new value.
@@ -40,6 +43,8 @@ class Outcome:
     dtype: torch.dtype
     is_mean: bool
     terms: float
+    scale: float
+    spread: Spread
     outputs: tuple[Any, ...]
     gradients: list[tuple[Tensor, Tensor | None]]
     buffers: list[BufferValue]

@@ -12,7 +12,7 @@ from torch import nn
 from scatterpar.step.scatter import count_rows
 from scatterpar.step.weights import Count, resolve_reduction
 
-__all__ = ["Request", "check_dim", "check_module", "check_options"]
+__all__ = ["Request", "check_accumulate_dtype", "check_dim", "check_module", "check_options"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,23 @@ def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buff
     check_dim(dim)
     if buffers not in ("master", "mean"):
         raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')
+
+
+def check_accumulate_dtype(dtype: Any) -> None:
+    """Refuse a dtype that gradients cannot add up in.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got {dtype}"
+        )
 
 
 def check_module(module: Any) -> None:

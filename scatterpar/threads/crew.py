@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.replicas import Replicas
@@ -52,10 +53,13 @@ class Crew:
     A crew is made anew, not copied, when its owner is copied or unpickled.
     """
 
-    def __init__(self, device_ids: Sequence[torch.device]) -> None:
+    def __init__(
+        self, device_ids: Sequence[torch.device], accumulate_dtype: torch.dtype | None = None
+    ) -> None:
         self.device_ids = tuple(device_ids)
-        self.model = Replicas((), device_ids)
-        self._criterion = Replicas((), device_ids)
+        self._accumulate_dtype = accumulate_dtype
+        self.model = self._replicas_of()
+        self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
 
     def refresh(
@@ -69,10 +73,10 @@ class Crew:
         if self.workers.abandoned:
             # Threads of an interrupted step may still use the old replicas: leave these to them.
             self.workers.abandoned = False
-            self.model = Replicas((), self.device_ids)
-            self._criterion = Replicas((), self.device_ids)
+            self.model = self._replicas_of()
+            self._criterion = self._replicas_of()
         if self.model.roots != (module,):
-            self.model = Replicas((module,), self.device_ids)
+            self.model = self._replicas_of(module)
         self.model.refresh(ledger)
         owner = owner_of(criterion)
         if owner is None:
@@ -80,10 +84,13 @@ class Crew:
         if self.model.contains(owner):
             return [self.model], [replica.of(criterion) for replica in self.model.replicas]
         if self._criterion.roots != (owner,):
-            self._criterion = Replicas((owner,), self.device_ids)
+            self._criterion = self._replicas_of(owner)
         self._criterion.refresh(ledger)
         criteria = [replica.of(criterion) for replica in self._criterion.replicas]
         return [self.model, self._criterion], criteria
+
+    def _replicas_of(self, *roots: nn.Module) -> Replicas:
+        return Replicas(roots, self.device_ids, self._accumulate_dtype)
 
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless the replicas are let go themselves."""
@@ -114,21 +121,28 @@ def run_shares(
     streams: RandomStreams,
     function: Callable[..., _Result],
     tasks: Sequence[Task],
+    clock: Clock,
 ) -> list[_Result]:
     """``function(task, proceed=…)`` for every replica's task, each by its worker.
 
     Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
-    once another has failed: the function calls it wherever it can stop.
+    once another has failed: the function calls it wherever it can stop. ``clock`` notes when
+    each started and ended.
     """
     cancel = threading.Event()
+    spans = {task.share.replica: (0.0, 0.0) for task in tasks}
+    clock.passes.append(spans)
 
     def proceed() -> None:
         if cancel.is_set():
             raise Cancelled
 
     def work(task: Task) -> _Result:
+        start = time.perf_counter()
         with streams.of(task.share.replica):
-            return function(task, proceed=proceed)
+            result = function(task, proceed=proceed)
+        spans[task.share.replica] = (start, time.perf_counter())
+        return result
 
     return workers.parallel_apply(
         [work] * len(tasks),

@@ -1,0 +1,112 @@
+"""The gradient's noise, from how much the replicas' gradients differ: nearly for free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scatterpar.plan import Plan
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.report import GradientNoise
+
+__all__ = ["Spread", "estimate", "measure"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the replicas' gradients lie apart.
+
+    Attributes:
+        squares: the sum over the replicas of their terms times the squared norm of their mean
+            gradient; NaN where it cannot be told.
+        replicas: how many of them had terms.
+        terms: how many terms all of them had; rows, where the loss is a sum.
+        rows: the rows of the batch.
+    """
+
+    squares: float = 0.0
+    replicas: float = 0
+    terms: float = 0
+    rows: float = 0
+
+
+def measure(
+    parts: Sequence[Replicas],
+    plan: Plan,
+    weights: Sequence[Sequence[float]],
+    terms: float | None,
+    scale: float,
+) -> Spread:
+    """The spread of the replicas' gradients, before they are added up.
+
+    Args:
+        parts: the replicas of the model, and those of the criterion.
+        plan: the shares.
+        weights: those of each share's micro-batches.
+        terms: how many terms the loss is a mean of; ``None`` for a sum, whose rows are its terms.
+        scale: the gradient scaler's factor.
+    """
+    if terms is None:
+        counts = [float(share.rows) for share in plan.shares]
+        added = [scale * count for count in counts]
+    else:
+        counts = [sum(own) * terms for own in weights]
+        added = [scale * sum(own) for own in weights]
+    squares = [
+        count * _squared_norm(_gradients_of(parts, replica)) / factor**2
+        for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
+        if count
+    ]
+    # A criterion that closes over the user's own parameters writes past the replicas.
+    is_whole = all(t.grad is None for part in parts for t in part.trained_tensors)
+    return Spread(
+        sum(squares) if is_whole else math.nan, len(squares), terms or sum(counts), plan.rows
+    )
+
+
+def estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> GradientNoise:
+    """The signal and the noise of one step's gradient; NaN where there is nothing to compare.
+
+    Args:
+        spread: of all ranks together.
+        gradients: the whole batch's, as they will be committed.
+        factor: what the mean gradient of the terms is multiplied with in them.
+    """
+    if spread.replicas < 2 or not spread.terms:
+        return GradientNoise(math.nan, math.nan)
+    square = _squared_norm(gradients) / factor**2
+    if not math.isfinite(spread.squares) or not math.isfinite(square):
+        return GradientNoise(math.nan, math.nan)
+    variance = (spread.squares - spread.terms * square) / (spread.replicas - 1)
+    return GradientNoise(
+        signal=square - variance / spread.terms,
+        noise=variance * spread.rows / spread.terms,
+    )
+
+
+def _gradients_of(parts: Sequence[Replicas], replica: int) -> list[Tensor]:
+    """What one replica added up; once for a tensor that model and criterion share."""
+    found: dict[int, Tensor] = {}
+    for part in parts:
+        for i in part.trained:
+            gradient = part.replicas[replica].tensors[i].grad
+            if gradient is not None:
+                shared = found.get(id(part.tensors[i]))
+                found[id(part.tensors[i])] = gradient if shared is None else shared + gradient
+    return list(found.values())
+
+
+def _squared_norm(tensors: Sequence[Tensor]) -> float:
+    """The sum of the squares of all elements, with one look at the device."""
+    values = [t.detach().coalesce().values() if t.is_sparse else t.detach() for t in tensors]
+    exact = [value for value in values if value.dtype in (torch.float64, torch.complex128)]
+    others = [value for value in values if value.dtype not in (torch.float64, torch.complex128)]
+    norms: list[float] = []
+    for group, dtype in ((exact, torch.float64), (others, torch.float32)):
+        if group:
+            norms += torch.stack(torch._foreach_norm(group, 2, dtype)).tolist()
+    return sum(norm**2 for norm in norms)

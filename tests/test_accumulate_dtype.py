@@ -1,0 +1,182 @@
+"""Gradients add up in a wider dtype than they are kept in, with one rounding at the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.gang import Counted, failure, gang
+from helpers.oracle import assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.draws
+
+DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
+SUBSTEPS = 64
+
+
+def one_number(rows, accum, device_ids, dtype=torch.bfloat16, **options):
+    """The gradient of a sum of ones: the number of rows, if nothing is lost."""
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
+        engine.forward_backward(
+            torch.ones(rows, 1, dtype=dtype), criterion=lambda out, _: out.sum(), reduction="sum"
+        )
+    return model.weight.grad
+
+
+def test_512_ones_add_up_to_256_in_bfloat16():
+    """Why the option is there: 256 + 1 is 256 in bfloat16."""
+    assert one_number(512, 512, ["cpu"]).item() == 256
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_512_ones_add_up_to_512(device_ids):
+    accum = 512 // len(device_ids)
+    gradient = one_number(512, accum, device_ids, accumulate_dtype=torch.float32)
+    assert gradient.dtype == torch.bfloat16
+    assert gradient.item() == 512
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_is_rounded_once(device_ids, dtype):
+    """Every element is the float64 sum of the micro-batches' own gradients, rounded once."""
+    model = build(lambda: nn.Linear(16, 8)).to(dtype)
+    inputs, targets = randn(SUBSTEPS, 16).to(dtype), randn(SUBSTEPS, 8, seed=3).to(dtype)
+    exact = torch.zeros(8, 16, dtype=torch.float64)
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        model.zero_grad()
+        nn.MSELoss(reduction="sum")(model(x), y).backward()
+        exact += model.weight.grad.double()
+    model.zero_grad()
+    with ScatterOnceParallel(
+        model, SUBSTEPS // len(device_ids), device_ids, accumulate_dtype=torch.float64
+    ) as engine:
+        engine.forward_backward(inputs, targets, nn.MSELoss(reduction="sum"))
+    assert torch.equal(model.weight.grad, exact.to(dtype))
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_what_is_wider_already_keeps_its_dtype(device_ids):
+    model = build(lambda: nn.Linear(6, 3))
+    with ScatterOnceParallel(model, 2, device_ids, accumulate_dtype=torch.float32) as engine:
+        assert_step(engine, randn(7, 6), randint(3, 7), nn.CrossEntropyLoss())
+    assert model.weight.grad.dtype == torch.float64
+
+
+def test_it_adds_to_a_gradient_that_is_there():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with ScatterOnceParallel(model, 4, ["cpu"] * 2, accumulate_dtype=torch.float32) as engine:
+        for _ in range(2):
+            engine.forward_backward(
+                torch.ones(64, 1, dtype=torch.bfloat16),
+                criterion=nn.L1Loss(),
+                targets=-torch.ones(64, 1, dtype=torch.bfloat16) * 8,
+            )
+    assert model.weight.grad.item() == 2
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_sparse_gradients_add_up_in_it_too(device_ids):
+    model = nn.EmbeddingBag(4, 1, mode="sum", sparse=True, dtype=torch.bfloat16)
+    with ScatterOnceParallel(
+        model, 512 // len(device_ids), device_ids, accumulate_dtype=torch.float32
+    ) as engine:
+        engine.forward_backward(
+            torch.ones(512, 1, dtype=torch.long), criterion=lambda o, _: o.sum(), reduction="sum"
+        )
+    assert model.weight.grad.is_sparse
+    assert model.weight.grad.to_dense()[1].item() == 512
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_a_users_own_grad_dtype_is_followed(device_ids):
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    with ScatterOnceParallel(model, 512 // len(device_ids), device_ids) as engine:
+        for _ in range(2):  # the second one adds to what is there
+            engine.forward_backward(
+                torch.ones(514, 1, dtype=torch.bfloat16),
+                criterion=lambda out, _: out.sum(),
+                reduction="sum",
+            )
+    assert model.weight.grad.dtype == torch.float32
+    assert model.weight.grad.item() == 1028
+
+
+def test_bytes_of_wide_gradients_are_counted():
+    model = nn.Linear(100, 1, bias=False, dtype=torch.bfloat16)
+    sent = {}
+    for wide in (None, torch.float32):
+        with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"], accumulate_dtype=wide) as engine:
+            engine.forward_backward(
+                torch.ones(8, 100, dtype=torch.bfloat16), criterion=lambda out, _: out.mean()
+            )
+            sent[wide] = engine.last_step.bytes["reduce"]
+    assert sent == {None: 200, torch.float32: 400}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "words"),
+    [
+        ("float32", TypeError, "accumulate_dtype must be a torch.dtype, got 'float32'"),
+        (torch.int64, ValueError, "must be a floating-point dtype such as torch.float32, got"),
+        (torch.complex64, ValueError, "must be a floating-point dtype"),
+    ],
+)
+def test_what_is_refused(dtype, error, words):
+    with pytest.raises(error, match=words):
+        ScatterOnceParallel(nn.Linear(1, 1), accumulate_dtype=dtype)
+
+
+def _wide_ranks(group, wide):
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with (
+        ScatterOnceParallel(model, 200, process_group=group, accumulate_dtype=wide) as engine,
+        Counted() as collectives,
+    ):
+        engine.forward_backward(
+            torch.ones(200 + 200 * group.rank(), 1, dtype=torch.bfloat16),
+            criterion=lambda out, _: out.sum(),
+            reduction="sum",
+        )
+    return model.weight.grad, [dtype for _, dtype, _ in collectives]
+
+
+def test_ranks_add_up_in_it():
+    """200 + 400 ones on two ranks: bfloat16 would give 512 at most."""
+    for gradient, dtypes in gang()(2, _wide_ranks, torch.float32):
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.item() == 600
+        assert dtypes[1:] == [torch.float32]
+
+
+def _unused_on_one_rank(group):
+    """Rank 1 has no gradient for the second layer, and still sends one of the wide dtype."""
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model.forward = lambda rows: sum(layer(rows) for layer in model[: 2 - group.rank()])
+    with ScatterOnceParallel(model, process_group=group, accumulate_dtype=torch.float32) as engine:
+        engine.forward_backward(
+            torch.ones(4, 1, dtype=torch.bfloat16),
+            criterion=lambda out, _: out.sum(),
+            reduction="sum",
+        )
+    return [p.grad.item() for p in model.parameters()]
+
+
+def test_a_gradient_that_one_rank_lacks():
+    assert gang()(2, _unused_on_one_rank) == [[8.0, 4.0]] * 2
+
+
+def _different(group):
+    wide = torch.float32 if group.rank() else None
+    return failure(ScatterOnceParallel, nn.Linear(1, 1), process_group=group, accumulate_dtype=wide)
+
+
+def test_ranks_that_differ_in_it_are_refused():
+    words = "rank 0 has accumulate_dtype=None, rank 1 has accumulate_dtype=torch.float32"
+    for kind, text in gang()(2, _different):
+        assert kind == "ValueError"
+        assert words in text

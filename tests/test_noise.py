@@ -1,0 +1,233 @@
+"""The gradient's noise scale, from the replicas' gradients (McCandlish et al. 2018, A.1)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.gang import gang
+from helpers.oracle import build, randint, randn
+from torch import nn
+
+from scatterpar import GradientNoise, NoiseScale, ScatterOnceParallel
+
+pytestmark = pytest.mark.draws
+
+DEVICES = [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]]
+ROWS = 23
+IGNORED = -100
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def gradient_of(model, loss):
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+def by_hand(model, pieces, criterion, counts, rows):
+    """The formula as the design states it, from plain gradients of each replica's rows."""
+    means = [gradient_of(model, criterion(model(x), y)) for x, y in pieces]
+    terms, n = sum(counts), len(counts)
+    whole = sum(c * g for c, g in zip(counts, means, strict=True)) / terms
+    spread = sum(c * g.dot(g) for c, g in zip(counts, means, strict=True))
+    variance = ((spread - terms * whole.dot(whole)) / (n - 1)).item()
+    return whole.dot(whole).item() - variance / terms, variance * rows / terms
+
+
+def check(noise, expected):
+    assert (noise.signal, noise.noise) == pytest.approx(expected, rel=1e-9)
+    assert noise.scale == pytest.approx(expected[1] / expected[0], rel=1e-9)
+
+
+def step(model, inputs, targets, criterion, device_ids, options=None, **call):
+    options = {"accum": 2, "measure_noise": True, **(options or {})}
+    with ScatterOnceParallel(model, device_ids=device_ids, **options) as engine:
+        engine.forward_backward(inputs, targets, criterion, **call)
+        return engine.last_step
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+@pytest.mark.parametrize("shares", [None, [1, 4, 2]], ids=str)
+def test_the_formula(device_ids, shares):
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    report = step(model, inputs, targets, nn.CrossEntropyLoss(), device_ids, {"shares": shares})
+    sizes = [share.rows for share in report.plan.shares]
+    pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    check(report.noise, by_hand(model, pieces, nn.CrossEntropyLoss(), sizes, ROWS))
+
+
+def test_ignored_labels_are_no_terms():
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    targets[:5] = IGNORED
+    report = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0])
+    sizes = [share.rows for share in report.plan.shares]
+    pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    counts = [(y != IGNORED).sum().item() for _, y in pieces]
+    check(report.noise, by_hand(model, pieces, nn.CrossEntropyLoss(), counts, ROWS))
+
+
+def test_a_sum_is_taken_per_row():
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    mean = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
+    model.zero_grad()
+    added = step(model, inputs, targets, nn.CrossEntropyLoss(reduction="sum"), DEVICES[0]).noise
+    check(added, (mean.signal, mean.noise))
+
+
+def test_a_scaler_and_a_wide_sum_change_nothing():
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    plain = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {"accumulate_dtype": torch.float64}
+    scaled = step(
+        model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0], options, scaler=scaler
+    ).noise
+    check(scaled, (plain.signal, plain.noise))
+
+
+def test_a_gradient_that_is_there_already_does_not_count():
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    first = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
+    assert step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise == first
+
+
+def test_the_criterions_own_parameters_belong_to_the_gradient():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+        def forward(self, outputs, targets):
+            return (self.factor * outputs - targets).square().mean()
+
+    model, criterion = build(lambda: nn.Linear(2, 1, bias=False)), Scaled()
+    inputs, targets = randn(12, 2), randn(12, 1, seed=5)
+    noise = step(model, inputs, targets, criterion, DEVICES[0]).noise
+    both = nn.ModuleList([model, criterion])
+    pieces = [(x, y) for x, y in zip(inputs.split(4), targets.split(4), strict=True)]
+    means = [gradient_of(both, criterion(model(x), y)) for x, y in pieces]
+    whole = sum(means) / 3
+    variance = ((4 * sum(g.dot(g) for g in means) - 12 * whole.dot(whole)) / 2).item()
+    check(noise, (whole.dot(whole).item() - variance / 12, variance))
+
+
+@pytest.mark.parametrize("case", ["one row", "overflow", "all ignored"])
+def test_a_step_with_nothing_to_compare_has_nan(case):
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    if case == "one row":
+        inputs, targets = inputs[:1], targets[:1]
+    elif case == "overflow":
+        inputs[3] = math.inf
+    else:
+        targets[:] = IGNORED
+    noise = step(model, inputs, targets, nn.CrossEntropyLoss(), DEVICES[0]).noise
+    assert math.isnan(noise.signal)
+    assert math.isnan(noise.noise)
+    assert math.isnan(noise.scale)
+
+
+def test_without_the_option_there_is_none():
+    options = {"measure_noise": False}
+    report = step(
+        build(mlp), randn(4, 6), randint(3, 4), nn.CrossEntropyLoss(), DEVICES[0], options
+    )
+    assert report.noise is None
+
+
+def test_one_replica_is_refused():
+    with pytest.raises(ValueError, match=r"device twice: device_ids=\['cpu', 'cpu'\]"):
+        ScatterOnceParallel(nn.Linear(1, 1), device_ids=["cpu"], measure_noise=True)
+
+
+def _ranks(group):
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    rows = slice(0, 9) if group.rank() == 0 else slice(9, ROWS)
+    with ScatterOnceParallel(model, process_group=group, measure_noise=True) as engine:
+        engine.forward_backward(inputs[rows], targets[rows], nn.CrossEntropyLoss())
+        return engine.last_step.noise.signal, engine.last_step.noise.noise
+
+
+def test_ranks_are_replicas_like_any_other():
+    model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
+    pieces = [(inputs[:9], targets[:9]), (inputs[9:], targets[9:])]
+    expected = by_hand(model, pieces, nn.CrossEntropyLoss(), [9, ROWS - 9], ROWS)
+    first, second = gang()(2, _ranks)
+    assert first == second == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.draws
+def test_the_estimate_meets_the_truth():
+    """Linear regression at a fixed point: G and the covariance are known in closed form."""
+    torch.manual_seed(0)
+    weight, spread, size = torch.tensor([[0.5, -0.25, 0.0, 1.0]]).double(), 2.0, 4
+    model = nn.Linear(size, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    # loss (w.x - y)^2 / 2 with x ~ N(0, 1), y ~ N(0, spread^2): the gradient of a row is r x,
+    # r = w.x - y. G = w, and tr S = (size + 2) |w|^2 + size spread^2 - |w|^2, by Isserlis.
+    square = weight.square().sum().item()
+    truth = (size + 1) * square + size * spread**2
+    average = NoiseScale(decay=0.999)
+    with ScatterOnceParallel(model, 1, ["cpu"] * 4, shares=[3, 2, 2, 1], measure_noise=True) as e:
+        signals, noises = [], []
+        for _ in range(400):
+            x, y = torch.randn(32, size).double(), spread * torch.randn(32, 1).double()
+            e.forward_backward(x, y, lambda out, y: (out - y).square().mean() / 2)
+            signals.append(e.last_step.noise.signal)
+            noises.append(e.last_step.noise.noise)
+            average.update(e.last_step)
+    assert sum(signals) / len(signals) == pytest.approx(square, rel=0.1)
+    assert sum(noises) / len(noises) == pytest.approx(truth, rel=0.1)
+    assert average.scale == pytest.approx(truth / square, rel=0.2)
+
+
+class Report:
+    def __init__(self, signal, noise):
+        self.noise = GradientNoise(signal, noise)
+
+
+def test_the_average_skips_steps_without_an_estimate():
+    average = NoiseScale(decay=0.5)
+    assert math.isnan(average.scale)
+    average.update(Report(1.0, 8.0))
+    average.update(Report(math.nan, math.nan))
+    assert average.scale == 8.0
+    average.update(Report(3.0, 8.0))  # averages, with decay 0.5: 0.25 * 1 + 0.5 * 3, 0.75 * 8
+    assert average.scale == pytest.approx((0.25 * 8 + 0.5 * 8) / (0.25 * 1 + 0.5 * 3))
+
+
+def test_the_average_goes_on_from_a_checkpoint():
+    average, other = NoiseScale(decay=0.5), NoiseScale()
+    average.update(Report(1.0, 8.0))
+    other.load_state_dict(average.state_dict())
+    for one in (average, other):
+        one.update(Report(2.0, 3.0))
+    assert other.scale == average.scale
+    assert other.state_dict() == average.state_dict()
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match="decay must be at least 0 and below 1"):
+        NoiseScale(decay)
+
+
+def test_a_step_that_did_not_measure_is_refused():
+    for report in (
+        None,
+        step(
+            build(mlp),
+            randn(4, 6),
+            randint(3, 4),
+            nn.CrossEntropyLoss(),
+            DEVICES[0],
+            {"measure_noise": False},
+        ),
+    ):
+        with pytest.raises(ValueError, match="with measure_noise=True"):
+            NoiseScale().update(report)

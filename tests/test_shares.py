@@ -1,0 +1,185 @@
+"""Shares of different sizes, given or learned: how rows are divided, and that it is exact."""
+
+from __future__ import annotations
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers.oracle import assert_step, build, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.plan import make_plan
+from scatterpar.step.pace import Pace
+
+pytestmark = pytest.mark.draws
+
+CPU = torch.device("cpu")
+SHARES = [[3, 1], [1, 3], [5, 3, 2], [1, 1, 1, 1], [0.1, 0.7, 0.2], [1, 100], [1e-3, 1, 1]]
+SLOWER = 4
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 37, 64, 1000])
+@pytest.mark.parametrize("accum", [1, 3, 16])
+def test_the_rules(shares, rows, accum):
+    n = len(shares)
+    plan = make_plan(rows, [CPU] * n, accum, shares=shares)
+    parts = [Fraction(share) / sum(map(Fraction, shares)) for share in shares]
+    assert [share.replica for share in plan.shares] == list(range(min(n, rows)))
+    ends = [0, *(share.stop for share in plan.shares)]
+    assert [share.start for share in plan.shares] == ends[:-1]
+    assert ends[-1] == rows
+    assert all(share.rows >= 1 for share in plan.shares)
+    if rows >= n and min(parts) * rows >= 1:
+        for share, part in zip(plan.shares, parts, strict=True):
+            assert abs(share.rows - rows * part) < 1
+    for share, part in zip(plan.shares, parts, strict=False):
+        assert len(share.micro_batches) <= math.ceil(accum * n * part)
+        largest = max(stop - start for start, stop in share.micro_batches)
+        assert largest <= math.ceil(Fraction(rows, accum * n))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 4096])
+def test_equal_shares_are_the_plan_without_any(rows):
+    assert make_plan(rows, [CPU] * 4, 5, shares=[2.5] * 4) == make_plan(rows, [CPU] * 4, 5)
+
+
+def test_the_micro_batch_size_holds_for_every_share():
+    plan = make_plan(100, [CPU] * 2, micro_batch_size=8, shares=[3, 1])
+    assert [share.rows for share in plan.shares] == [75, 25]
+    assert [len(share.micro_batches) for share in plan.shares] == [10, 4]
+
+
+@pytest.mark.parametrize("device_ids", [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"]], ids=str)
+@pytest.mark.parametrize("rows", [2, 7, 37])
+def test_the_gradient_is_exact(device_ids, rows):
+    model = build(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    inputs, targets = randn(rows, 6), randint(3, rows)
+    with ScatterOnceParallel(model, accum=3, device_ids=device_ids, shares=[5, 1, 2]) as engine:
+        assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
+        assert engine.shares == (5, 1, 2)
+        assert engine.last_step.plan == engine.plan(rows)
+        torch.testing.assert_close(engine.eval()(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    ("shares", "error", "words"),
+    [
+        ([1], ValueError, "shares has 1 numbers for 2 replicas"),
+        ([1, 0], ValueError, "must be positive and finite, got 0 in"),
+        ([1, math.inf], ValueError, "must be positive and finite, got inf"),
+        ([1, "2"], TypeError, "shares must be numbers, got '2'"),
+        ([1, True], TypeError, "shares must be numbers, got True"),
+        ("even", TypeError, "must be \"auto\" or a list with one number per replica, got 'even'"),
+        (3, TypeError, 'must be "auto" or a list'),
+    ],
+)
+def test_what_is_refused(shares, error, words):
+    with pytest.raises(error, match=words):
+        ScatterOnceParallel(nn.Linear(2, 1), device_ids=["cpu"] * 2, shares=shares)
+
+
+def spans(plan, pace):
+    """When replicas start and end that work at ``pace``, in rows per second."""
+    return [{share.replica: (0.0, share.rows / pace[share.device]) for share in plan.shares}]
+
+
+def simulate(devices, pace, steps, rows=400):
+    learner = Pace("auto", devices)
+    history = []
+    for _ in range(steps):
+        plan = make_plan(rows, devices, 4, shares=learner.shares)
+        learner.observe(plan, spans(plan, pace))
+        history.append(learner.shares)
+    return history
+
+
+def parts(shares):
+    return [share / sum(shares) for share in shares]
+
+
+def test_a_device_slowed_four_times_settles_within_two_steps():
+    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
+    history = simulate(devices, {devices[0]: 400.0, devices[1]: 100.0}, 3)
+    assert history[0] == (1.0, 1.0)  # the first step is skipped: it pays for much that is new
+    assert parts(history[1]) == pytest.approx([0.8, 0.2])
+    assert history[2] == history[1]
+
+
+def test_equal_entries_have_equal_shares():
+    fast, slow = torch.device("cpu", 0), torch.device("cpu", 1)
+    history = simulate([fast, slow, fast], {fast: 300.0, slow: 100.0}, 2)
+    one, other, third = parts(history[1])
+    assert one == third == pytest.approx(3 / 7, rel=0.02)  # two at once on the fast device
+    assert other == pytest.approx(1 / 7, rel=0.02)
+
+
+def test_a_gain_of_a_few_per_cent_moves_nothing():
+    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
+    assert set(simulate(devices, {devices[0]: 103.0, devices[1]: 100.0}, 6)) == {(1.0, 1.0)}
+
+
+def test_one_slow_step_moves_nothing_for_long():
+    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
+    learner = Pace("auto", devices)
+    even = make_plan(400, devices, 4)
+    for pace in (100.0, 100.0, 100.0, 10.0, 100.0):
+        learner.observe(even, spans(even, {devices[0]: 100.0, devices[1]: pace}))
+    assert learner.shares == (1.0, 1.0)
+
+
+def test_what_was_learned_reproduces_the_plan():
+    devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
+    learned = simulate(devices, {devices[0]: 337.0, devices[1]: 101.0}, 4)[-1]
+    again = Pace(list(learned), devices)
+    assert make_plan(777, devices, 3, shares=again.shares) == make_plan(
+        777, devices, 3, shares=learned
+    )
+
+
+def test_the_engine_learns_from_its_steps():
+    """The second virtual device takes four times as long for a row; no clock is asserted."""
+
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs):
+            device = inputs.mean().item()  # the rows say which device they are on
+            time.sleep(0.002 * len(inputs) * (SLOWER if device else 1))
+            return inputs * self.weight
+
+    def batch(engine):
+        first = engine.plan(20).shares[0].rows
+        rows = torch.zeros(20, 1)
+        rows[first:] = 1
+        return rows
+
+    with ScatterOnceParallel(Slow(), 2, ["cpu:0", "cpu:1"], shares="auto") as engine:
+        assert engine.shares == (1.0, 1.0)
+        for _ in range(3):
+            engine.forward_backward(batch(engine), criterion=lambda out, _: out.mean())
+        assert engine.last_step.plan.shares[0].rows > 12
+        before = engine.shares
+        with torch.no_grad():
+            engine.eval()(batch(engine))
+        assert engine.shares == before  # inference teaches nothing
+
+
+def test_a_step_that_fails_teaches_nothing():
+    class Fails(Exception):
+        pass
+
+    def criterion(outputs, targets):
+        raise Fails
+
+    with ScatterOnceParallel(nn.Linear(3, 1), 1, ["cpu:0", "cpu:1"], shares="auto") as engine:
+        for _ in range(3):
+            with pytest.raises(Fails):
+                engine.forward_backward(torch.randn(8, 3), criterion=criterion)
+        assert not engine._pace._paces

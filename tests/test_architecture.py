@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import scatterpar
@@ -12,7 +13,7 @@ PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 ROOMS = ["devices", "replicas", "threads", "step", "machines"]  # from the ground up
 ABOVE = len(ROOMS)  # the engine, the pair and the tool
-PLAIN_DATA = {"scatterpar.plan", "scatterpar.report"}
+PLAIN_DATA = {"scatterpar.plan", "scatterpar.report", "scatterpar.torch_private"}
 
 
 def floor(module):
@@ -72,3 +73,14 @@ def test_the_page_names_every_file_of_the_rooms():
         if path.name != "__init__.py" and f"`{room}/{path.name}`" not in PAGE
     ]
     assert not missing
+
+
+def test_private_parts_of_torch_are_named_in_one_file():
+    named = [
+        f"{module}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if (module := name_of(path)) != "scatterpar.torch_private"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"torch\._(?!foreach)", line)
+    ]
+    assert not named

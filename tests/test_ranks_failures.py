@@ -13,8 +13,9 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_gradients, build, randint, randn, whole_batch
 from torch import nn
 
-from scatterpar import ScatterOnceParallel, ranks
+from scatterpar import ScatterOnceParallel
 from scatterpar import engine as engine_module
+from scatterpar.machines import ranks
 
 CRITERION = nn.CrossEntropyLoss()
 

@@ -9,7 +9,8 @@ from torch import nn
 from benchmarks import peers
 from benchmarks.tables import Table
 from benchmarks.timing import in_a_row, interleaved
-from scatterpar import ScatterOnceParallel, devices
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices import verbs
 
 FEATURES = 4
 CLASSES = 2
@@ -60,11 +61,11 @@ def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        kept, devices.at_once = devices.at_once, len
+        kept, verbs.at_once = verbs.at_once, len
         try:
             engine.forward_backward(*batch)
         finally:
-            devices.at_once = kept
+            verbs.at_once = kept
 
     return step
 

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from benchmarks.models import Case
-from scatterpar import ScatterOnceParallel, devices, workers
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices import verbs
+from scatterpar.threads import workers
 
 KEPT = "engine, all levers on"
 
@@ -40,7 +42,7 @@ class Variant:
 
 
 def _give_memory_back() -> None:
-    devices.keep_memory = lambda device: None
+    verbs.keep_memory = lambda device: None
 
 
 def _all_cores_each() -> None:

@@ -9,7 +9,8 @@ from benchmarks import peers
 from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.models import CASES
 from benchmarks.tables import Table
-from scatterpar import ScatterOnceParallel, devices
+from scatterpar import ScatterOnceParallel
+from scatterpar.devices import verbs
 
 REPLICAS = 2
 ACCUMS = (1, 2, 4, 8, 16, 32)
@@ -44,7 +45,7 @@ def engine_peak(case, accum, monkeypatch):
     meters = []
 
     @contextlib.contextmanager
-    def metered(device, stream, on=devices.on):
+    def metered(device, stream, on=verbs.on):
         meter = LiveBytes()
         meters.append(meter)
         with on(device, stream), meter:
@@ -54,7 +55,7 @@ def engine_peak(case, accum, monkeypatch):
         ScatterOnceParallel(module, accum, ["cpu"] * REPLICAS) as engine,
         monkeypatch.context() as m,
     ):
-        m.setattr(devices, "on", metered)
+        m.setattr(verbs, "on", metered)
         engine.forward_backward(images, labels, peers.criterion)
     assert len(meters) == REPLICAS
     return max(meter.peak for meter in meters)

@@ -12,10 +12,10 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.flat import by_dtype
+from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["agree", "sparse_weights", "take_over"]
 
@@ -51,9 +51,9 @@ def take_over(module: nn.Module, group: dist.ProcessGroup) -> None:
     filled = [tensor for _, _, tensor in _named_tensors(module) if tensor.numel()]
     with torch.no_grad():
         for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
-            flat = _flatten_dense_tensors([tensor.detach() for tensor in tensors])
+            flat = flatten([tensor.detach() for tensor in tensors])
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-            torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))
+            torch._foreach_copy_(tensors, list(unflatten(flat, tensors)))
 
 
 def sparse_weights(module: nn.Module) -> set[int]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.outcome import BufferValue
+from scatterpar.torch_private import unflatten
 
 __all__ = ["Parcel", "pack"]
 
@@ -75,7 +75,7 @@ class Parcel:
         """The gradients and buffers of all ranks, once ``flat`` is the sum."""
         grads, flags, rest = self._parts()
         tensors = [tensor for tensor, _ in self._gradients.values()]
-        parts = _unflatten_dense_tensors(grads, tensors) if tensors else ()
+        parts = unflatten(grads, tensors) if tensors else ()
         found = zip(self._gradients.items(), parts, flags.tolist(), strict=True)
         gradients = {i: (tensor, part if flag else None) for (i, (tensor, _)), part, flag in found}
         sizes = [self._size(buffer) for buffer in self._buffers.values()]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.torch_private import has_gradient_hooks
 
 __all__ = ["commit", "commit_buffers"]
 
@@ -72,7 +73,7 @@ def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]
             root,
             root.grad,
             None if root.grad is None else root.grad.clone(),
-            root.detach().clone() if root._post_accumulate_grad_hooks else None,
+            root.detach().clone() if has_gradient_hooks(root) else None,
         )
         for root in roots
     ]

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
@@ -16,6 +15,7 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.scatter import join
+from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["collect", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
 
@@ -162,8 +162,8 @@ def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> 
     }
     for positions in by_dtype(dense_ones.items()).values():
         dense = [tensors[i] for i in positions]
-        flat = ledger.copy(_flatten_dense_tensors(dense), device, "reduce")
-        brought.update(zip(positions, _unflatten_dense_tensors(flat, dense), strict=True))
+        flat = ledger.copy(flatten(dense), device, "reduce")
+        brought.update(zip(positions, unflatten(flat, dense), strict=True))
     return brought
 
 

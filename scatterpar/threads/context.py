@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from scatterpar.devices import verbs
+from scatterpar.torch_private import private_accelerator, saved_tensors_hooks
 
 __all__ = ["Context", "autocast_types"]
 
@@ -20,7 +21,7 @@ _Entered = contextlib.AbstractContextManager[object]
 
 def autocast_types() -> list[str]:
     """The device types that autocast is enabled for in this thread."""
-    known = (*_AUTOCAST_TYPES, torch._C._get_privateuse1_backend_name())
+    known = (*_AUTOCAST_TYPES, private_accelerator())
     return [kind for kind in known if torch.is_autocast_enabled(kind)]
 
 
@@ -46,7 +47,7 @@ class Context:
         default = torch.get_default_device()
         if default.type != "cpu":
             self._makers.append(lambda here: here if here.type == default.type else default)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensors_hooks()
         if hooks is not None:
             self._makers.append(
                 _anywhere(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))

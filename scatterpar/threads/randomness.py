@@ -13,11 +13,16 @@ from it. A step commits by moving the process's generator on, if anything was dr
 Accelerators have a generator each, all seeded alike by ``torch.manual_seed``: those of
 replicas 1, 2, … are seeded anew for the step, from their own state and the replica's number.
 Replicas that share an accelerator draw from its generator in turn, since they run in turn.
+
+``SCATTERPAR_RANDOM_STREAMS=0`` in the environment turns the CPU's streams off, for a version of
+torch that has not what they need (``torch_private``): masks then differ from run to run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,11 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, fallthrough_kernel
+from torch.library import Library
+
+from scatterpar import torch_private
 
 __all__ = ["RandomStreams", "followed"]
 
-_KEY_NAME = "TESTING_ONLY_GenericMode"  # a mode key that torch itself leaves unused
+_SWITCH = "SCATTERPAR_RANDOM_STREAMS"
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
 
 
@@ -55,11 +62,11 @@ class RandomStreams:
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
         """Let the current thread draw from the stream of ``replica``."""
-        if self._alone:
+        if self._alone or os.environ.get(_SWITCH) == "0":
             yield
             return
-        key = _install_kernels()
-        with _thread_aware_default_generator(), torch._C._IncludeDispatchKeyGuard(key):
+        _install_kernels()
+        with _thread_aware_default_generator(), torch_private.switched_on():
             _thread.generator = partial(self._generator, replica)
             _thread.has_helpers = bool(self._accelerators)
             try:
@@ -71,8 +78,12 @@ class RandomStreams:
         """Move the process's generator on if anything was drawn, so that the next step differs."""
         moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]
         if moved:
-            continued = 0 in moved and not self._earlier
-            following = self._made[0][0] if continued else self._draw_seed()[1]
+            if 0 in moved and not self._earlier:
+                following = self._made[0][0]
+            else:
+                following = torch.Generator()
+                following.set_state(self._before)
+                torch.randint(_SEEDS, (), generator=following)
             torch.default_generator.set_state(following.get_state())
         for stream in self._accelerators:
             stream.commit()
@@ -86,18 +97,17 @@ class RandomStreams:
 
     def _generator(self, replica: int) -> torch.Generator:
         if replica not in self._made:
-            seed, _ = self._draw_seed()
             number = self._earlier + replica
-            generator = torch.Generator().manual_seed((seed + number) % _SEEDS)
+            generator = torch.Generator().manual_seed((self._seed() + number) % _SEEDS)
             if number == 0:
                 generator.set_state(self._before)
             self._made[replica] = (generator, generator.get_state())
         return self._made[replica][0]
 
-    def _draw_seed(self) -> tuple[int, torch.Generator]:
-        parent = torch.Generator()
-        parent.set_state(self._before)
-        return int(torch.randint(_SEEDS, (), generator=parent)), parent
+    def _seed(self) -> int:
+        """A seed out of the process's state, without an operator: ``vmap`` may be around us."""
+        digest = hashlib.blake2b(bytes(self._before.untyped_storage()), digest_size=4)
+        return int.from_bytes(digest.digest(), "big")
 
 
 class _AcceleratorStream:
@@ -145,7 +155,7 @@ class followed:
             return
 
         def adopt(_: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
+            task = torch_private.current_graph_task()
             self._tasks.add(task)
             _graph_tasks[task] = make
 
@@ -162,7 +172,7 @@ def _current() -> torch.Generator | None:
     """The generator of the replica that this thread works for."""
     make: Callable[[], torch.Generator] | None = getattr(_thread, "generator", None)
     if make is None:
-        make = _graph_tasks.get(torch._C._current_graph_task_id())
+        make = _graph_tasks.get(torch_private.current_graph_task())
     return None if make is None else make()
 
 
@@ -170,7 +180,7 @@ class _ThreadAwareGenerator:
     """Stands in for ``default_generator`` in ``torch.random`` during a step."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_current() or torch._C.default_generator, name)
+        return getattr(_current() or torch_private.default_generator, name)
 
 
 _lock = threading.Lock()
@@ -193,54 +203,34 @@ def _thread_aware_default_generator() -> Iterator[None]:
         with _lock:
             _streams_open -= 1
             if not _streams_open:
-                vars(torch.random)["default_generator"] = torch._C.default_generator
+                vars(torch.random)["default_generator"] = torch_private.default_generator
 
 
 _libraries: list[Library] = []
-_key: Any = None
 
 
-def _install_kernels() -> Any:
-    """Route the random operators at our key, once per process; the key."""
-    global _key
+def _install_kernels() -> None:
+    """Route the random operators to kernels of ours, once per process."""
     with _lock:
         if not _libraries:
-            _key = torch._C._dispatch_key_parse(_KEY_NAME)
-            fallback = Library("_", "IMPL")
-            fallback.fallback(fallthrough_kernel, _KEY_NAME)
-            operators = Library("aten", "IMPL")
-            for schema in torch._C._jit_get_all_schemas():
-                if schema.name.startswith("aten::") and _takes_generator(schema):
-                    _route(operators, schema, torch._C.DispatchKeySet(_key))
-            _libraries.extend((fallback, operators))
-    return _key
+            _libraries.extend(torch_private.route(_kernel_of))
 
 
-def _takes_generator(schema: Any) -> bool:
-    return any(str(a.type) == "Optional[Generator]" for a in schema.arguments)
-
-
-def _route(operators: Library, schema: Any, keys: Any) -> None:
-    name = schema.name.removeprefix("aten::")
-    packet = getattr(torch.ops.aten, name, None)
-    operator = getattr(packet, schema.overload_name or "default", None)
-    if operator is None:  # known to TorchScript alone
-        return
-    position = [argument.name for argument in schema.arguments].index("generator")
+def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A kernel that fills in the replica's generator where an operator draws from the CPU's."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs.get("generator")
-        if (given is None or given is torch._C.default_generator) and _is_on_cpu(args, kwargs):
+        if (given is None or given is torch_private.default_generator) and _is_on_cpu(args, kwargs):
             mine = _current()
             if mine is not None and position < len(args):
                 args = (*args[:position], mine, *args[position + 1 :])
             elif mine is not None:
                 kwargs["generator"] = mine
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with torch_private.switched_off():
             return operator(*args, **kwargs)
 
-    overload = f".{schema.overload_name}" if schema.overload_name else ""
-    operators.impl(name + overload, kernel, _KEY_NAME)
+    return kernel
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,228 @@
+"""Every private entry point of torch that the package uses, each with its reason.
+
+Nothing else in the package names ``torch._C`` or another private module. What is missing in some
+version of torch is said in words, at import or where it is first needed: the versions that the
+tests ran with are in ``constraints.txt`` and in the README.
+
+``torch._foreach_*``, ``Tensor._version`` and ``Module._replicate_for_data_parallel`` are used by
+torch's own optimizers, its forum's answers and ``nn.DataParallel``; they are used where they are
+needed, and checked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library, fallthrough_kernel
+
+__all__ = [
+    "current_graph_task",
+    "default_generator",
+    "flatten",
+    "has_gradient_hooks",
+    "private_accelerator",
+    "random_operators",
+    "route",
+    "saved_tensors_hooks",
+    "switched_off",
+    "switched_on",
+    "unflatten",
+]
+
+
+class Missing(RuntimeError):
+    """The version of torch lacks a private entry point that the package needs."""
+
+
+def _require(what: str, why: str, found: bool) -> None:
+    if not found:
+        raise Missing(
+            f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
+            f"version of torch that the README names"
+        )
+
+
+for _name, _why in {
+    "_foreach_copy_": "to refresh replicas",
+    "_foreach_add": "to add up gradients",
+    "_foreach_add_": "to add up gradients",
+    "_foreach_norm": "to measure the gradient's noise",
+}.items():
+    _require(f"torch.{_name}", _why, hasattr(torch, _name))
+_require("Tensor._version", "to see what was written", hasattr(Tensor, "_version"))
+_require(
+    "Module._replicate_for_data_parallel",
+    "to make replicas",
+    hasattr(nn.Module, "_replicate_for_data_parallel"),
+)
+
+
+# --- flat tensors: what torch's own DistributedDataParallel flattens with --------------------
+
+try:
+    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+except ImportError:  # pragma: no cover
+    _require("torch._utils._flatten_dense_tensors", "to send gradients in one message", False)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat copy of dense tensors of one dtype."""
+    flat: Tensor = _flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Views of ``flat`` in the shapes of ``like``."""
+    views: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
+    return views
+
+
+# --- the caller's context: there is no public way to read what is set --------------------------
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost pair of saved-tensor hooks of this thread."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def private_accelerator() -> str:
+    """The name of the device type that an extension brought."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def current_graph_task() -> int:
+    """The number of the backward pass that this thread works for; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether hooks run after the gradient of a leaf was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+# --- random operators: a dispatch key that the workers alone switch on -----------------------
+
+# A mode key that torch itself leaves unused (c10/core/DispatchKey.h). A Python dispatch mode
+# would do the same at some microseconds for every operator; this one costs nothing for those
+# that draw nothing.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+
+default_generator: torch.Generator = torch._C.default_generator
+
+_Route = Callable[[Any, int], Callable[..., Any]]
+
+
+def random_operators() -> Iterator[tuple[Any, int]]:
+    """Torch's operators that take a generator, and the position of that argument."""
+    for schema in torch._C._jit_get_all_schemas():
+        names = [argument.name for argument in schema.arguments]
+        takes = any(str(argument.type) == "Optional[Generator]" for argument in schema.arguments)
+        if schema.name.startswith("aten::") and takes:
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+            operator = getattr(packet, schema.overload_name or "default", None)
+            if operator is not None:  # else it is known to TorchScript alone
+                yield operator, names.index("generator")
+
+
+def route(kernel_of: _Route) -> tuple[Library, ...]:
+    """Send random operators to ``kernel_of(operator, position)`` where the key is switched on.
+
+    Everything else falls through the key: operators, and higher-order operators such as
+    ``torch.cond`` or a custom ``autograd.Function`` under ``vmap``, those registered later
+    too.
+    """
+    _require(f"dispatch key {_KEY_NAME}", "to give every replica its random numbers", _has_key())
+    fallback = Library("_", "IMPL")
+    fallback.fallback(fallthrough_kernel, _KEY_NAME)
+    operators = Library("aten", "IMPL")
+    for operator, position in random_operators():
+        name = operator._schema.name.removeprefix("aten::")
+        overload = f".{operator._schema.overload_name}" if operator._schema.overload_name else ""
+        operators.impl(name + overload, kernel_of(operator, position), _KEY_NAME)
+    _let_higher_order_operators_through()
+    return fallback, operators
+
+
+@contextlib.contextmanager
+def switched_on() -> Iterator[None]:
+    """The key is on in this thread: random operators are routed."""
+    _thread.is_alone = False
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_key()):
+            yield
+    finally:
+        if _thread.is_alone:
+            _compile_lock().release()
+
+
+def switched_off() -> contextlib.AbstractContextManager[Any]:
+    """The key is off in this thread, for the routed kernel's own call."""
+    guard: contextlib.AbstractContextManager[Any]
+    guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
+    return guard
+
+
+@functools.cache
+def _key_alone() -> Any:
+    return torch._C.DispatchKeySet(_key())
+
+
+@functools.cache
+def _key() -> Any:
+    return torch._C._dispatch_key_parse(_KEY_NAME)
+
+
+def _has_key() -> bool:
+    try:
+        _key()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _let_higher_order_operators_through() -> None:
+    """They look their kernels up in Python, and know nothing of fallbacks."""
+    key, ops = _key(), torch._ops
+    known = getattr(ops, "_higher_order_ops", None)
+    defaults = getattr(ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", None)
+    _require("table of higher-order operators", "for models that use them", known is not None)
+    _require("list of keys they fall through", "for models that use them", defaults is not None)
+    assert known is not None
+    assert defaults is not None
+    defaults.append(key)  # for those that are registered later
+    for name, operator in known.items():
+        if name in _TRACING:
+            operator.py_impl(key)(functools.partial(_alone, operator))
+        else:
+            operator.fallthrough(key)
+
+
+# Control flow traces its branches in every call, forward and backward, and torch's tracing is not
+# thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
+# for good. So a replica that comes to such an operator goes on alone until its work ends.
+_TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
+
+_thread = threading.local()
+
+
+def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that traces, under the lock that torch.compile takes too."""
+    if not _thread.is_alone:
+        _compile_lock().acquire()
+        _thread.is_alone = True
+    with switched_off():
+        return operator(*args, **kwargs)
+
+
+def _compile_lock() -> Any:
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock

@@ -1,0 +1,164 @@
+"""Higher-order operators and function transforms, in the workers' threads.
+
+The workers switch on a dispatch key of their own for random operators. Higher-order operators
+look their kernels up in Python and refused the key: "could not find kernel for
+HigherOrderOperator custom_function_call". ``vmap`` over dropout failed at an ``.item()``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.oracle import assert_step, build, randn, seeded
+from torch import nn
+
+from scatterpar import ScatterOnceParallel, torch_private
+
+DEVICES = [["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu"] * 3]
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows):
+        return rows * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Vmapped(nn.Linear):
+    def forward(self, rows):
+        return torch.vmap(Doubled.apply)(super().forward(rows))
+
+
+class Differentiated(nn.Linear):
+    """The derivative of a row's energy, itself a function of the weights."""
+
+    def forward(self, rows):
+        energy = super().forward
+        return torch.func.grad(lambda x: Doubled.apply(energy(x).square()).sum())(rows)
+
+
+class Branching(nn.Linear):
+    def forward(self, rows):
+        rows = super().forward(rows)
+        shifted = rows + 100  # the same branch for every micro-batch
+        return torch.cond(shifted.sum() > 0, torch.sin, torch.cos, (rows,))
+
+
+def mean(outputs, _):
+    return outputs.mean()
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+@pytest.mark.parametrize("kind", [Vmapped, Differentiated])
+def test_custom_functions_under_transforms(kind, device_ids):
+    with ScatterOnceParallel(build(lambda: kind(4, 3)), 2, device_ids) as engine:
+        assert_step(engine, randn(11, 4), criterion=mean)
+
+
+CONTROL_FLOW = """
+import torch
+from helpers.oracle import assert_step, build, randn
+from scatterpar import ScatterOnceParallel
+from test_higher_order import Branching, mean
+
+for device_ids in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
+    with ScatterOnceParallel(build(lambda: Branching(4, 3)), 2, device_ids) as engine:
+        for _ in range(2):
+            assert_step(engine, randn(11, 4), criterion=mean)
+print("exact")
+"""
+
+
+def test_control_flow():
+    """In a process of its own: what two threads' tracing once broke stayed broken."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONTROL_FLOW],
+        cwd="tests",
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=with_path("tests"),
+    )
+    assert done.stdout == "exact\n", done.stderr
+
+
+def with_path(*folders):
+    import os
+
+    path = [*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep), os.getcwd()]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(f) for f in path if f)}
+
+
+def test_an_operator_that_is_registered_later():
+    from torch._ops import HigherOrderOperator
+
+    class Later(HigherOrderOperator):
+        def __init__(self):
+            super().__init__("registered_by_a_test")
+
+        def __call__(self, rows):
+            return super().__call__(rows)
+
+    class Uses(nn.Linear):
+        def forward(self, rows):
+            return later(super().forward(rows))
+
+    with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 1, ["cpu"] * 2) as engine:
+        assert_step(engine, randn(4, 4), criterion=mean)  # the key is routed by now
+    later = Later()
+    later.py_impl(torch._C.DispatchKey.Autograd)(lambda rows: rows * 3)
+    with ScatterOnceParallel(build(lambda: Uses(4, 3)), 1, ["cpu"] * 2) as engine:
+        assert_step(engine, randn(4, 4), criterion=mean)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_dropout_under_vmap(randomness):
+    class Dropped(nn.Linear):
+        def forward(self, rows):
+            dropped = torch.vmap(nn.functional.dropout, randomness=randomness)
+            return dropped(super().forward(rows))
+
+    def gradient():
+        model = build(lambda: Dropped(4, 3))
+        with seeded(7), ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+            _, outputs = engine.forward_backward(
+                torch.ones(12, 4).double(), criterion=mean, return_outputs=True
+            )
+        return model.weight.grad, outputs
+
+    (first, outputs), (second, _) = gradient(), gradient()
+    assert torch.equal(first, second)  # the same seed, the same masks
+    rows_differ = [len(set(map(tuple, (output != 0).tolist()))) > 1 for output in outputs]
+    assert rows_differ == [randomness == "different"] * 2
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_what_torch_lacks_is_said_in_words(monkeypatch):
+    monkeypatch.setattr(torch_private, "_has_key", lambda: False)
+    words = (
+        rf"torch {torch.__version__.partition('+')[0]}.* has no dispatch key "
+        r"TESTING_ONLY_GenericMode, which scatterpar needs to give every replica its random "
+        r"numbers; install a version of torch that the README names"
+    )
+    with pytest.raises(torch_private.Missing, match=words):
+        torch_private.route(lambda operator, position: operator)
+
+
+def test_the_switch_turns_the_streams_off(monkeypatch):
+    monkeypatch.setenv("SCATTERPAR_RANDOM_STREAMS", "0")
+    monkeypatch.setattr("scatterpar.threads.randomness._install_kernels", None)
+    with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 2, ["cpu"] * 2) as engine:
+        assert_step(engine, randn(11, 4), criterion=mean)

@@ -13,6 +13,7 @@ from scatterpar.recipe import (
     zero_init_residual,
 )
 from scatterpar.report import GradientNoise, StepReport
+from scatterpar.step.markers import Replicated, Rows
 
 __all__ = [
     "DataParallelCriterion",
@@ -20,6 +21,8 @@ __all__ = [
     "GradientNoise",
     "NoiseScale",
     "Plan",
+    "Replicated",
+    "Rows",
     "ScatterOnceParallel",
     "Share",
     "StepReport",

@@ -28,12 +28,14 @@ from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.commit import commit, commit_buffers
+from scatterpar.step.markers import has_entries
 from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
 from scatterpar.step.request import Request, check_accumulate_dtype, check_options
-from scatterpar.step.scatter import count_rows, hand_out, micro_batches, scatter
+from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
+from scatterpar.step.scatter import hand_out, scatter
 from scatterpar.step.substeps import infer, prepare_autograd, train
 from scatterpar.step.weights import Count, weigh
 from scatterpar.threads.crew import Crew, run_shares, set_aside
@@ -156,11 +158,14 @@ class ScatterOnceParallel(Wrapper):
     def _hire(self) -> None:
         self._crew = Crew(self.device_ids, self.accumulate_dtype)
 
-    def plan(self, rows: int) -> Plan:
-        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table."""
+    def plan(self, rows: int | Sequence[int]) -> Plan:
+        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
+
+        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
+        """
         return self._plan(rows, self._fitting if self.accum == "auto" else self.accum)
 
-    def _plan(self, rows: int, accum: int) -> Plan:
+    def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
 
     def forward_backward(
@@ -172,7 +177,7 @@ class ScatterOnceParallel(Wrapper):
         reduction: str | None = None,
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool | Callable[[Any], Any] = False,
     ) -> Any:
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
@@ -180,7 +185,8 @@ class ScatterOnceParallel(Wrapper):
             inputs: a tensor or list (one positional argument of the module), a tuple
                 (positional arguments) or a mapping (keyword arguments), nested at will.
                 Tensors have the batch's rows along ``dim``; 0-dim tensors and everything
-                else go to every replica as they are.
+                else go to every replica as they are. ``Replicated`` marks what has no rows,
+                ``Rows`` a list with one entry per row, ``Rows.from_batches`` several batches.
             targets: what the criterion takes, with the same rows.
             criterion: ``criterion(output, targets)`` gives a 0-dim loss. ``None``: the
                 module's output is the loss, or has it as ``.loss`` or ``["loss"]``.
@@ -192,7 +198,8 @@ class ScatterOnceParallel(Wrapper):
                 their functions, also as a ``functools.partial``) what their ``ignore_index``
                 and ``weight`` make of the targets.
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
-            return_outputs: return the module's outputs too.
+            return_outputs: return the module's outputs too; or a function, for what it makes
+                of each micro-batch's output, detached, at once.
 
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
@@ -201,7 +208,7 @@ class ScatterOnceParallel(Wrapper):
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
-                grad, a loss that is not 0-dim, ``reduction="none"``.
+                grad, outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
@@ -251,13 +258,13 @@ class ScatterOnceParallel(Wrapper):
         """The outcome with as many sub-steps as the memory asks for, and the tries it took."""
         rows = request.rows
         if self.accum != "auto":
-            return self._compute(request, self.plan(rows)), 0
+            return self._compute(request, self.plan(request.sizes)), 0
         start = self._fitting
         self._fitting, outcome, retries = smallest_that_fits(
             start,
-            -(-rows // len(self.device_ids)),
-            attempt=lambda accum: self._compute(request, self._plan(rows, accum)),
-            trial=lambda accum: self._try(request, self._plan(rows, accum)),
+            -(-max(request.sizes) // len(self.device_ids)),
+            attempt=lambda accum: self._compute(request, self._plan(request.sizes, accum)),
+            trial=lambda accum: self._try(request, self._plan(request.sizes, accum)),
         )
         if retries:
             try:
@@ -358,9 +365,11 @@ class ScatterOnceParallel(Wrapper):
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
-            master, rows in order. 0-dim tensors in it are averaged over the rows.
+            master, rows in order. 0-dim tensors in it are averaged over the rows. Where the
+            inputs have ``Rows``, an output that is a list with one entry per row stays one.
 
         Raises:
+            ValueError: outputs that cannot be joined, several batches.
             RuntimeError: in training mode with grad enabled, where ``forward_backward`` is
                 what is wanted.
 
@@ -378,7 +387,7 @@ class ScatterOnceParallel(Wrapper):
         batch = ((inputs, kwargs), None)
         ledger = Ledger()
         with self._crew.workers.exclusive():
-            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
+            plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
             streams = self._streams(plan)
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
@@ -386,7 +395,7 @@ class ScatterOnceParallel(Wrapper):
                 tasks = hand_out(batch, plan, part.modules, scattered)
                 work = partial(infer, dim=self.dim)
                 outputs = run_shares(self._crew.workers, streams, work, tasks, Clock())
-                output = collect(outputs, plan, self.dim, ledger)
+                output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
             except BaseException:
                 streams.rollback()
                 raise
@@ -394,6 +403,16 @@ class ScatterOnceParallel(Wrapper):
                 commit_buffers(reduce_buffers([part], plan.shares, self.buffers_from, ledger))
             streams.commit()
         return output
+
+    def _rows_of_one_batch(self, inputs: Any, kwargs: Any) -> int:
+        named = {"inputs": inputs, "keyword inputs": kwargs}
+        rows = count_rows(named, self.dim)
+        if batch_sizes(named, self.dim, rows) != (rows,):
+            raise ValueError(
+                "Rows.from_batches is for forward_backward; for inference, call the engine for "
+                "each of the batches"
+            )
+        return rows
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +20,11 @@ class Share:
 
     ``start`` and ``stop`` are positions in the batch, and so are the pairs in
     ``micro_batches``: ``batch[start:stop]`` is what one sub-step works on.
+
+    Where the batch is made of several (``Rows.from_batches``), positions run through all of
+    them, one after the other, and a share has some rows of each: those of its ``micro_batches``.
+    ``start`` is its first row and ``stop`` comes after its last; between them are rows of other
+    shares too. ``spans`` are the rows without the cuts.
     """
 
     replica: int
@@ -31,7 +36,17 @@ class Share:
     @property
     def rows(self) -> int:
         """The number of rows of this share."""
-        return self.stop - self.start
+        return sum(stop - start for start, stop in self.micro_batches)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The rows as pairs of start and stop, as few as can be: one, but for several batches."""
+        spans: list[tuple[int, int]] = []
+        for start, stop in self.micro_batches:
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, stop))
+        return tuple(spans)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Plan:
         for share in self.shares:
             sizes = Counter(stop - start for start, stop in share.micro_batches)
             cut = " + ".join(f"{times} x {size}" for size, times in sizes.items())
-            span = f"{share.start}:{share.stop}"
+            span = ", ".join(f"{start}:{stop}" for start, stop in share.spans)
             table.append((str(share.replica), str(share.device), span, cut))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
@@ -59,7 +74,7 @@ class Plan:
 
 
 def make_plan(
-    rows: int,
+    rows: int | Sequence[int],
     devices: Sequence[torch.device],
     accum: int = 1,
     micro_batch_size: int | None = None,
@@ -76,7 +91,8 @@ def make_plan(
     equal shares.
 
     Args:
-        rows: size of the batch, at least 1.
+        rows: size of the batch, at least 1; or the sizes of several batches, each of which is
+            split as it would be alone.
         devices: one entry per replica; entries may repeat.
         accum: sub-steps per replica.
         micro_batch_size: most rows per sub-step; overrides ``accum`` where given.
@@ -93,7 +109,13 @@ def make_plan(
     ((0, 3), (3, 6), (6, 9))
     >>> [share.rows for share in make_plan(9, [cpu] * 2, shares=[3, 1]).shares]
     [7, 2]
+    >>> [share.micro_batches for share in make_plan([4, 3], [cpu] * 2).shares]
+    [((0, 2), (4, 6)), ((2, 4), (6, 7))]
     """
+    if isinstance(rows, (tuple, list)):
+        return _one_after_the_other(
+            [make_plan(size, devices, accum, micro_batch_size, shares) for size in rows]
+        )
     if isinstance(rows, bool) or not isinstance(rows, int):
         raise TypeError(f"rows must be an int, got {rows!r}")
     if rows < 1:
@@ -140,6 +162,23 @@ def _fractions(shares: Sequence[float]) -> list[Fraction]:
     exact = [Fraction(share) for share in shares]
     total = sum(exact)
     return [share / total for share in exact]
+
+
+def _one_after_the_other(plans: Sequence[Plan]) -> Plan:
+    """The plan of several batches from the plan of each."""
+    replicas: dict[int, torch.device] = {}
+    micro_batches: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    rows = 0
+    for plan in plans:
+        for share in plan.shares:
+            replicas[share.replica] = share.device
+            micro_batches[share.replica] += [(rows + a, rows + b) for a, b in share.micro_batches]
+        rows += plan.rows
+    shares = [
+        Share(replica, replicas[replica], cuts[0][0], cuts[-1][1], tuple(cuts))
+        for replica, cuts in sorted(micro_batches.items())
+    ]
+    return Plan(rows, tuple(shares))
 
 
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:

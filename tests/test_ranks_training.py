@@ -11,7 +11,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 
 class Masks(nn.Module):
@@ -44,6 +44,40 @@ def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
     drawn = [tuple(mask) for seen in found for mask in seen]
     assert len(set(drawn)) == len(drawn) == 3 * 2 * replicas
     assert found == gang()(3, masks, replicas)
+
+
+def lists_and_windows(group):
+    """Each rank's own batches: of another number, of other lengths, with a table for all."""
+    rank = group.rank()
+    model = build(lambda: nn.Embedding(9, CLASSES))
+    table = randn(CLASSES, CLASSES)
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = model
+
+        def forward(self, ids, table):
+            return torch.stack([self.words(sentence).sum(0) for sentence in ids]) @ table
+
+    def batches(rank):
+        return [[randint(9, n + 1, seed=n + rank) for n in range(2 + b)] for b in range(2 - rank)]
+
+    labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
+    window = [(Rows(batch), Replicated(table)) for batch in batches(rank)]
+    with ScatterOnceParallel(Looks(), 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
+        engine.forward_backward(Rows.from_batches(window), labels[rank], nn.CrossEntropyLoss())
+        actual = model.weight.grad.clone()
+        model.zero_grad()
+        everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
+        output = copy.deepcopy(engine.module)
+        loss = nn.functional.cross_entropy(output(everything, table), torch.cat(labels))
+        loss.backward()
+    assert_close(actual, output.words.weight.grad, "weight")
+
+
+def test_lists_and_windows_over_ranks():
+    gang()(2, lists_and_windows)
 
 
 def beside_ddp(group):

@@ -19,7 +19,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.request import check_dim
-from scatterpar.step.scatter import count_rows
+from scatterpar.step.rows import count_rows, has_rows
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import Count, resolve_reduction, weigh
 from scatterpar.threads.workers import Workers
@@ -119,8 +119,7 @@ class DataParallelCriterion(Wrapper):
         here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         each = [sizes(output, self.dim) for output in outputs]
         devices = here if self.device_ids is None else self.device_ids
-        dimensions = [tensor.ndim for tensor in nested.tensors(targets)]
-        if any(dimensions) or not all(each):
+        if has_rows(targets) or not all(each):
             rows = count_rows({"targets": targets}, self.dim, data=False)
         else:  # targets without rows, such as one label for all
             rows = sum(own[0] for own in each)

@@ -18,9 +18,12 @@ from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import check_placement
+from scatterpar.step import nested
+from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import is_borrowed, scatter, take
+from scatterpar.step.rows import opened, take
+from scatterpar.step.scatter import is_borrowed, scatter
 
 __all__ = ["PassingReplica", "combine", "replicate", "scatter_owned"]
 
@@ -97,8 +100,13 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Pas
 
 def scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
+    if any(isinstance(leaf, Batches) for leaf in nested.leaves(batch)):
+        raise ValueError(
+            "Rows.from_batches is one step of several batches, for ScatterOnceParallel; call the "
+            "pair for each of the batches"
+        )
     return [
-        take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
+        opened(take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device)), copy=True)
         for piece, share in zip(scatter(batch, plan, dim, _Crossing()), plan.shares, strict=True)
     ]
 

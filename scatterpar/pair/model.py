@@ -20,7 +20,7 @@ from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.request import check_dim, check_module
-from scatterpar.step.scatter import count_rows
+from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelModel"]

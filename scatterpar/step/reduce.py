@@ -14,7 +14,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.outcome import BufferValue
-from scatterpar.step.scatter import join
+from scatterpar.step.scatter import join_rows
 from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["collect", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
@@ -135,14 +135,17 @@ def mean_buffers(
     return means
 
 
-def collect(outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger) -> Any:
-    """The shares' outputs joined on the master, rows in order."""
+def collect(
+    outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger, *, lists: bool = False
+) -> Any:
+    """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
     master = plan.shares[0].device
     here = [
         output if share.device == master else _moved(output, master, ledger)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
-    return join(here, dim, [share.rows for share in plan.shares])
+    rows = [share.rows for share in plan.shares]
+    return join_rows(here, dim, rows, rows, lists=lists)
 
 
 def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:

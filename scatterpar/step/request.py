@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from scatterpar.step.scatter import count_rows
+from scatterpar.step.rows import batch_sizes, count_rows
 from scatterpar.step.weights import Count, resolve_reduction
 
 __all__ = ["Request", "check_accumulate_dtype", "check_dim", "check_module", "check_options"]
@@ -25,8 +25,9 @@ class Request:
     reduction: str | None
     count: Count | None
     scaler: torch.amp.GradScaler | None
-    return_outputs: bool
+    return_outputs: bool | Callable[[Any], Any]
     rows: int = 0
+    sizes: tuple[int, ...] = ()  # the rows of each batch, where it is made of several
 
     def checked(self, dim: int) -> Self:
         """The request with its rows counted and its reduction settled, if it makes sense.
@@ -41,13 +42,20 @@ class Request:
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None and not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
+        if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
+            raise TypeError(
+                f"return_outputs must be True, False or a callable that says what to keep of an "
+                f"output, got {self.return_outputs!r}"
+            )
         if not isinstance(self.scaler, (torch.amp.GradScaler, type(None))):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
-        rows = count_rows({"inputs": self.inputs, "targets": self.targets}, dim)
+        batch = {"inputs": self.inputs, "targets": self.targets}
+        rows = count_rows(batch, dim)
+        sizes = batch_sizes(batch, dim, rows)
         reduction = resolve_reduction(self.criterion, self.reduction)
-        return replace(self, rows=rows, reduction=reduction)
+        return replace(self, rows=rows, sizes=sizes, reduction=reduction)
 
 
 def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:

@@ -1,29 +1,25 @@
-"""Batches to devices, and outputs back: check, slice, scatter, join."""
+"""Batches to devices, and outputs back: scatter, hand out, join."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
 from scatterpar.step import nested
+from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
+from scatterpar.step.rows import take_share
 from scatterpar.threads.crew import Task
 
-__all__ = [
-    "as_call",
-    "count_rows",
-    "hand_out",
-    "is_borrowed",
-    "join",
-    "micro_batches",
-    "scatter",
-    "take",
-]
+__all__ = ["as_call", "hand_out", "is_borrowed", "join", "join_rows", "scatter"]
+
+_SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -35,94 +31,57 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
-    """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
-
-    Args:
-        batch: the parts by the name that errors call them, such as ``inputs`` and ``targets``.
-        dim: the dimension that holds the rows.
-        data: the tensors are data, and none may require grad.
-
-    Raises:
-        ValueError: no tensor, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad.
-    """
-    found: dict[int, str] = {}
-    for name, part in batch.items():
-        for tensor in nested.tensors(part):
-            shape = tuple(tensor.shape)
-            if data and tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: a tensor of shape {shape} requires grad, but a batch is data; "
-                    f"pass tensor.detach()"
-                )
-            if tensor.layout != torch.strided:
-                raise ValueError(
-                    f"{name}: a tensor of layout {tensor.layout} cannot be split into rows; pass "
-                    f"it as a dense tensor, or its parts"
-                )
-            if tensor.ndim == 0:
-                continue
-            if not -tensor.ndim <= dim < tensor.ndim:
-                raise ValueError(
-                    f"{name}: a tensor of shape {shape} has no dimension {dim} to split; "
-                    f"every tensor but 0-dim ones is split along dim={dim}"
-                )
-            found.setdefault(tensor.size(dim), f"{name} with {tensor.size(dim)} (shape {shape})")
-    if not found:
-        raise ValueError(
-            "the batch has no tensor with rows: "
-            + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
-        )
-    if len(found) > 1:
-        sizes = ", ".join(found.values())
-        raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}")
-    (rows,) = found
-    if rows == 0:
-        raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
-    return rows
-
-
-def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies.
-
-    0-dim tensors are copied always: no two takers share one.
-    """
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not leaf.ndim:
-            return leaf.clone()
-        piece = leaf.narrow(dim, start, stop - start)
-        return piece.clone() if copy else piece
-
-    return nested.transform(one, value)
-
-
-def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:
-    """The rows of each micro-batch in order, as views of ``batch``."""
-    for share in plan.shares:
-        for start, stop in share.micro_batches:
-            yield take(batch, start, stop, dim)
-
-
 def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
     """Each share's rows of ``batch`` on its device, every byte copied once.
 
     Where the batch already is in the share's memory, nothing moves and the share is views
-    of the caller's tensors, which must then not be written.
+    of the caller's tensors, which must then not be written. What is replicated comes once to
+    each memory, however many replicas are there.
     """
+    arrived: dict[tuple[int, torch.device], Tensor] = {}
 
     def bring(device: torch.device, leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            return Batches(nested.transform(partial(bring, device), leaf.entries), leaf.sizes)
+        if isinstance(leaf, Rows):
+            return Rows(_bring_entries(leaf.entries, device, ledger), leaf.collate)
+        if isinstance(leaf, Replicated):
+            return Replicated(nested.transform(partial(bring_once, device), leaf.value))
         if not isinstance(leaf, Tensor) or leaf.device == device:
             return leaf
         return ledger.copy(leaf, device, "scatter")
 
+    def bring_once(device: torch.device, leaf: Any) -> Any:
+        key = (id(leaf), device)
+        if key not in arrived:
+            arrived[key] = bring(device, leaf)
+        return arrived[key]
+
     return [
-        nested.transform(partial(bring, share.device), take(batch, share.start, share.stop, dim))
+        nested.transform(partial(bring, share.device), take_share(batch, share, dim))
         for share in plan.shares
     ]
+
+
+def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> list[Any]:
+    """Entries on ``device``; small tensors of one dtype travel together."""
+    away = [t for t in nested.tensors(entries) if t.device != device]
+    small = [t for t in away if type(t) is Tensor and t.layout == torch.strided and t.numel()]
+    small = [t for t in small if t.numel() * t.element_size() <= _SMALL and t.is_contiguous()]
+    arrived: dict[int, Tensor] = {}
+    for positions in by_dtype(enumerate(small)).values():
+        group = [small[i] for i in positions]
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        pieces = ledger.copy(flat, device, "scatter").split([t.numel() for t in group])
+        arrived |= {id(t): p.view(t.shape) for t, p in zip(group, pieces, strict=True)}
+    for tensor in away:
+        if id(tensor) not in arrived:
+            arrived[id(tensor)] = ledger.copy(tensor, device, "scatter")
+
+    def one(leaf: Any) -> Any:
+        return arrived.get(id(leaf), leaf)
+
+    return [nested.transform(one, entry) for entry in entries]
 
 
 def hand_out(
@@ -155,7 +114,7 @@ def hand_out(
 
 def is_borrowed(value: Any, device: torch.device) -> bool:
     """Whether some tensor of a batch is in the memory of ``device`` already, and not copied."""
-    devices = [tensor.device for tensor in nested.tensors(value)]  # no generator: see nested.py
+    devices = [tensor.device for tensor in all_tensors(value)]  # no generator: see nested.py
     return device in devices
 
 
@@ -178,6 +137,65 @@ def join(pieces: Sequence[Any], dim: int, weights: Sequence[float]) -> Any:
         return _average(leaves, weights)
 
     return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
+
+
+def join_rows(
+    pieces: Sequence[Any],
+    dim: int,
+    weights: Sequence[float],
+    rows: Sequence[int],
+    *,
+    strict: bool = False,
+    lists: bool = False,
+) -> Any:
+    """``join``, once it is sure that tensors hold the rows that are to be joined.
+
+    Args:
+        pieces: the outputs of consecutive rows.
+        dim: the dimension that holds the rows.
+        weights: those of 0-dim tensors.
+        rows: how many each piece is of.
+        strict: refuse tensors that hold several entries per row along dimension 0 too, such
+            as tokens of all rows in one dimension.
+        lists: a list with one entry per row is joined as such.
+
+    Raises:
+        ValueError: a tensor without the rows along ``dim``, or of another shape in the others.
+    """
+    if lists and all(
+        isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
+    ):
+        return [entry for piece in pieces for entry in piece]
+
+    def check(leaves: list[Any]) -> None:
+        if not all(isinstance(leaf, Tensor) for leaf in leaves) or not leaves[0].ndim:
+            return
+        for leaf, n in zip(leaves, rows, strict=True):
+            size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None
+            flattened = not strict and dim == 0 and size is not None and size % n == 0
+            if size != n and not flattened:
+                raise ValueError(
+                    f"an output of shape {tuple(leaf.shape)} does not have its {n} rows along "
+                    f"dim={dim}, so that it cannot be joined with those of other rows; "
+                    f"{_KEEP if strict else _ALONE}"
+                )
+        if len({leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}) > 1:
+            shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+            raise ValueError(
+                f"outputs of shapes {shapes} cannot be joined along dim={dim}; "
+                f"{_KEEP if strict else _ALONE}"
+            )
+
+    if len(pieces) > 1:
+        nested.merge(check, pieces)
+    return join(pieces, dim, weights)
+
+
+_KEEP = (
+    "pass return_outputs=function: what it returns of each micro-batch's output is kept, "
+    "with the rows along that dimension, or as a number"
+)
+_ALONE = "return the rows along that dimension, or call engine.module itself"
 
 
 def _all_same(leaves: list[Any]) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from scatterpar.plan import Share
 from scatterpar.step import nested
-from scatterpar.step.scatter import as_call, join, take
+from scatterpar.step.markers import has_entries
+from scatterpar.step.rows import opened, take
+from scatterpar.step.scatter import as_call, join_rows
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.crew import Task
 from scatterpar.threads.randomness import followed
@@ -52,7 +55,7 @@ def train(
     dim: int,
     scale: float,
     check_finite: bool,
-    keep_outputs: bool,
+    keep_outputs: bool | Callable[[Any], Any],
     most: int | None,
     proceed: Callable[[], None],
 ) -> Result:
@@ -63,7 +66,7 @@ def train(
         dim: the dimension that holds the rows.
         scale: the gradient scaler's factor.
         check_finite: refuse losses that are NaN or infinite.
-        keep_outputs: keep the module's outputs.
+        keep_outputs: keep the module's outputs, or what this function makes of them.
         most: leave it at so many sub-steps.
         proceed: called between sub-steps; raises when the step is to end.
     """
@@ -80,7 +83,7 @@ def train(
             output = task.module(*args, **kwargs)
             loss = _loss_of(output, targets, task.criterion)
             if keep_outputs:
-                outputs.append(nested.transform(_detached, output))
+                outputs.append(_kept(output, keep_outputs))
             del output, args, kwargs, inputs, targets
             if weight:
                 if check_finite:
@@ -88,7 +91,11 @@ def train(
                 _backward(loss, weight * scale, autocast)
             losses.append(loss.detach())
             del loss
-    joined = join(outputs, dim, task.weights) if keep_outputs else None
+    joined = None
+    if keep_outputs:
+        rows = [stop - start for start, stop in share.micro_batches[:most]]
+        with noted(share):
+            joined = join_rows(outputs, dim, task.weights[:most], rows, strict=True)
     return Result(_weighted_sum(losses, task.weights), losses[0].dtype, joined)
 
 
@@ -98,20 +105,22 @@ def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
     The task's ``inputs`` are positional and keyword arguments.
     """
     outputs = []
-    for number in range(len(task.share.micro_batches)):
+    rows = [stop - start for start, stop in task.share.micro_batches]
+    for number in range(len(rows)):
         if number:
             proceed()
         with noted(task.share, number), torch.no_grad():
             args, kwargs = _rows_of(task, task.inputs, number, dim)
             outputs.append(task.module(*args, **kwargs))
-    return join(outputs, dim, [stop - start for start, stop in task.share.micro_batches])
+    with noted(task.share):
+        return join_rows(outputs, dim, rows, rows, lists=has_entries(task.inputs))
 
 
 def _rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
     """The rows of one micro-batch; copies where the share is the caller's own tensors."""
-    start, stop = task.share.micro_batches[number]
-    first = task.share.start
-    return take(value, start - first, stop - first, dim, copy=task.borrowed)
+    cuts = [0, *accumulate(stop - start for start, stop in task.share.micro_batches)]
+    rows = take(value, cuts[number], cuts[number + 1], dim, copy=task.borrowed)
+    return opened(rows, copy=True)
 
 
 def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
@@ -167,6 +176,14 @@ def _require_finite(loss: Tensor, share: Share, number: int) -> None:
             f"the loss is {loss.item()} in replica {share.replica} on {share.device}, "
             f"sub-step {number}; nothing was changed"
         )
+
+
+def _kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
+    output = nested.transform(_detached, output)
+    if not callable(keep):
+        return output
+    with torch.no_grad():
+        return nested.transform(_detached, keep(output))
 
 
 def _detached(leaf: Any) -> Any:

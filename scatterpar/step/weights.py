@@ -72,7 +72,11 @@ def weigh(
     elif count is not None:
         weights, total = normalise([count(*piece) for piece in pieces])
     elif _averages_classes(criterion):
-        weights, total = normalise(_count_classes(criterion, targets, dim, spans))
+        if isinstance(targets, Tensor) and spans == sorted(spans):
+            counts = _count_classes(criterion, targets, dim, spans)
+        else:
+            counts = [_count_piece(criterion, piece) for _, piece in pieces]
+        weights, total = normalise(counts)
     else:
         weights, total = normalise([stop - start for start, stop in spans])
     remaining = iter(weights)
@@ -100,22 +104,35 @@ def _count_classes(
     criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
 ) -> list[float]:
     """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"cross entropy takes a tensor of targets, got {type(targets).__name__}")
     if targets.is_floating_point():
         # Probabilities of classes: every position is a term, whatever its weight.
         return [stop - start for start, stop in spans]
-    counted = targets != _option(criterion, "ignore_index", -100)
-    terms = counted.to(torch.float64)
-    class_weight = _option(criterion, "weight", None)
-    if class_weight is not None:
-        weight = class_weight.detach().to(targets.device, torch.float64)
-        terms = weight[targets.masked_fill(~counted, 0)] * counted
+    terms = _class_terms(criterion, targets)
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)
     sizes = torch.tensor([stop - start for start, stop in spans], device=terms.device)
     counts: list[float] = torch.segment_reduce(terms, "sum", lengths=sizes).tolist()
     return counts
+
+
+def _count_piece(criterion: Any, targets: Any) -> float:
+    """The divisor of a mean cross entropy of one micro-batch."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"cross entropy takes a tensor of targets, got {type(targets).__name__}")
+    if targets.is_floating_point():
+        return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
+    return float(_class_terms(criterion, targets).sum())
+
+
+def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
+    """How much each class index counts: nothing if ignored, else its class's weight."""
+    counted: Tensor = targets != _option(criterion, "ignore_index", -100)
+    terms = counted.to(torch.float64)
+    class_weight = _option(criterion, "weight", None)
+    if class_weight is not None:
+        weight = class_weight.detach().to(targets.device, torch.float64)
+        terms = weight[targets.masked_fill(~counted, 0)] * counted
+    return terms
 
 
 def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:

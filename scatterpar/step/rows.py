@@ -1,0 +1,233 @@
+"""The rows of a batch: how many, which ones, and what a module gets to see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.plan import Plan, Share
+from scatterpar.step import nested
+from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
+
+__all__ = ["batch_sizes", "count_rows", "has_rows", "micro_batches", "opened", "take", "take_share"]
+
+_MARK = (
+    "mark what has no rows as Replicated(value), and a list with one entry per row as Rows(entries)"
+)
+
+
+def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
+    """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
+
+    ``Rows`` count by their entries, and what is ``Replicated`` has no rows.
+
+    Args:
+        batch: the parts by the name that errors call them, such as ``inputs`` and ``targets``.
+        dim: the dimension that holds the rows.
+        data: the tensors are data, and none may require grad.
+
+    Raises:
+        ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
+            of a sparse or jagged layout, or one that requires grad; a list of images.
+    """
+    found: dict[int, str] = {}
+    for name, part in batch.items():
+        if data:
+            _require_data(name, part)
+        _refuse_images(name, part, dim)
+        for leaf in nested.leaves(part):
+            size = _size(name, leaf, dim)
+            if size is not None:
+                found.setdefault(size, f"{name} with {size} ({_shown(leaf)})")
+    if not found:
+        raise ValueError(
+            "the batch has no tensor with rows: "
+            + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
+            + "; a list with one entry per row is passed as Rows(entries)"
+        )
+    if len(found) > 1:
+        sizes = ", ".join(found.values())
+        raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}; {_MARK}")
+    (rows,) = found
+    if rows == 0:
+        raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
+    return rows
+
+
+def batch_sizes(batch: Mapping[str, Any], dim: int, rows: int) -> tuple[int, ...]:
+    """The rows of each of several batches, where the batch is made of them; else just ``rows``.
+
+    Raises:
+        ValueError: parts of the batch are made of batches of other sizes.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for name, part in batch.items():
+        for leaf in nested.leaves(part):
+            if isinstance(leaf, Batches):
+                found.setdefault(_sizes(leaf, dim, name), name)
+    if len(found) > 1:
+        parts = ", ".join(
+            f"{name} with {' + '.join(map(str, sizes))}" for sizes, name in found.items()
+        )
+        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {parts}")
+    return next(iter(found), (rows,))
+
+
+def has_rows(value: Any) -> bool:
+    """Whether something in ``value`` has rows, and not only what goes to every replica."""
+    return any(
+        isinstance(leaf, Rows) or (isinstance(leaf, Tensor) and leaf.ndim)
+        for leaf in nested.leaves(value)
+    )
+
+
+def _size(name: str, leaf: Any, dim: int) -> int | None:
+    """How many rows a leaf has; ``None`` for what goes to every replica as it is."""
+    if isinstance(leaf, Batches):
+        return sum(_sizes(leaf, dim, name))
+    if isinstance(leaf, Rows):
+        return len(leaf.entries)
+    if not isinstance(leaf, Tensor):
+        return None
+    shape = tuple(leaf.shape)
+    if leaf.layout != torch.strided:
+        raise ValueError(
+            f"{name}: a tensor of layout {leaf.layout} cannot be split into rows; pass "
+            f"it as a dense tensor, or its parts"
+        )
+    if leaf.ndim == 0:
+        return None
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise ValueError(
+            f"{name}: a tensor of shape {shape} has no dimension {dim} to split; "
+            f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
+        )
+    return leaf.size(dim)
+
+
+def _sizes(leaf: Batches, dim: int, name: str = "inputs") -> tuple[int, ...]:
+    if leaf.sizes is not None:
+        return tuple(leaf.sizes)
+    return tuple(
+        count_rows({f"{name}, batch {number}": batch}, dim)
+        for number, batch in enumerate(leaf.entries)
+    )
+
+
+def _shown(leaf: Any) -> str:
+    return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _require_data(name: str, part: Any) -> None:
+    for tensor in all_tensors(part):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{name}: a tensor of shape {tuple(tensor.shape)} requires grad, but a batch is "
+                f"data; pass tensor.detach()"
+            )
+
+
+def _refuse_images(name: str, value: Any, dim: int) -> None:
+    """A list of ``[3, H, W]`` images would be split over its channels, and nobody would know."""
+    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
+        raise ValueError(
+            f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
+            f"images, which would be split over their 3 channels; pass Rows(images) for one image "
+            f"per row, or a tuple if dimension 0 does hold 3 rows"
+        )
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_images(name, item, dim)
+
+
+def _is_image(entry: Any) -> bool:
+    if not isinstance(entry, Tensor) or entry.ndim != 3 or entry.size(0) != 3:
+        return False
+    return entry.is_floating_point() or entry.dtype == torch.uint8
+
+
+def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
+    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies.
+
+    0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            return _take_batches(leaf, start, stop, dim, copy)
+        if isinstance(leaf, Rows):
+            entries = leaf.entries[start:stop]
+            return Rows(nested.transform(_clone, entries) if copy else entries, leaf.collate)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.ndim:
+            return leaf.clone()
+        piece = leaf.narrow(dim, start, stop - start)
+        return piece.clone() if copy else piece
+
+    return nested.transform(one, value)
+
+
+def take_share(value: Any, share: Share, dim: int) -> Any:
+    """The rows of a share. Where they are not in a row, a tensor becomes several batches."""
+
+    def one(leaf: Any) -> Any:
+        pieces = [take(leaf, start, stop, dim) for start, stop in share.spans]
+        if isinstance(leaf, Batches):
+            sizes = [size for piece in pieces for size in piece.sizes]
+            return Batches([batch for piece in pieces for batch in piece.entries], sizes)
+        if isinstance(leaf, Rows):
+            return Rows([entry for piece in pieces for entry in piece.entries], leaf.collate)
+        if isinstance(leaf, Tensor) and leaf.ndim and len(pieces) > 1:
+            return Batches(pieces, [piece.size(dim) for piece in pieces])
+        return pieces[0]
+
+    return nested.transform(one, value)
+
+
+def _take_batches(leaf: Batches, start: int, stop: int, dim: int, copy: bool) -> Batches:
+    pieces, sizes, first = [], [], 0
+    for batch, size in zip(leaf.entries, _sizes(leaf, dim), strict=True):
+        low, high = max(start - first, 0), min(stop - first, size)
+        if low < high:
+            pieces.append(take(batch, low, high, dim, copy=copy))
+            sizes.append(high - low)
+        first += size
+    return Batches(pieces, sizes)
+
+
+def opened(value: Any, *, copy: bool = False) -> Any:
+    """What a module or criterion sees of a micro-batch: its markers are gone.
+
+    Args:
+        value: the rows of one micro-batch.
+        copy: copy what is replicated, so that no two sub-steps share it.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            (batch,) = leaf.entries  # no micro-batch reaches over the end of a batch
+            return opened(batch, copy=copy)
+        if isinstance(leaf, Rows):
+            return leaf.entries if leaf.collate is None else leaf.collate(leaf.entries)
+        if isinstance(leaf, Replicated):
+            return nested.transform(_clone, leaf.value) if copy else leaf.value
+        return leaf
+
+    return nested.transform(one, value)
+
+
+def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:
+    """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
+    for share in plan.shares:
+        for start, stop in share.micro_batches:
+            yield opened(take(batch, start, stop, dim))
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

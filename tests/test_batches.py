@@ -1,0 +1,579 @@
+"""Batches that are not tensors with rows: what is replicated, entries of lists, several batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import isolation
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+    whole_batch,
+)
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
+
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Replicated,
+    Rows,
+    ScatterOnceParallel,
+)
+
+ROWS = randn(7, FEATURES)
+LABELS = randint(CLASSES, 7)
+LOSS = nn.CrossEntropyLoss()
+LENGTHS = [3, 5, 1, 4, 2, 5, 3]
+SENTENCES = [randint(9, n, seed=n + i) for i, n in enumerate(LENGTHS)]
+PLANS = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)]
+
+
+class Reader(nn.Module):
+    """The mean of a sentence's words, padding left out: padding changes nothing, if it is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, FEATURES, padding_idx=9)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, ids):
+        known = (ids != 9).unsqueeze(-1)
+        return self.head((self.words(ids) * known).sum(1) / known.sum(1))
+
+
+class Table(nn.Module):
+    """Rows times a square table: the table's size is, in one of the tests, that of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(7, CLASSES)
+
+    def forward(self, rows, table, options=None):
+        if options is not None:
+            rows = rows + options["shift"]
+        return self.linear(rows @ table)
+
+
+def pad(sentences):
+    return pad_sequence(sentences, batch_first=True, padding_value=9)
+
+
+def cross_entropy_sum(output, labels):
+    return nn.functional.cross_entropy(output, labels, reduction="sum")
+
+
+@pytest.mark.parametrize(("replicas", "accum"), PLANS)
+def test_replicated_is_never_split_though_its_size_is_that_of_the_rows(devices, replicas, accum):
+    model, rows, table, shift = build(Table), randn(7, 7), randn(7, 7, seed=3), randn(1, 7, seed=4)
+    loss, expected = whole_batch(model, (rows, table, {"shift": shift}), LABELS, LOSS)
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        inputs = (rows, Replicated(table), Replicated({"shift": shift}))
+        actual = engine.forward_backward(inputs, LABELS, LOSS)
+        output = engine.eval()(*inputs)
+    assert_close(actual, loss, "loss")
+    assert_gradients(model, expected)
+    assert_close(output, model(rows, table, {"shift": shift}).detach(), "inference")
+
+
+def test_replicated_goes_once_to_every_memory(monkeypatch):
+    """Two replicas in one memory share what came; on the master's own memory nothing moves."""
+    model, table = build(Table), randn(7, 7, seed=3)
+    rows = randn(7, 7)
+    ids = ["cpu:0", "cpu:0", "cpu:1"]
+    with (
+        isolation.guarded(monkeypatch, model),
+        ScatterOnceParallel(model, 2, ids) as engine,
+    ):
+        # In the inputs and in the targets it is one tensor still.
+        engine.forward_backward((rows, Replicated(table)), Replicated(table), lambda o, t: o.mean())
+        assert engine.last_step.bytes["scatter"] == (rows.numel() + 2 * table.numel()) * 8
+
+
+def test_each_sub_step_has_what_is_replicated_to_itself(devices):
+    """A model that writes into it disturbs neither the caller nor the next sub-step."""
+
+    class Writes(nn.Linear):
+        def forward(self, rows, scale):
+            return super().forward(rows * scale.mul_(2))
+
+    scale = torch.ones(FEATURES).double()
+    model = build(lambda: Writes(FEATURES, CLASSES))
+    _, expected = whole_batch(model, (ROWS, scale.clone()), LABELS, LOSS)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        engine.forward_backward((ROWS, Replicated(scale)), LABELS, LOSS)
+    assert_gradients(model, expected)
+    assert torch.equal(scale, torch.ones_like(scale))
+
+
+@pytest.mark.parametrize(("replicas", "accum"), PLANS)
+def test_rows_of_different_lengths_padded_per_micro_batch(devices, replicas, accum):
+    model, seen = build(Reader), []
+    loss, expected = whole_batch(model, pad(SENTENCES), LABELS, LOSS)
+
+    def collate(sentences):
+        seen.append(len(sentences))
+        return pad(sentences)
+
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        actual = engine.forward_backward(Rows(SENTENCES, collate), LABELS, LOSS)
+        plan = engine.last_step.plan
+        output = engine.eval()(Rows(SENTENCES, pad))
+    assert_close(actual, loss, "loss")
+    assert_gradients(model, expected)
+    sizes = [stop - start for share in plan.shares for start, stop in share.micro_batches]
+    assert sorted(seen) == sorted(sizes)
+    assert_close(output, model(pad(SENTENCES)).detach(), "inference")
+
+
+def test_entries_bytes_cross_without_padding_and_together(monkeypatch):
+    model = build(Reader)
+    with (
+        isolation.guarded(monkeypatch, model),
+        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine,
+    ):
+        engine.forward_backward(Rows(SENTENCES, pad), LABELS, LOSS)
+        assert engine.last_step.bytes["scatter"] == (sum(LENGTHS) + 7) * 8
+        assert engine.last_step.messages["scatter"] == 4  # sentences and labels, two shares
+
+
+def test_large_entries_travel_by_themselves():
+    images = [randn(3, 60 + n, 60) for n in range(4)]
+    model = build(lambda: nn.Linear(3, CLASSES))
+
+    def collate(few):
+        return torch.stack([image.mean((1, 2)) for image in few])
+
+    loss, expected = whole_batch(model, collate(images), LABELS[:4], LOSS)
+    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
+        assert_close(engine.forward_backward(Rows(images, collate), LABELS[:4], LOSS), loss, "loss")
+        assert engine.last_step.messages["scatter"] == 6
+    assert_gradients(model, expected)
+
+
+def test_entries_may_be_anything_and_the_caller_s_stay_as_they_are(devices):
+    """Strings, and dicts with tensors of any shape, in a dict; the criterion counts boxes."""
+    entries = [{"boxes": randn(n, FEATURES, seed=n), "name": f"image {n}"} for n in (2, 0, 3, 1)]
+    before = copy.deepcopy(entries)
+    model = build(lambda: nn.Linear(FEATURES, FEATURES))
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = model
+
+        def forward(self, images, targets):
+            assert all(isinstance(target["name"], str) for target in targets)
+            for target in targets:
+                target["seen"] = target["boxes"].add_(1)
+            boxes = torch.cat([target["seen"] for target in targets])
+            return (self.linear(images).sum(0) - boxes).square().sum()
+
+    plain = copy.deepcopy(entries)
+    loss = sum(
+        (model(row[None]).sum(0) - entry["boxes"] - 1).square().sum()
+        for row, entry in zip(ROWS, plain, strict=False)
+    )
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with ScatterOnceParallel(Detector(), 2, devices(2)) as engine:
+        batch = {"images": ROWS[:4], "targets": Rows(entries)}
+        actual = engine.forward_backward(batch, reduction="sum")
+    assert_close(actual, loss.detach(), "loss")
+    assert_gradients(model, expected)
+    for entry, old in zip(entries, before, strict=True):
+        assert entry.keys() == old.keys()
+        assert torch.equal(entry["boxes"], old["boxes"])
+
+
+def test_count_sees_what_the_module_sees(devices):
+    """With ``count`` by tokens; and the targets' own ``Rows`` padded with what is ignored."""
+    labels = [randint(CLASSES, n, seed=n) for n in LENGTHS]
+
+    class Tagger(Reader):
+        def forward(self, ids):
+            return self.head(self.words(ids)).movedim(-1, 1)
+
+    def ignored(few):
+        return pad_sequence(few, batch_first=True, padding_value=-100)
+
+    model = build(Tagger)
+    loss, expected = whole_batch(model, pad(SENTENCES), ignored(labels), LOSS)
+    for count in (None, lambda inputs, targets: (targets != -100).sum()):
+        model.zero_grad()
+        with ScatterOnceParallel(model, 2, devices(2)) as engine:
+            batch = Rows(SENTENCES, pad), Rows(labels, ignored)
+            assert_close(engine.forward_backward(*batch, LOSS, count=count), loss, "loss")
+        assert_gradients(model, expected)
+
+
+def test_packed_sequences(devices):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(FEATURES, CLASSES)
+
+        def forward(self, packed):
+            return self.lstm(packed)[1][0][0]
+
+    sequences = [randn(n, FEATURES, seed=n) for n in LENGTHS]
+
+    def pack(few):
+        return pack_sequence(few, enforce_sorted=False)
+
+    model = build(Recurrent)
+    loss, expected = whole_batch(model, (pack(sequences),), LABELS, LOSS)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        # A PackedSequence is a tuple: as the module's one argument it stands in a tuple.
+        rows = Rows(sequences, lambda few: (pack(few),))
+        assert_close(engine.forward_backward(rows, LABELS, LOSS), loss, "loss")
+    assert_gradients(model, expected)
+
+
+def window(sizes=(4, 3, 1), lengths=(5, 2, 3)):
+    """Batches of other lengths each, and the labels of each."""
+    batches = [randint(9, n, length, seed=n) for n, length in zip(sizes, lengths, strict=True)]
+    return batches, [randint(CLASSES, n, seed=n) for n in sizes]
+
+
+def window_oracle(model, batches, labels, rows):
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    terms = [cross_entropy_sum(twin(b), t) for b, t in zip(batches, labels, strict=True)]
+    loss = sum(terms) / rows
+    loss.backward()
+    return loss.detach(), gradients(twin)
+
+
+@pytest.mark.parametrize(("replicas", "accum"), PLANS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_window_of_batches_is_one_step(devices, replicas, accum, joined):
+    """Each batch is divided over the replicas; targets come likewise, or all in one tensor."""
+    model = build(Reader)
+    batches, labels = window()
+    loss, expected = window_oracle(model, batches, labels, 8)
+    targets = torch.cat(labels) if joined else Rows.from_batches(labels)
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        for options in ({}, {"count": lambda inputs, targets: len(targets)}):
+            model.zero_grad()
+            inputs = Rows.from_batches(batches)
+            assert_close(engine.forward_backward(inputs, targets, LOSS, **options), loss, "loss")
+            assert_gradients(model, expected)
+        plan = engine.last_step.plan
+    assert plan == engine.plan((4, 3, 1))
+    pieces = sorted(span for share in plan.shares for span in share.micro_batches)
+    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
+    assert {4, 7, 8} <= {stop for _, stop in pieces}, "cut where a batch ends"
+    assert sum(share.rows for share in plan.shares) == plan.rows == 8
+
+
+def test_the_plan_of_a_window_says_where_its_rows_are():
+    engine = ScatterOnceParallel(build(mlp), 2, ["cpu"] * 2)
+    plan = engine.plan([5, 3])
+    first, second = plan.shares
+    assert first.micro_batches == ((0, 2), (2, 3), (5, 6), (6, 7))
+    assert first.spans == ((0, 3), (5, 7))
+    assert (first.start, first.stop, first.rows) == (0, 7, 5)
+    assert second.spans == ((3, 5), (7, 8))
+    assert "0:3, 5:7" in str(plan)
+    with pytest.raises(ValueError, match="rows must be at least 1"):
+        engine.plan([5, 0])
+
+
+def test_a_window_is_scattered_once(monkeypatch):
+    model = build(Reader)
+    batches, labels = window()
+    with (
+        isolation.guarded(monkeypatch, model),
+        ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1", "cpu:2"]) as engine,
+    ):
+        engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
+        numbers = sum(t.numel() for t in [*batches, *labels])
+        assert engine.last_step.bytes["scatter"] == numbers * 8
+        parameters = sum(p.numel() for p in model.parameters())
+        assert engine.last_step.bytes["replicate"] == 2 * parameters * 8
+
+
+def test_a_window_of_mappings_with_markers_inside(devices):
+    """Batches are what the module takes: keyword arguments, with a mask and lists of their own."""
+
+    class Masked(Reader):
+        def forward(self, ids, mask, labels, names):
+            assert len(names) == len(ids)
+            return cross_entropy_sum(super().forward(ids) @ mask, labels) / len(ids)
+
+    model = build(Masked)
+    batches, labels = window()
+    mask = randn(CLASSES, CLASSES)
+    entries = [
+        {"ids": ids, "mask": mask, "labels": own, "names": ["a"] * len(own)}
+        for ids, own in zip(batches, labels, strict=True)
+    ]
+    total = sum(model(**batch) * len(batch["ids"]) for batch in entries) / 8
+    total.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    marked = [
+        batch | {"mask": Replicated(mask), "names": Rows(batch["names"])} for batch in entries
+    ]
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_close(engine.forward_backward(Rows.from_batches(marked)), total.detach(), "loss")
+    assert_gradients(model, expected)
+
+
+def test_a_window_that_fails_leaves_nothing(devices):
+    model = build(Reader)
+    batches, labels = window()
+    batches[1] = batches[1] + 100  # no such word
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        with pytest.raises(IndexError) as caught:
+            engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
+        assert any("sub-step 1 of" in note for note in caught.value.__notes__)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_window_with_accum_auto(devices):
+    """What ran out of memory is planned anew, batch by batch."""
+
+    class Small(Reader):
+        def forward(self, ids):
+            if len(ids) > 1:
+                raise torch.OutOfMemoryError("simulated")
+            return super().forward(ids)
+
+    model = build(Small)
+    batches, labels = window()
+    _, expected = window_oracle(build(Reader), batches, labels, 8)
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+        with pytest.warns(UserWarning, match='accum="auto": 8 rows'):
+            engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
+        assert engine.plan([4]).shares[0].micro_batches == ((0, 1), (1, 2))
+    assert_gradients(model, expected)
+
+
+def test_cross_entropy_counts_the_terms_of_each_batch(devices):
+    """Ignored labels, weights of classes, and probabilities: in a window as in one batch."""
+    model = build(lambda: mlp())
+    batches = list(ROWS.split([4, 3]))
+    labels = LABELS.clone()
+    labels[:3] = -100
+    weight = torch.arange(1, CLASSES + 1).double()
+    for criterion, targets in (
+        (nn.CrossEntropyLoss(weight=weight), labels),
+        (nn.CrossEntropyLoss(), randn(7, CLASSES).softmax(1)),
+    ):
+        model.zero_grad()
+        loss, expected = whole_batch(model, ROWS, targets, criterion)
+        with ScatterOnceParallel(model, 2, devices(2)) as engine:
+            inputs = Rows.from_batches(batches)
+            assert_close(engine.forward_backward(inputs, targets, criterion), loss, "loss")
+            split = Rows.from_batches(targets.split([4, 3]))
+            engine.forward_backward(inputs, split, criterion)
+        assert_gradients(model, {name: 2 * g for name, g in expected.items()})
+
+
+def test_the_pair_takes_them_too(devices):
+    model = build(Reader)
+    loss, expected = whole_batch(model, pad(SENTENCES), LABELS, LOSS)
+    labels = Rows(list(LABELS), torch.stack)
+    parallel = DataParallelModel(model, devices(2))
+    actual = DataParallelCriterion(LOSS, devices(2))(parallel(Rows(SENTENCES, pad)), labels)
+    actual.backward()
+    assert_close(actual.detach(), loss, "loss")
+    assert_gradients(model, expected)
+    with pytest.raises(ValueError, match="call the pair for each of the batches"):
+        parallel(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
+
+
+def test_a_list_of_results_from_entries_stays_one(devices):
+    """Detection in eval mode: one result per image, of as many boxes as it likes."""
+
+    class Detector(nn.Module):
+        def forward(self, images):
+            return [{"boxes": image[: len(image) // 2]} for image in images]
+
+    images = [randn(n, 4, seed=n) for n in (2, 6, 4, 8, 2)]
+    with ScatterOnceParallel(Detector().eval(), 2, devices(2)) as engine:
+        results = engine(Rows(images))
+    assert [len(result["boxes"]) for result in results] == [1, 3, 2, 4, 1]
+
+
+class Flattens(nn.Module):
+    """A word model that flattens time and rows into one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(FEATURES, CLASSES)
+
+    def forward(self, rows):
+        return self.rnn(rows)[0].flatten(0, 1)
+
+
+def test_outputs_without_rows_are_not_joined(devices):
+    """They were, in the order of the pieces: which is that of no row."""
+    model, rows = build(Flattens), randn(4, 6, FEATURES)
+    targets = randint(CLASSES, 4, 6)
+
+    def criterion(output, targets):
+        return nn.functional.cross_entropy(output, targets.flatten())
+
+    with ScatterOnceParallel(model, 2, devices(2), dim=1) as engine:
+        with pytest.raises(
+            ValueError,
+            match=r"output of shape \(8, 4\) does not have its 2 rows along dim=1.*"
+            r"return_outputs=function",
+        ):
+            engine.forward_backward(rows, targets, criterion, return_outputs=True)
+        assert all(p.grad is None for p in model.parameters())
+        _, kept = engine.forward_backward(
+            rows, targets, criterion, return_outputs=lambda o: o.unflatten(0, (4, -1)).argmax(-1)
+        )
+        with torch.no_grad():
+            expected = copy.deepcopy(model)(rows).unflatten(0, (4, -1)).argmax(-1)
+        assert torch.equal(torch.cat(kept, 1), expected)
+        with (
+            pytest.raises(ValueError, match=r"its 2 rows along dim=1.*or call engine\.module"),
+            torch.no_grad(),
+        ):
+            engine(rows)
+
+
+def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
+    model, graphs = build(mlp), []
+
+    def keep(output):
+        graphs.append((output.requires_grad, torch.is_grad_enabled()))
+        return {"right": output.argmax(1), "largest": output.max()}
+
+    _, expected = whole_batch(model, ROWS, LABELS, LOSS)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        _, kept = engine.forward_backward(ROWS, LABELS, LOSS, return_outputs=keep)
+    assert_gradients(model, expected)
+    assert torch.equal(torch.cat([k["right"] for k in kept]), model(ROWS).argmax(1))
+    assert kept[0]["largest"].shape == ()
+    assert graphs == [(False, False)] * 4
+
+
+def test_what_it_raises_arrives_and_nothing_has_changed(devices):
+    def keep(output):
+        raise KeyError("mine")
+
+    with ScatterOnceParallel(build(mlp), 2, devices(2)) as engine:
+        with pytest.raises(KeyError, match="mine") as caught:
+            engine.forward_backward(ROWS, LABELS, LOSS, return_outputs=keep)
+        assert "replica 0" in caught.value.__notes__[0]
+        assert all(p.grad is None for p in engine.parameters())
+
+
+REFUSED = {
+    "images in a list": (
+        [randn(3, 8, 8)] * 4,
+        ValueError,
+        r"list of 4 tensors such as \(3, 8, 8\) looks like images.*Rows\(images\)",
+    ),
+    "images in a list of an argument": ({"images": [randn(3, 8, 8)] * 3}, ValueError, "Rows"),
+    "a mask among rows": (
+        (ROWS, randn(5, 5)),
+        ValueError,
+        r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
+    ),
+    "strings": (["a", "b"], ValueError, r"no tensor with rows: inputs is list.*Rows\(entries\)"),
+    "no entries": (Rows([]), ValueError, r"batch is empty: inputs with 0 \(Rows\(0 x nothing\)\)"),
+    "all replicated": (Replicated(ROWS), ValueError, "no tensor with rows: inputs is Replicated"),
+    "entries that require grad": (
+        Rows([ROWS.clone().requires_grad_()]),
+        ValueError,
+        "inputs: a tensor of shape .* requires grad",
+    ),
+    "replicated that requires grad": (
+        (ROWS, Replicated(ROWS.clone().requires_grad_())),
+        ValueError,
+        "requires grad",
+    ),
+    "entries and rows disagree": (
+        (ROWS, Rows(["a"])),
+        ValueError,
+        r"inputs with 7 \(shape \(7, 5\)\), inputs with 1 \(Rows\(1 x str\)\)",
+    ),
+    "windows disagree": (
+        (Rows.from_batches([ROWS[:3], ROWS[3:]]), Rows.from_batches([ROWS[:4], ROWS[4:]])),
+        ValueError,
+        r"several batches disagree.*inputs with 3 \+ 4, inputs with 4 \+ 3",
+    ),
+    "a batch disagrees inside": (
+        Rows.from_batches([ROWS, (ROWS, ROWS[:2])]),
+        ValueError,
+        "inputs, batch 1 with 7 .*inputs, batch 1 with 2",
+    ),
+    "a batch is empty": (
+        Rows.from_batches([ROWS, ROWS[:0]]),
+        ValueError,
+        "batch is empty: inputs, batch 1 with 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_words(devices, case):
+    inputs, error, words = REFUSED[case]
+    with (
+        ScatterOnceParallel(build(mlp), 1, devices(2)) as engine,
+        pytest.raises(error, match=words),
+    ):
+        engine.forward_backward(inputs, criterion=lambda o, t: o.mean())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rows("text"), "got str"),
+        (lambda: Rows({"a": 1}), "got dict"),
+        (lambda: Rows(iter([])), "got list_iterator"),
+        (lambda: Rows([1], collate=3), "collate must be callable, got 3"),
+        (lambda: Rows.from_batches(ROWS), "takes a list of batches, got Tensor"),
+        (lambda: Rows.from_batches({"a": ROWS}), "got dict"),
+        (lambda: Rows.from_batches([Rows.from_batches([ROWS])]), r"Rows.from_batches\(1 batches\)"),
+        (lambda: Replicated([Rows([1])]), r"got Rows\(1 x int\) in it"),
+        (
+            lambda: ScatterOnceParallel(build(mlp)).forward_backward(
+                ROWS, LABELS, LOSS, return_outputs=3
+            ),
+            "return_outputs must be True, False or a callable.*got 3",
+        ),
+    ],
+)
+def test_markers_of_the_wrong_kind(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_a_window_of_none():
+    with pytest.raises(ValueError, match="got no batch"):
+        Rows.from_batches([])
+
+
+def test_inference_takes_one_batch_at_a_time(devices):
+    batches, _ = window()
+    with (
+        ScatterOnceParallel(build(Reader).eval(), 1, devices(2)) as engine,
+        pytest.raises(ValueError, match="for inference, call the engine for each of the batches"),
+    ):
+        engine(Rows.from_batches(batches))
+
+
+def test_markers_print_and_pickle():
+    assert repr(Replicated(ROWS)) == "Replicated(Tensor of shape (7, 5))"
+    assert repr(Replicated({"a": 1})) == "Replicated(dict)"
+    assert repr(Rows(SENTENCES, pad)) == "Rows(7 x Tensor, collate=pad)"
+    assert repr(Rows.from_batches([ROWS, ROWS])) == "Rows.from_batches(2 batches)"
+    for marker in (Replicated(ROWS), Rows(SENTENCES, pad), Rows.from_batches([ROWS])):
+        assert repr(pickle.loads(pickle.dumps(marker))) == repr(marker)

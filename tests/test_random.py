@@ -9,7 +9,8 @@ from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout
 from helpers.oracle import assert_close, build
 from torch import nn
 
-from scatterpar import ScatterOnceParallel, randomness
+from scatterpar import ScatterOnceParallel
+from scatterpar.threads import randomness
 
 pytestmark = pytest.mark.draws
 

@@ -26,6 +26,7 @@ class Request:
     count: Count | None
     scaler: torch.amp.GradScaler | None
     return_outputs: bool
+    whole_batch: bool = False
     rows: int = 0
 
     def checked(self, dim: int) -> Self:
@@ -36,7 +37,8 @@ class Request:
 
         Raises:
             TypeError: a criterion or count that cannot be called, a scaler that is none.
-            ValueError: no rows, tensors that disagree in them, no criterion for the targets.
+            ValueError: no rows, tensors that disagree in them, no criterion for the targets or
+                for ``whole_batch``, which takes neither ``reduction`` nor ``count``.
         """
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None and not callable(value):
@@ -46,8 +48,25 @@ class Request:
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
         rows = count_rows({"inputs": self.inputs, "targets": self.targets}, dim)
+        if self.whole_batch:
+            self._require_whole()
+            return replace(self, rows=rows, reduction="sum")  # each share has a part of one loss
         reduction = resolve_reduction(self.criterion, self.reduction)
         return replace(self, rows=rows, reduction=reduction)
+
+    def _require_whole(self) -> None:
+        if self.criterion is None:
+            raise ValueError(
+                "whole_batch=True without a criterion: pass criterion=, which is called once as "
+                "criterion(outputs, targets) with all rows; a loss that the module computes sees "
+                "one micro-batch"
+            )
+        for name, value in (("reduction", self.reduction), ("count", self.count)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}= says how the losses of micro-batches combine, and with "
+                    f"whole_batch=True there is one loss, of all rows; leave {name}= out"
+                )
 
 
 def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:

@@ -37,6 +37,7 @@ from scatterpar.step.request import Request, check_accumulate_dtype, check_optio
 from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
 from scatterpar.step.scatter import hand_out, scatter
 from scatterpar.step.substeps import infer, prepare_autograd, train
+from scatterpar.step.two_passes import train_whole
 from scatterpar.step.weights import Count, weigh
 from scatterpar.threads.crew import Crew, run_shares, set_aside
 from scatterpar.threads.interrupts import Interrupts
@@ -178,6 +179,7 @@ class ScatterOnceParallel(Wrapper):
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
+        whole_batch: bool = False,
     ) -> Any:
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
@@ -200,6 +202,10 @@ class ScatterOnceParallel(Wrapper):
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
             return_outputs: return the module's outputs too; or a function, for what it makes
                 of each micro-batch's output, detached, at once.
+            whole_batch: the criterion sees the outputs and targets of all rows at once, joined
+                in row order on the master, for losses that compare rows with each other. It is
+                called once, where this is called. Every micro-batch but a replica's last one is
+                computed twice, with the same random numbers and from the same state.
 
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
@@ -208,14 +214,19 @@ class ScatterOnceParallel(Wrapper):
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
-                grad, outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``.
-            RuntimeError: a step inside a step, after ``close()``, or in a forked child.
+                grad, outputs that cannot be joined, a loss that is not 0-dim,
+                ``reduction="none"``; with ``whole_batch`` no criterion, or ``reduction=`` or
+                ``count=``.
+            RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
+                ``whole_batch``, a module that computes something else the second time.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = Request(inputs, targets, criterion, reduction, count, scaler, return_outputs)
+        request = Request(
+            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        )
         with self._crew.workers.exclusive() as interrupts:
             if self._ranks is None:
                 outcome, retries = self._fit(request.checked(self.dim))
@@ -297,7 +308,8 @@ class ScatterOnceParallel(Wrapper):
     def _compute(self, request: Request, plan: Plan, most: int | None = None) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
         ledger, clock = Ledger(), Clock()
-        batch = (request.inputs, request.targets)
+        whole = request.whole_batch
+        batch = (request.inputs, None if whole else request.targets)
         is_mean = request.reduction == "mean"
         scale = self._scale(request.scaler)
         streams = self._streams(plan)
@@ -314,23 +326,33 @@ class ScatterOnceParallel(Wrapper):
                 )
                 scattered = scatter(batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
-                parts, criteria = self._crew.refresh(self.module, request.criterion, ledger)
+                parts, criteria = self._crew.refresh(
+                    self.module, request.criterion, ledger, criterion_at_home=whole
+                )
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
                     tasks = hand_out(batch, plan, parts[0].modules, scattered, criteria, weights)
-                    work = partial(
-                        train,
-                        dim=self.dim,
-                        scale=scale,
-                        check_finite=self.check_finite,
-                        keep_outputs=request.return_outputs,
-                        most=most,
-                    )
-                    results = run_shares(self._crew.workers, streams, work, tasks, clock)
+                    workers = self._crew.workers
+                    options: dict[str, Any] = {
+                        "dim": self.dim,
+                        "scale": scale,
+                        "check_finite": self.check_finite,
+                        "keep_outputs": request.return_outputs,
+                        "most": most,
+                    }
+                    if whole:
+                        peers = None
+                        on_master = criteria[0], request.targets, peers, ledger
+                        results = train_whole(
+                            workers, streams, tasks, clock, parts, *on_master, **options
+                        )
+                    else:
+                        work = partial(train, **options)
+                        results = run_shares(workers, streams, work, tasks, clock)
                 with clock.phase("reduce"):
                     spread = Spread()
-                    if self.measure_noise:
+                    if self.measure_noise and not whole:  # replicas have parts of one loss
                         of = terms if is_mean else None
                         spread = measure(parts, plan, weights, of, scale)
                     gradients = reduce_gradients(parts, len(results), ledger)

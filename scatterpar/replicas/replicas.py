@@ -113,6 +113,12 @@ class Replicas:
             for replica in self.replicas:
                 replica.refresh(self._sources[replica.device])
 
+    def rewind(self, number: int) -> None:
+        """Undo whatever one replica's forward passes did to its state since the refresh."""
+        replica = self.replicas[number]
+        with torch.inference_mode(False), torch.no_grad():
+            replica.refresh(self._sources[replica.device])
+
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
         return id(module) in self._modules

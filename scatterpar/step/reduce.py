@@ -63,7 +63,8 @@ def reduce_buffers(
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
-        means = mean_buffers(replicas, shares, ledger) if policy == "mean" else {}
+        own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
+        means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
         values += [
             (holder, name, means.get((m, name), own.get(name)))
             for m, (holder, own) in enumerate(zip(part.buffers, replicas[0].buffers, strict=True))

@@ -26,6 +26,7 @@ class Request:
     count: Count | None
     scaler: torch.amp.GradScaler | None
     return_outputs: bool | Callable[[Any], Any]
+    whole_batch: bool = False
     rows: int = 0
     sizes: tuple[int, ...] = ()  # the rows of each batch, where it is made of several
 
@@ -37,7 +38,8 @@ class Request:
 
         Raises:
             TypeError: a criterion or count that cannot be called, a scaler that is none.
-            ValueError: no rows, tensors that disagree in them, no criterion for the targets.
+            ValueError: no rows, tensors that disagree in them, no criterion for the targets or
+                for ``whole_batch``, which takes neither ``reduction`` nor ``count``.
         """
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None and not callable(value):
@@ -54,8 +56,26 @@ class Request:
         batch = {"inputs": self.inputs, "targets": self.targets}
         rows = count_rows(batch, dim)
         sizes = batch_sizes(batch, dim, rows)
+        if self.whole_batch:
+            self._require_whole()
+            # Each share has a part of one loss.
+            return replace(self, rows=rows, sizes=sizes, reduction="sum")
         reduction = resolve_reduction(self.criterion, self.reduction)
         return replace(self, rows=rows, sizes=sizes, reduction=reduction)
+
+    def _require_whole(self) -> None:
+        if self.criterion is None:
+            raise ValueError(
+                "whole_batch=True without a criterion: pass criterion=, which is called once as "
+                "criterion(outputs, targets) with all rows; a loss that the module computes sees "
+                "one micro-batch"
+            )
+        for name, value in (("reduction", self.reduction), ("count", self.count)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}= says how the losses of micro-batches combine, and with "
+                    f"whole_batch=True there is one loss, of all rows; leave {name}= out"
+                )
 
 
 def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:

@@ -22,7 +22,16 @@ from scatterpar.threads.crew import Task
 from scatterpar.threads.randomness import followed
 from scatterpar.threads.workers import note
 
-__all__ = ["Result", "infer", "noted", "prepare_autograd", "scalar_loss", "train"]
+__all__ = [
+    "Result",
+    "forward",
+    "infer",
+    "noted",
+    "prepare_autograd",
+    "pull",
+    "scalar_loss",
+    "train",
+]
 
 Criterion = Callable[[Any, Any], Any]
 
@@ -78,17 +87,17 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with noted(share, number):
-            inputs, targets = _rows_of(task, (task.inputs, task.targets), number, dim)
-            args, kwargs = as_call(inputs)
-            output = task.module(*args, **kwargs)
+            output = forward(task, number, dim)
+            targets = _rows_of(task, task.targets, number, dim)
             loss = _loss_of(output, targets, task.criterion)
             if keep_outputs:
                 outputs.append(_kept(output, keep_outputs))
-            del output, args, kwargs, inputs, targets
+            del output, targets
             if weight:
                 if check_finite:
                     _require_finite(loss, share, number)
-                _backward(loss, weight * scale, autocast)
+                factor = torch.full_like(loss, weight * scale, requires_grad=False)
+                pull([loss], [factor], autocast)
             losses.append(loss.detach())
             del loss
     joined = None
@@ -114,6 +123,23 @@ def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
             outputs.append(task.module(*args, **kwargs))
     with noted(task.share):
         return join_rows(outputs, dim, rows, rows, lists=has_entries(task.inputs))
+
+
+def forward(task: Task, number: int, dim: int) -> Any:
+    """The module's output for one micro-batch."""
+    args, kwargs = as_call(_rows_of(task, task.inputs, number, dim))
+    return task.module(*args, **kwargs)
+
+
+def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
+    """Backward from ``roots`` with their ``gradients``, outside ``autocast``, as torch advises."""
+    with contextlib.ExitStack() as stack:
+        for kind in autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(followed(roots))
+        torch.autograd.backward(roots, gradients)
+    if autocast:
+        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
 def _rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
@@ -150,18 +176,6 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
             f'reduce it with "mean" or "sum", or pass a criterion that does'
         )
     return loss
-
-
-def _backward(loss: Tensor, weight: float, autocast: Sequence[str]) -> None:
-    """Backward from ``weight * loss``, outside ``autocast``, as torch advises."""
-    gradient = torch.full_like(loss, weight, requires_grad=False)
-    with contextlib.ExitStack() as stack:
-        for kind in autocast:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(followed(loss))
-        loss.backward(gradient)
-    if autocast:
-        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
 def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:

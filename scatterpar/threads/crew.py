@@ -63,12 +63,17 @@ class Crew:
         self.workers = Workers(len(device_ids), "this engine")
 
     def refresh(
-        self, module: nn.Module, criterion: Callable[..., Any] | None, ledger: Ledger
+        self,
+        module: nn.Module,
+        criterion: Callable[..., Any] | None,
+        ledger: Ledger,
+        *,
+        criterion_at_home: bool = False,
     ) -> tuple[list[Replicas], list[Any]]:
         """Make all replicas equal to the master's; these, and the criterion of each.
 
-        A criterion that is a module, or a method of one, is replicated like the model; any
-        other callable is called as it is.
+        A criterion that is a module, or a method of one, is replicated like the model, or with
+        ``criterion_at_home`` on the master alone; any other callable is called as it is.
         """
         if self.workers.abandoned:
             # Threads of an interrupted step may still use the old replicas: leave these to them.
@@ -83,8 +88,9 @@ class Crew:
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
             return [self.model], [replica.of(criterion) for replica in self.model.replicas]
-        if self._criterion.roots != (owner,):
-            self._criterion = self._replicas_of(owner)
+        devices = self.device_ids[:1] if criterion_at_home else self.device_ids
+        if (self._criterion.roots, self._criterion.device_ids) != ((owner,), devices):
+            self._criterion = Replicas((owner,), devices, self._accumulate_dtype)
         self._criterion.refresh(ledger)
         criteria = [replica.of(criterion) for replica in self._criterion.replicas]
         return [self.model, self._criterion], criteria

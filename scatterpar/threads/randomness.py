@@ -34,10 +34,13 @@ from torch.library import Library
 
 from scatterpar import torch_private
 
-__all__ = ["RandomStreams", "followed"]
+__all__ = ["Position", "RandomStreams", "followed"]
 
 _SWITCH = "SCATTERPAR_RANDOM_STREAMS"
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
+_CRITERION = -1  # the key of the stream that no replica draws from
+
+Position = tuple["Tensor | None", "Tensor | None"]  # of the CPU's generator and the accelerator's
 
 
 class RandomStreams:
@@ -53,6 +56,7 @@ class RandomStreams:
         self._earlier = earlier
         self._before = torch.default_generator.get_state()
         self._made: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._devices = tuple(devices)
         self._accelerators = [
             _AcceleratorStream(device, earlier + replica)
             for replica, device in enumerate(devices)
@@ -65,18 +69,70 @@ class RandomStreams:
         if self._alone or os.environ.get(_SWITCH) == "0":
             yield
             return
+        with self._drawing(partial(self._generator, replica)):
+            yield
+
+    @contextlib.contextmanager
+    def _drawing(self, make: Callable[[], torch.Generator]) -> Iterator[None]:
+        """Let what this thread draws on the CPU come from the generator that ``make`` gives."""
         _install_kernels()
         with _thread_aware_default_generator(), torch_private.switched_on():
-            _thread.generator = partial(self._generator, replica)
+            _thread.generator = make
             _thread.has_helpers = bool(self._accelerators)
             try:
                 yield
             finally:
                 del _thread.generator
 
+    @contextlib.contextmanager
+    def of_criterion(self, seed: int | None) -> Iterator[None]:
+        """Let the current thread draw what a criterion draws that sees all outputs.
+
+        Args:
+            seed: the same on all processes that compute this criterion; ``None`` where there is
+                one process: then the criterion goes on with the stream of replica 0.
+        """
+        if seed is None:
+            with self.of(0):
+                yield
+            return
+        with self._drawing(lambda: self._of_all(seed)), contextlib.ExitStack() as stack:
+            for stream in self._accelerators[:1]:
+                stack.enter_context(stream.seeded(seed))
+            yield
+
+    def seed_of_criterion(self) -> int:
+        """What the first process gives the others, so that their criteria draw alike."""
+        return (self._seed() - 1) % _SEEDS  # replicas take those from the number on
+
+    def now(self, replica: int) -> Position:
+        """Where the stream of ``replica`` is; ``rewind`` goes back there."""
+        generator: Tensor | None = None
+        if self._alone:
+            generator = torch.default_generator.get_state()
+        elif replica in self._made:
+            generator = self._made[replica][0].get_state()
+        stream = self._accelerator_of(replica)
+        return generator, None if stream is None else stream.now()
+
+    def rewind(self, replica: int, position: Position) -> None:
+        """Let ``replica`` draw again what it drew from ``position`` on."""
+        generator, accelerator = position
+        if self._alone:
+            assert generator is not None
+            torch.default_generator.set_state(generator)
+        elif replica in self._made:
+            made, start = self._made[replica]
+            made.set_state(start if generator is None else generator)
+        stream = self._accelerator_of(replica)
+        if stream is not None and accelerator is not None:
+            stream.rewind(accelerator)
+
     def commit(self) -> None:
         """Move the process's generator on if anything was drawn, so that the next step differs."""
         moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]
+        if self._alone and not torch.equal(torch.default_generator.get_state(), self._before):
+            moved = []  # the only replica moved the process's generator itself
         if moved:
             if 0 in moved and not self._earlier:
                 following = self._made[0][0]
@@ -104,6 +160,16 @@ class RandomStreams:
             self._made[replica] = (generator, generator.get_state())
         return self._made[replica][0]
 
+    def _of_all(self, seed: int) -> torch.Generator:
+        if _CRITERION not in self._made:
+            generator = torch.Generator().manual_seed(seed)
+            self._made[_CRITERION] = (generator, generator.get_state())
+        return self._made[_CRITERION][0]
+
+    def _accelerator_of(self, replica: int) -> _AcceleratorStream | None:
+        device = self._devices[replica]
+        return next((stream for stream in self._accelerators if stream.device == device), None)
+
     def _seed(self) -> int:
         """A seed out of the process's state, without an operator: ``vmap`` may be around us."""
         digest = hashlib.blake2b(bytes(self._before.untyped_storage()), digest_size=4)
@@ -115,7 +181,7 @@ class _AcceleratorStream:
 
     def __init__(self, device: torch.device, replica: int) -> None:
         self._module = torch.get_device_module(device)
-        self._device = device
+        self.device = device
         self._before: Tensor = self._module.get_rng_state(device)
         if replica > 0:
             generator = torch.Generator(device)
@@ -125,12 +191,30 @@ class _AcceleratorStream:
             self._module.set_rng_state(generator.get_state(), device)
         self._start: Tensor = self._module.get_rng_state(device)
 
+    def now(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(self.device)
+        return state
+
+    def rewind(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self.device)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Draw from ``seed`` on in the body; what draws nothing finds its own state afterwards."""
+        before = self.now()
+        generator = torch.Generator(self.device).manual_seed(seed)
+        start = generator.get_state()
+        self.rewind(start)
+        yield
+        if torch.equal(self.now(), start):
+            self.rewind(before)
+
     def commit(self) -> None:
-        if torch.equal(self._module.get_rng_state(self._device), self._start):
+        if torch.equal(self._module.get_rng_state(self.device), self._start):
             self.rollback()
 
     def rollback(self) -> None:
-        self._module.set_rng_state(self._before, self._device)
+        self._module.set_rng_state(self._before, self.device)
 
 
 _thread = threading.local()
@@ -138,20 +222,20 @@ _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
 class followed:
-    """Let the backward pass from ``root``, in the body, draw from this thread's stream.
+    """Let the backward pass from ``roots``, in the body, draw from this thread's stream.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
     """
 
-    def __init__(self, root: Tensor) -> None:
-        self._root = root
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self._roots = roots
         self._tasks: set[int] = set()
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def __enter__(self) -> None:
         make = getattr(_thread, "generator", None)
-        if make is None or not _thread.has_helpers or not self._root.requires_grad:
+        if make is None or not _thread.has_helpers:
             return
 
         def adopt(_: Tensor) -> None:
@@ -159,11 +243,12 @@ class followed:
             self._tasks.add(task)
             _graph_tasks[task] = make
 
-        self._handle = self._root.register_hook(adopt)
+        # Each root: what a node draws comes after the hook of some root above it.
+        self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
 
     def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for task in self._tasks:
             del _graph_tasks[task]
 

@@ -10,7 +10,7 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
@@ -24,6 +24,7 @@ from scatterpar.devices.memory_search import smallest_that_fits
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import GradientNoise, StepReport
@@ -33,6 +34,7 @@ from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
+from scatterpar.step.rehearsal import End, rehearse
 from scatterpar.step.request import Request, check_accumulate_dtype, check_options
 from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
 from scatterpar.step.scatter import hand_out, scatter
@@ -90,6 +92,9 @@ class ScatterOnceParallel(Wrapper):
             wider already keep their dtype.
         measure_noise: compare the replicas' gradients: ``last_step.noise`` tells how large a
             batch is worth it (:class:`GradientNoise`).
+        compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
+            module itself stays as it is. A module made by ``torch.compile``, or one that was
+            compiled by ``.compile()``, as a whole or in parts, means the same without it.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -119,8 +124,10 @@ class ScatterOnceParallel(Wrapper):
         shares: Sequence[float] | Literal["auto"] | None = None,
         accumulate_dtype: torch.dtype | None = None,
         measure_noise: bool = False,
+        compile: bool | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        module, compiled_how = unwrapped(module)
         check_options(module, accum, micro_batch_size, dim, buffers)
         check_accumulate_dtype(accumulate_dtype)
         self.module = module
@@ -134,6 +141,7 @@ class ScatterOnceParallel(Wrapper):
         self.check_finite = check_finite
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
+        self._compile_how = checked_how(compile) or compiled_how
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
         self._ranks: Ranks | None = None
@@ -157,7 +165,7 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _hire(self) -> None:
-        self._crew = Crew(self.device_ids, self.accumulate_dtype)
+        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how)
 
     def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -332,8 +340,10 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    tasks = hand_out(batch, plan, parts[0].modules, scattered, criteria, weights)
+                    tasks = hand_out(batch, plan, parts, scattered, criteria, weights)
                     workers = self._crew.workers
+                    end: End = "outputs" if whole else "loss"
+                    rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)
                     options: dict[str, Any] = {
                         "dim": self.dim,
                         "scale": scale,
@@ -413,8 +423,9 @@ class ScatterOnceParallel(Wrapper):
             streams = self._streams(plan)
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
-                (part, *_), _ = self._crew.refresh(self.module, None, ledger)
-                tasks = hand_out(batch, plan, part.modules, scattered)
+                parts, _ = self._crew.refresh(self.module, None, ledger)
+                tasks = hand_out(batch, plan, parts, scattered)
+                rehearse(self._crew.workers, streams, tasks, parts, dim=self.dim, end="inference")
                 work = partial(infer, dim=self.dim)
                 outputs = run_shares(self._crew.workers, streams, work, tasks, Clock())
                 output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
@@ -422,7 +433,7 @@ class ScatterOnceParallel(Wrapper):
                 streams.rollback()
                 raise
             if self.module.training:
-                commit_buffers(reduce_buffers([part], plan.shares, self.buffers_from, ledger))
+                commit_buffers(reduce_buffers(parts, plan.shares, self.buffers_from, ledger))
             streams.commit()
         return output
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,6 +108,50 @@ def current_graph_task() -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks run after the gradient of a leaf was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+# --- compiled modules: there is no public way to compile another function in the same way --------
+
+
+def is_compiled_module(value: Any) -> bool:
+    """Whether ``torch.compile`` made this module of another one."""
+    return isinstance(value, torch._dynamo.OptimizedModule) if _has_dynamo() else False
+
+
+def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled ``function``: called with another function, compiles that in the same way."""
+    how: Any = inspect.getclosurevars(function).nonlocals.get("self")
+    _require("context in compiled functions", "to compile replicas as the module", callable(how))
+    compiles: Callable[..., Any] = how
+    return compiles
+
+
+@contextlib.contextmanager
+def many_graphs() -> Iterator[None]:
+    """Let torch.compile keep more graphs of one function than it does for one model.
+
+    One function serves all replicas: cards, ragged sizes, training and evaluation. Beyond the
+    limit torch goes on without compiling, in silence.
+    """
+    import torch._dynamo.config as config
+
+    more = max(config.recompile_limit, 64)
+    in_all = max(config.accumulated_recompile_limit, 4 * more)
+    with config.patch(recompile_limit=more, accumulated_recompile_limit=in_all):
+        yield
+
+
+def is_compiling() -> bool:
+    """Whether another thread is compiling just now."""
+    free = bool(_compile_lock().acquire(blocking=False))
+    if free:
+        _compile_lock().release()
+    return not free
+
+
+def _has_dynamo() -> bool:
+    """Whether anything was compiled so far: the import takes a second."""
+    return "torch._dynamo.eval_frame" in sys.modules
 
 
 # --- random operators: a dispatch key that the workers alone switch on -----------------------

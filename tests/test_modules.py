@@ -141,9 +141,3 @@ def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
         with torch.random.fork_rng(devices=[]):
             module(BATCH[0][:2])
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
-def test_jitted_and_compiled_modules_are_refused_with_a_way_out(devices):
-    module = build(linear)
-    with pytest.raises(TypeError, match=r"_orig_mod"):
-        ScatterOnceParallel(torch.compile(module), 2, devices(2))

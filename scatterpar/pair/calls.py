@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from scatterpar.devices.ledger import Clock
 from scatterpar.plan import Plan
 from scatterpar.step.substeps import noted
 from scatterpar.threads.crew import Task, run_shares
 from scatterpar.threads.randomness import RandomStreams
 from scatterpar.threads.workers import Workers
+from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["run_each"]
+__all__ = ["require_eager", "run_each"]
+
+
+def require_eager(module: Any) -> None:
+    """Refuse compiled modules: a copy is made for every call, and would run without compiling.
+
+    Raises:
+        TypeError: ``module``, or a part of it, was compiled.
+    """
+    if not isinstance(module, nn.Module):
+        return
+    for name, child in module.named_modules():
+        if is_compiled_module(child) or child._compiled_call_impl is not None:
+            which = f"the child {name!r}" if name else "the module"
+            raise TypeError(
+                f"{which} was compiled, and the pair runs its copies as they are written; pass "
+                f"the original (._orig_mod), or train with ScatterOnceParallel, which compiles its "
+                f"replicas"
+            )
 
 
 def run_each(

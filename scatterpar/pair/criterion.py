@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
-from scatterpar.pair.calls import run_each
+from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import combine, replicate, scatter_owned
 from scatterpar.pair.outputs import require_entries, sizes
 from scatterpar.plan import Plan, make_plan
@@ -56,6 +56,7 @@ class DataParallelCriterion(Wrapper):
         super().__init__()
         if not callable(criterion):
             raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        require_eager(criterion)
         check_dim(dim)
         self.module = criterion
         self.device_ids: tuple[torch.device, ...] | None = (

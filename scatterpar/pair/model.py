@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from scatterpar.devices.verbs import DeviceLike, resolve
-from scatterpar.pair.calls import run_each
+from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import replicate, scatter_owned
 from scatterpar.plan import make_plan
 from scatterpar.replicas.replicas import check_placement
@@ -59,6 +59,7 @@ class DataParallelModel(Wrapper):
     ) -> None:
         super().__init__()
         check_module(module)
+        require_eager(module)
         check_dim(dim)
         self.module = module
         self.device_ids = resolve(device_ids)
@@ -89,6 +90,7 @@ class DataParallelModel(Wrapper):
         """
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
+        require_eager(self.module)
         with self._workers.exclusive():
             replicas = replicate(self.module, [share.device for share in plan.shares])
             modules = [replica.of(self.module) for replica in replicas]

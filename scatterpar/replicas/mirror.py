@@ -20,6 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.replicas.compiled import Compiler, How, unwrapped
+from scatterpar.torch_private import is_compiled_module
+
 __all__ = ["Mirror", "Snapshot", "Survey", "owner_of"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
@@ -42,13 +45,20 @@ class Survey:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
+        self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
         self._seen: set[int] = set()
-        for root in roots:
+        self.roots = tuple(roots)
+        for root in self.roots:
             self._visit(root)
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.setdefault(id(value), value)
+        elif is_compiled_module(value):
+            original, how = unwrapped(value)
+            assert how is not None
+            self.compiled[id(value)] = self.compiled[id(original)] = (original, how)
+            self._visit(original)
         elif isinstance(value, nn.Module):
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
@@ -154,10 +164,14 @@ class Mirror:
     Args:
         survey: what there is to copy.
         tensors: the copy's tensor for the ``id`` of each original one.
+        compiler: makes the compiled calls of copies of compiled modules.
     """
 
-    def __init__(self, survey: Survey, tensors: dict[int, Tensor]) -> None:
+    def __init__(
+        self, survey: Survey, tensors: dict[int, Tensor], compiler: Compiler | None = None
+    ) -> None:
         self._survey = survey
+        self._compiler = compiler or Compiler()
         self._made: dict[int, Any] = dict(tensors)
         self._kept: list[Any] = []  # so that no id in _made is used again
         for module in survey.modules.values():
@@ -168,6 +182,8 @@ class Mirror:
         """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
         if id(value) in self._made:
             return self._made[id(value)]
+        if is_compiled_module(value) and id(value) in self._survey.compiled:
+            return self.of(self._survey.compiled[id(value)][0])
         if isinstance(value, nn.Module):
             return self._module(value) if id(value) in self._survey.modules else value
         if type(value) in _CONTAINERS:
@@ -203,8 +219,9 @@ class Mirror:
             # The protocol copies some containers; the mirror copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
             state[name] = self.of(source)
-        # Compiled code calls the module that it was compiled for.
-        state["_compiled_call_impl"] = None
+        _, how = self._survey.compiled.get(id(module), (None, None))
+        is_root = any(module is root for root in self._survey.roots)
+        state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)
         return replica
 
     def _container(self, value: Any) -> Any:

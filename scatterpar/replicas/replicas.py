@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices import verbs
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
+from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 
 __all__ = ["Replica", "Replicas", "check_placement", "sum_dtype"]
@@ -35,6 +36,7 @@ class Replica:
         roots: Sequence[nn.Module],
         survey: Survey,
         sources: Sequence[Tensor],
+        compiler: Compiler,
     ) -> None:
         self.index = index
         self.device = device
@@ -48,7 +50,7 @@ class Replica:
             if isinstance(original, nn.Parameter):
                 self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
                 vars(self.tensors[i]).update(vars(original))
-        mirror = Mirror(survey, dict(zip(survey.tensors, self.tensors, strict=True)))
+        mirror = Mirror(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
         self.buffers = [mirror.of(module)._buffers for module in survey.modules.values()]
@@ -86,6 +88,7 @@ class Replicas:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
         wide: gradients add up in this dtype, where their own is narrower.
+        compiler: makes the compiled calls of the replicas.
     """
 
     def __init__(
@@ -93,7 +96,10 @@ class Replicas:
         roots: Sequence[nn.Module],
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
+        self.compiler = compiler or Compiler()
+        self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
         self.roots = tuple(roots)
         self.device_ids = tuple(device_ids)
         self.replicas: list[Replica] = []
@@ -122,6 +128,19 @@ class Replicas:
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
         return id(module) in self._modules
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple(module.training for module in self._modules.values())
+
+    def forget_step(self) -> None:
+        """Undo whatever forward and backward passes left since the refresh."""
+        self.clear_gradients()
+        for tensor in self.trained_tensors:
+            tensor.grad = None
+        for number in range(len(self.replicas)):
+            self.rewind(number)
 
     def clear_gradients(self) -> None:
         """Let go of what the replicas computed."""
@@ -153,11 +172,13 @@ class Replicas:
             if entries is None:
                 return False
             self._state.assign(entries)
+            self.rehearsed.clear()
             for replica in self.replicas:
                 replica.assign(entries)
         dtypes = self._wanted()
         if dtypes != self._sum_dtypes:
             self._sum_dtypes = dtypes
+            self.rehearsed.clear()
             for replica in self.replicas:
                 replica.train_like(dtypes)
         return True
@@ -189,10 +210,11 @@ class Replicas:
         self._departure = FlatCopy(self.tensors, self.device_ids[0]) if needed else None
         self._sources.update({device: arrival.views for device, arrival in self._arrivals.items()})
         self.replicas = [
-            Replica(index, device, self.roots, survey, self._sources[device])
+            Replica(index, device, self.roots, survey, self._sources[device], self.compiler)
             for index, device in enumerate(self.device_ids)
         ]
         self._sum_dtypes = self._wanted()
+        self.rehearsed.clear()
         for replica in self.replicas:
             replica.train_like(self._sum_dtypes)
         self._state = Snapshot(survey.containers)

@@ -125,19 +125,12 @@ def check_module(module: Any) -> None:
     """Refuse what cannot be replicated.
 
     Raises:
-        TypeError: no ``nn.Module``, a ``ScriptModule``, or one made by ``torch.compile``.
+        TypeError: no ``nn.Module``, or a ``ScriptModule``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
-    for name, child in module.named_modules():
-        if isinstance(getattr(child, "_orig_mod", None), nn.Module):
-            which = f"the child {name!r}" if name else "the module"
-            raise TypeError(
-                f"{which} was made by torch.compile and runs the code of the original, whatever "
-                f"the replica; use the original, its ._orig_mod"
-            )
 
 
 def check_dim(dim: Any) -> None:

@@ -26,9 +26,12 @@ __all__ = [
     "Result",
     "forward",
     "infer",
+    "loss_of",
     "noted",
+    "predict",
     "prepare_autograd",
     "pull",
+    "rows_of",
     "scalar_loss",
     "train",
 ]
@@ -88,8 +91,8 @@ def train(
             proceed()
         with noted(share, number):
             output = forward(task, number, dim)
-            targets = _rows_of(task, task.targets, number, dim)
-            loss = _loss_of(output, targets, task.criterion)
+            targets = rows_of(task, task.targets, number, dim)
+            loss = loss_of(output, targets, task.criterion)
             if keep_outputs:
                 outputs.append(_kept(output, keep_outputs))
             del output, targets
@@ -119,15 +122,20 @@ def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
         if number:
             proceed()
         with noted(task.share, number), torch.no_grad():
-            args, kwargs = _rows_of(task, task.inputs, number, dim)
-            outputs.append(task.module(*args, **kwargs))
+            outputs.append(predict(task, number, dim))
     with noted(task.share):
         return join_rows(outputs, dim, rows, rows, lists=has_entries(task.inputs))
 
 
 def forward(task: Task, number: int, dim: int) -> Any:
     """The module's output for one micro-batch."""
-    args, kwargs = as_call(_rows_of(task, task.inputs, number, dim))
+    args, kwargs = as_call(rows_of(task, task.inputs, number, dim))
+    return task.module(*args, **kwargs)
+
+
+def predict(task: Task, number: int, dim: int) -> Any:
+    """The module's output for one micro-batch of inference."""
+    args, kwargs = rows_of(task, task.inputs, number, dim)
     return task.module(*args, **kwargs)
 
 
@@ -142,14 +150,15 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
         torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
-def _rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
-    """The rows of one micro-batch; copies where the share is the caller's own tensors."""
+def rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
+    """The rows of one micro-batch."""
     cuts = [0, *accumulate(stop - start for start, stop in task.share.micro_batches)]
-    rows = take(value, cuts[number], cuts[number + 1], dim, copy=task.borrowed)
+    rows = take(value, cuts[number], cuts[number + 1], dim, copy=task.copies)
     return opened(rows, copy=True)
 
 
-def _loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
+def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
+    """The loss of one micro-batch, from the criterion or from the module's output."""
     if criterion is not None:
         source = "the criterion"
         loss = criterion(output, targets)

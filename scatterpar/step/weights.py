@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.plan import Plan
+from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
 
 __all__ = ["Count", "normalise", "resolve_reduction", "weigh"]
@@ -86,7 +87,7 @@ def weigh(
 def _averages_classes(criterion: Any) -> bool:
     """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
     function = criterion.func if isinstance(criterion, partial) else criterion
-    owner = owner_of(function)
+    owner, _ = unwrapped(owner_of(function))
     return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
         nn.functional.cross_entropy,
         nn.functional.nll_loss,
@@ -97,7 +98,8 @@ def _option(criterion: Any, name: str, default: Any) -> Any:
     """An option of a criterion: a module's attribute, or a keyword of a partial function."""
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, _option(criterion.func, name, default))
-    return getattr(owner_of(criterion) or criterion, name, default)
+    owner = owner_of(criterion)
+    return getattr(criterion if owner is None else owner, name, default)
 
 
 def _count_classes(

@@ -14,6 +14,7 @@ from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
+from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.randomness import RandomStreams
@@ -35,7 +36,8 @@ class Task:
         targets: likewise the targets.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        borrowed: the rows are views of the caller's tensors, which must not be written.
+        copies: micro-batches are copies of their rows: where these are the caller's own, which
+            must not be written, and where compiled code would be made anew for every view.
     """
 
     share: Share
@@ -44,7 +46,7 @@ class Task:
     targets: Any = None
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
-    borrowed: bool = False
+    copies: bool = False
 
 
 class Crew:
@@ -54,10 +56,14 @@ class Crew:
     """
 
     def __init__(
-        self, device_ids: Sequence[torch.device], accumulate_dtype: torch.dtype | None = None
+        self,
+        device_ids: Sequence[torch.device],
+        accumulate_dtype: torch.dtype | None = None,
+        compile_how: How | None = None,
     ) -> None:
         self.device_ids = tuple(device_ids)
         self._accumulate_dtype = accumulate_dtype
+        self._compile_how = compile_how
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
@@ -81,7 +87,7 @@ class Crew:
             self.model = self._replicas_of()
             self._criterion = self._replicas_of()
         if self.model.roots != (module,):
-            self.model = self._replicas_of(module)
+            self.model = self._replicas_of(module, how=self._compile_how)
         self.model.refresh(ledger)
         owner = owner_of(criterion)
         if owner is None:
@@ -90,13 +96,19 @@ class Crew:
             return [self.model], [replica.of(criterion) for replica in self.model.replicas]
         devices = self.device_ids[:1] if criterion_at_home else self.device_ids
         if (self._criterion.roots, self._criterion.device_ids) != ((owner,), devices):
-            self._criterion = Replicas((owner,), devices, self._accumulate_dtype)
+            self._criterion = self._replicas_of(owner, devices=devices)
         self._criterion.refresh(ledger)
         criteria = [replica.of(criterion) for replica in self._criterion.replicas]
         return [self.model, self._criterion], criteria
 
-    def _replicas_of(self, *roots: nn.Module) -> Replicas:
-        return Replicas(roots, self.device_ids, self._accumulate_dtype)
+    def _replicas_of(
+        self,
+        *roots: nn.Module,
+        devices: Sequence[torch.device] | None = None,
+        how: How | None = None,
+    ) -> Replicas:
+        wide, compiler = self._accumulate_dtype, Compiler(how)
+        return Replicas(roots, devices or self.device_ids, wide, compiler)
 
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless the replicas are let go themselves."""

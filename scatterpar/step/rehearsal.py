@@ -1,0 +1,135 @@
+"""Before compiled replicas work at once, each new kind of sub-step runs one replica at a time.
+
+torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
+that meet a new size together would each compile it. So a kind of sub-step that was not met
+before (sizes, flags, attributes of the module) is rehearsed: forward and backward, replica after
+replica, each in its own worker, without a trace. The step itself then finds everything compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from scatterpar import torch_private
+from scatterpar.devices.ledger import Clock
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.step import nested
+from scatterpar.step.substeps import forward, loss_of, noted, predict, pull, rows_of
+from scatterpar.threads.context import autocast_types
+from scatterpar.threads.crew import Task, run_shares
+from scatterpar.threads.randomness import RandomStreams
+from scatterpar.threads.workers import Workers
+
+__all__ = ["rehearse"]
+
+End = Literal["loss", "outputs", "inference"]
+
+_PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
+
+
+def rehearse(
+    workers: Workers,
+    streams: RandomStreams,
+    tasks: Sequence[Task],
+    parts: Sequence[Replicas],
+    *,
+    dim: int,
+    end: End,
+) -> None:
+    """Run what the replicas have not met before, and leave no trace of it but compiled code.
+
+    Args:
+        workers: compute, one replica each.
+        streams: the random numbers of the step, which are wound back.
+        tasks: what each replica is given in the step.
+        parts: the replicas of the model, and those of the criterion.
+        dim: the dimension that holds the rows.
+        end: what a sub-step ends in: a loss, outputs whose gradients come later, or outputs that
+            have none.
+    """
+    if not any(part.compiler.is_used for part in parts):
+        return
+    new = [_new_kinds(task, parts[0], dim, end) for task in tasks]
+    if not any(new):
+        return
+    done = [threading.Event() for _ in tasks]
+
+    def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
+        replica = task.share.replica
+        with _after(done[:replica], done[replica]), torch_private.many_graphs():
+            for number in new[replica]:
+                proceed()
+                with noted(task.share, number):
+                    _exercise(task, number, dim, end)
+
+    before = [streams.now(task.share.replica) for task in tasks]
+    try:
+        run_shares(workers, streams, one_at_a_time, tasks, Clock())
+    finally:
+        streams.rollback()  # what is drawn while torch compiles comes from the process's generator
+        for task, position in zip(tasks, before, strict=True):
+            streams.rewind(task.share.replica, position)
+        for part in parts:
+            part.forget_step()
+    for task, kinds in zip(tasks, new, strict=True):
+        parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
+
+
+def _exercise(task: Task, number: int, dim: int, end: End) -> None:
+    """One sub-step, forward and, where there is one, backward, with gradients of zero."""
+    if end == "inference":
+        with torch.no_grad():
+            predict(task, number, dim)
+        return
+    output = forward(task, number, dim)
+    if end == "loss":
+        output = loss_of(output, rows_of(task, task.targets, number, dim), task.criterion)
+    roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    if roots:
+        pull(roots, [torch.zeros_like(root) for root in roots], autocast_types())
+
+
+def _new_kinds(task: Task, part: Replicas, dim: int, end: End) -> dict[int, Hashable]:
+    """The first micro-batch of each kind that this replica has not met, and the kind."""
+    flags = (
+        end,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple(autocast_types()),
+        part.training,
+    )
+    found: dict[int, Hashable] = {}
+    for number in range(len(task.share.micro_batches)):
+        rows = rows_of(task, (task.inputs, task.targets), number, dim)
+        kind = (flags, tuple(map(_outline, nested.leaves(rows))))
+        if _key(task, kind) not in part.rehearsed and kind not in found.values():
+            found[number] = kind
+    return found
+
+
+def _key(task: Task, kind: Hashable) -> Hashable:
+    return task.share.replica, kind
+
+
+def _outline(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return (leaf if isinstance(leaf, (bool, int, float, str)) else None, type(leaf))
+
+
+@contextlib.contextmanager
+def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator[None]:
+    """The body comes after the earlier replicas', or beside one that waits for this replica."""
+    for event in earlier:
+        while not event.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
+            pass
+    try:
+        yield
+    finally:
+        own.set()

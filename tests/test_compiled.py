@@ -1,0 +1,362 @@
+"""Compiled modules: replicas run compiled, each size once, and a rehearsal leaves no trace.
+
+``torch.compile(model)`` was refused, and ``model.compile()`` ran eager in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    build,
+    randint,
+    randn,
+    seeded,
+    whole_batch,
+)
+from torch import nn
+
+from scatterpar import DataParallelModel, ScatterOnceParallel
+
+DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
+WAYS = ["option", "torch.compile", "method", "a block"]
+ROWS = 23  # shares of 12 and 11, sub-steps of 4 and 3
+CRITERION = nn.CrossEntropyLoss()
+
+pytestmark = pytest.mark.draws
+
+
+class Graphs:
+    """A backend that counts, and runs what it is given as it is."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+    def __reduce__(self):
+        return Graphs, ()
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    return Graphs()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = 1.0
+
+    def forward(self, rows):
+        return torch.tanh(self.norm(rows)) * self.scale
+
+
+def network():
+    return nn.Sequential(nn.Linear(6, 6), Block(), nn.Linear(6, 3))
+
+
+def compiled(way, graphs, device_ids, make=network, **options):
+    """The module and an engine whose replicas run compiled."""
+    model = given = build(make)
+    if way == "option":
+        options["compile"] = {"backend": graphs}
+    elif way == "torch.compile":
+        given = torch.compile(model, backend=graphs)
+    elif way == "method":
+        model.compile(backend=graphs)
+    else:
+        model[1].compile(backend=graphs)
+    return model, ScatterOnceParallel(given, 3, device_ids, **options)
+
+
+def eager_twin(device_ids, make=network, **options):
+    model = build(make)
+    return model, ScatterOnceParallel(model, 3, device_ids, **options)
+
+
+def batch(rows=ROWS):
+    return randn(rows, 6), randint(3, rows)
+
+
+def assert_same(model, other):
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        assert_close(ours.double(), theirs.double(), name, 1e-12)
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, name, 1e-12)
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_as_the_eager_engine_does(way, device_ids, graphs):
+    model, engine = compiled(way, graphs, device_ids)
+    twin, other = eager_twin(device_ids)
+    counts = []
+    with engine, other:
+        for _ in range(3):
+            loss = engine.forward_backward(*batch(), CRITERION)
+            assert_close(loss, other.forward_backward(*batch(), CRITERION), "loss", 1e-12)
+            counts.append(graphs.count)
+        assert_same(model, twin)
+    assert 1 <= counts[0] <= 2  # sub-steps of two sizes
+    assert counts[2] == counts[1]
+
+
+@pytest.mark.parametrize("device_ids", DEVICES[1:], ids=str)
+def test_all_replicas_share_the_graphs(device_ids, graphs):
+    _, engine = compiled("option", graphs, device_ids * 2)
+    with engine:
+        engine.forward_backward(*batch(48), CRITERION)
+        assert graphs.count == 1
+        engine.forward_backward(*batch(44), CRITERION)
+        assert graphs.count == 2
+        engine.forward_backward(*batch(36), CRITERION)
+        assert graphs.count == 2  # dynamic by now
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_keys_are_the_modules_own(way, graphs):
+    model, engine = compiled(way, graphs, ["cpu"] * 2)
+    assert list(engine.state_dict()) == list(build(network).state_dict())
+    assert engine.module is model
+    engine.close()
+
+
+def test_the_option_leaves_the_users_module_as_it_is(graphs):
+    model, engine = compiled("option", graphs, ["cpu"] * 2)
+    with engine:
+        engine.forward_backward(*batch(), CRITERION)
+    count = graphs.count
+    model(batch()[0])
+    assert graphs.count == count
+    assert model._compiled_call_impl is None
+
+
+def test_a_rehearsal_leaves_no_trace(graphs):
+    """Dropout and running statistics after the first step are those of an eager engine."""
+
+    def dropping():
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+    states = []
+    for make in (compiled, None):
+        with seeded(3):
+            if make:
+                model, engine = make("option", graphs, ["cpu"] * 2, dropping)
+            else:
+                model, engine = eager_twin(["cpu"] * 2, dropping)
+            before = torch.get_rng_state()
+            with engine:
+                for _ in range(2):
+                    engine.forward_backward(*batch(), CRITERION)
+            states.append((model, torch.get_rng_state()))
+            assert not torch.equal(before, states[-1][1])
+    (model, state), (twin, other) = states
+    assert torch.equal(state, other)
+    assert_same(model, twin)
+    assert model[1].num_batches_tracked == twin[1].num_batches_tracked == 6
+
+
+def test_a_gradient_that_is_there_stays(graphs):
+    model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
+    _, expected = whole_batch(model, *batch(), CRITERION)
+    model.weight.grad = torch.ones_like(model.weight)
+    with engine:
+        engine.forward_backward(*batch(), CRITERION)
+    model.weight.grad -= 1
+    assert_gradients(model, expected)
+
+
+def test_evaluation_and_the_way_back(graphs):
+    model, engine = compiled("option", graphs, ["cpu:0", "cpu:1"])
+    with engine:
+        engine.forward_backward(*batch(), CRITERION)
+        engine.eval()
+        assert_close(engine(batch()[0]), model(batch()[0]), "outputs")
+        count = graphs.count
+        engine(batch()[0])
+        engine.train()
+        engine.forward_backward(*batch(), CRITERION)
+        assert graphs.count == count
+
+
+def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
+    model, engine = compiled("option", graphs, ["cpu"] * 2)
+    twin, other = eager_twin(["cpu"] * 2)
+    with engine, other:
+        engine.forward_backward(*batch(), CRITERION)
+        other.forward_backward(*batch(), CRITERION)
+        count = graphs.count
+        for each in (model, twin):
+            with torch.no_grad():
+                each[0].weight.mul_(2)
+        engine.forward_backward(*batch(), CRITERION)
+        other.forward_backward(*batch(), CRITERION)
+        assert graphs.count == count
+        for each in (model, twin):
+            each[1].scale = 3.0
+            each[0].weight.requires_grad_(False)
+        engine.forward_backward(*batch(), CRITERION)
+        other.forward_backward(*batch(), CRITERION)
+        assert graphs.count > count
+        assert_same(model, twin)
+
+
+def test_compile_after_the_engine_was_made(graphs):
+    model = build(network)
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
+        engine.forward_backward(*batch(), CRITERION)
+        model.compile(backend=graphs)
+        engine.forward_backward(*batch(), CRITERION)
+    assert graphs.count >= 1
+
+
+def test_a_part_made_by_torch_compile(graphs):
+    def parts():
+        return nn.Sequential(nn.Linear(6, 6), torch.compile(Block(), backend=graphs))
+
+    model, twin = build(parts), build(lambda: nn.Sequential(nn.Linear(6, 6), Block()))
+    target = randn(ROWS, 6, seed=4)
+    for each in (model, twin):
+        with ScatterOnceParallel(each, 3, ["cpu"] * 2) as engine:
+            engine.forward_backward(batch()[0], target, nn.MSELoss())
+    assert graphs.count >= 1
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, "gradient", 1e-12)
+    assert_close(model[1].norm.running_mean, twin[1].norm.running_mean, "statistics", 1e-12)
+
+
+def test_a_compiled_criterion(graphs):
+    targets = randint(3, ROWS)
+    targets[:9] = -100
+    model = build(lambda: nn.Linear(6, 3))
+    _, expected = whole_batch(model, batch()[0], targets, CRITERION)
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
+        engine.forward_backward(batch()[0], targets, torch.compile(CRITERION, backend=graphs))
+    assert graphs.count >= 1
+    assert_gradients(model, expected)
+
+
+def test_a_whole_batch_loss(graphs):
+    def spread(outputs, _):
+        return (outputs @ outputs.T).logsumexp(1).mean()
+
+    model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
+    _, expected = whole_batch(model, batch()[0], None, spread)
+    with engine:
+        engine.forward_backward(batch()[0], None, spread, whole_batch=True)
+        assert_gradients(model, expected)
+        assert 1 <= graphs.count <= 2
+
+
+def test_masks_differ_between_replicas_and_repeat_by_seed(graphs):
+    def dropping():
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def outputs():
+        with seeded(5):
+            _, engine = compiled("option", graphs, ["cpu"] * 2, dropping)
+            with engine:
+                _, found = engine.forward_backward(
+                    torch.ones(24, 6).double(), criterion=lambda o, _: o.mean(), return_outputs=True
+                )
+        return found
+
+    first, second = outputs(), outputs()
+    assert not torch.equal(first[0] == 0, first[1] == 0)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_autocast(graphs):
+    model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3).float())
+    model.float()
+    with engine, torch.autocast("cpu", torch.bfloat16):
+        _, outputs = engine.forward_backward(
+            batch()[0].float(), batch()[1], CRITERION, return_outputs=True
+        )
+    assert outputs[0].dtype == torch.bfloat16
+
+
+def test_a_users_error_arrives_as_it_is(graphs):
+    class Fails(Exception):
+        pass
+
+    def criterion(outputs, targets):
+        raise Fails("mine")
+
+    _, engine = compiled("option", graphs, ["cpu"] * 2)
+    with engine:
+        with pytest.raises(Fails, match="mine") as caught:
+            engine.forward_backward(*batch(), criterion)
+        assert "in replica 0 on cpu, sub-step 0 of 3" in "".join(caught.value.__notes__)
+        engine.forward_backward(*batch(), CRITERION)
+
+
+def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
+    """A rehearsal one after the other must not wait for ever for one that waits for the next."""
+    import threading
+
+    monkeypatch.setattr("scatterpar.step.rehearsal._PATIENCE_SECONDS", 0.1)
+    barrier = threading.Barrier(2)
+
+    def criterion(outputs, targets):
+        barrier.wait(60)
+        return CRITERION(outputs, targets)
+
+    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
+    with engine:
+        engine.forward_backward(*batch(24), criterion)
+
+
+def test_copies_compile_too(graphs):
+    _, engine = compiled("option", graphs, ["cpu"] * 2)
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        with other:
+            backend = other._compile_how.keywords["backend"]
+            other.forward_backward(*batch(), CRITERION)
+            assert backend.count >= 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("compile", "error", "words"),
+    [
+        ("yes", TypeError, "compile must be True, False or a dict of torch.compile's keywords"),
+        ({"options": {"triton.cudagraphs": True}}, ValueError, "asks for CUDA graphs"),
+    ],
+)
+def test_what_is_refused(compile, error, words):
+    with pytest.raises(error, match=words):
+        ScatterOnceParallel(nn.Linear(1, 1), compile=compile)
+
+
+def test_the_pair_refuses_in_words(graphs):
+    model = build(network)
+    with pytest.raises(TypeError, match="the module was compiled, and the pair runs its copies"):
+        DataParallelModel(torch.compile(model, backend=graphs))
+    model[1].compile(backend=graphs)
+    with pytest.raises(TypeError, match="the child '1' was compiled"):
+        DataParallelModel(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device_ids", DEVICES[1:], ids=str)
+def test_with_torchs_own_compiler(device_ids):
+    model, twin = build(network), build(network)
+    for each, compiles in ((model, True), (twin, None)):
+        with ScatterOnceParallel(each, 3, device_ids, compile=compiles) as engine:
+            for _ in range(3):
+                engine.forward_backward(*batch(), CRITERION)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, name, 1e-12)

@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults.processes import SILENCE
 from helpers.gang import failure
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scatterpar import ScatterOnceParallel
 
@@ -27,19 +28,18 @@ def die(rank, store, how):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     file = dist.FileStore(store, 2)
-    limit = timedelta(seconds=5)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
     module = build(mlp)
     batch = randn(4, FEATURES), randint(CLASSES, 4)
     engine = ScatterOnceParallel(module, process_group=dist.group.WORLD)
     for _ in range(2):
         engine.forward_backward(*batch, CRITERION)
+    # Only now, since on a busy machine one rank may be much later than the other.
+    _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP if how == "hangs" else signal.SIGKILL)
     before = [p.grad.clone() for p in module.parameters()]
-    start = time.monotonic()
     kind, words = failure(engine.forward_backward, *batch, CRITERION)
-    assert time.monotonic() - start < 8
     assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
     print(kind, words.splitlines()[-1], flush=True)
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path, how):
         for rank in (0, 1)
     ]
     try:
-        printed, _ = workers[0].communicate(timeout=60)
+        printed, _ = workers[0].communicate(timeout=SILENCE)
     finally:
         for worker in workers:
             worker.kill()

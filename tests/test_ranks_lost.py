@@ -1,4 +1,4 @@
-"""A rank that is lost: an error on the others, within the group's timeout."""
+"""A rank that is lost: an error on the others, within the group's timeout. A group that is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from faults.processes import SILENCE
+from faults.processes import SILENCE, run
 from helpers.gang import failure
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
@@ -66,3 +66,46 @@ def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path, how):
             worker.communicate()
     words = "another rank was lost in this step; nothing was changed on this one"
     assert f"RuntimeError {words}" in printed
+
+
+LEAVE = """
+import glob
+import torch
+import torch.distributed as dist
+from torch import nn
+from scatterpar import ScatterOnceParallel
+
+def running():
+    names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+    return sum("gloo" in name for name in names)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(4, 2)
+batch = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+engine = ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=dist.group.WORLD)
+engine.forward_backward(*batch, nn.CrossEntropyLoss())
+assert running()
+dist.destroy_process_group()
+print(running(), "threads")
+before = model.weight.grad.clone()
+try:
+    engine.forward_backward(*batch, nn.CrossEntropyLoss())
+except RuntimeError as error:
+    print(error)
+assert torch.equal(before, model.weight.grad)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="asks Linux for its threads")
+def test_the_end_of_a_group_is_the_end_of_its_threads():
+    """The engine once held the group, and gloo's threads, alive after it was destroyed.
+
+    Two of 15 runs of a script with two ranks then ended, after correct results, with "terminate
+    called without an active exception": a thread of gloo's let go of a tensor of Python's while
+    the interpreter was ending.
+    """
+    outcome = run("-c", LEAVE, GLOO_SOCKET_IFNAME="lo")
+    assert outcome.code == 0, outcome.err
+    threads, words = outcome.out.splitlines()
+    assert threads == "0 threads"
+    assert words.startswith("the engine's process group is gone, by dist.destroy_process_group()")

@@ -9,12 +9,17 @@ import pytest
 from faults.processes import of, run, run_on_layouts
 
 LAYOUTS = ("shared", "virtual", "alone", "accelerator")
-POSITIONS, STRIKES = "150", "24"
+STRIKES = "24"
+
+
+@pytest.fixture(scope="module", params=["80", pytest.param("400", marks=pytest.mark.slow)])
+def positions(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def everywhere(simulated_accelerator):
-    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", POSITIONS)
+def everywhere(simulated_accelerator, positions):
+    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", positions)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,9 @@ def judged(outcome):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_between_any_two_instructions(everywhere, layout):
+def test_between_any_two_instructions(everywhere, positions, layout):
     found = judged(of(everywhere, layout))
-    assert len(found) > int(POSITIONS) // 2
+    assert len(found) > int(positions) // 2
     assert not all(line["whole"] for line in found)
 
 

@@ -20,13 +20,13 @@ class Peer:
 
     def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
         self.module = module
-        self._run = run
+        self.run = run
 
     def step(self) -> float:
         """The seconds that one step takes, from no gradients to all of them."""
         self.module.zero_grad()
         start = time.perf_counter()
-        self._run()
+        self.run()
         return time.perf_counter() - start
 
     def gradient(self) -> Tensor:

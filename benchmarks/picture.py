@@ -1,11 +1,14 @@
 """Draws the README's picture: what crosses in one step, drawn and counted.
 
 ``python -m benchmarks.picture`` runs one step of the small CNN (4096 images, four replicas with
-memories of their own, 16 sub-steps), counts what is copied, and writes ``docs/step.png``.
+memories of their own, 16 sub-steps), counts what is copied, and writes ``docs/step.png``. What
+``DistributedDataParallel`` exchanges was counted by ``python -m benchmarks traffic``. The left half
+shows an order and no time: both rows are drawn equally long.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from scatterpar.devices.ledger import PHASES
 from scatterpar.devices.verbs import resolve
 
 REPLICAS, ACCUM = 4, 16
+LENGTH = 46.0  # of a row of the left half
+TRAFFIC = Path(__file__).parent / "traffic" / "cnn.json"
 DEVICES = [f"cpu:{i}" for i in range(REPLICAS)]
 COLOURS = {
     "scatter": "#4c78a8",
@@ -39,7 +44,7 @@ NAMES = {
 
 
 def count() -> dict[str, dict[str, int]]:
-    """Bytes by phase, of the engine and of the schedule of ``nn.DataParallel``."""
+    """Bytes by phase: the schedule of ``nn.DataParallel``, DDP, and the engine."""
     case = CASES["cnn"]
     images, labels = case.data()
     criterion = nn.CrossEntropyLoss()
@@ -53,28 +58,32 @@ def count() -> dict[str, dict[str, int]]:
         there = parallel.ledger.copy(y, master, "scatter")
         (criterion(parallel(x), there) / ACCUM).backward()
     theirs = dict(parallel.ledger.bytes)
-    return {"nn.DataParallel x 16": theirs, "scatterpar": ours}
+    counted = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"][str(REPLICAS)]
+    ddp = counted["DDP, no_sync"]["bytes"]
+    return {"nn.DataParallel x 16": theirs, "DDP, no_sync": ddp, "scatterpar": ours}
 
 
 def schedule(axes: Any, top: float, calls: int, parts: Sequence[tuple[str, float]]) -> None:
-    """Blocks from left to right, on one lane per replica."""
-    left = 0.0
+    """Blocks from left to right on one lane per replica, from one edge to the other."""
+    blocks = []
     for _ in range(calls):
         for phase, width in parts:
-            for lane in range(REPLICAS):
-                repeats = ACCUM if phase == "compute" and calls == 1 else 1
-                for k in range(repeats):
-                    box = (left + k * width, top - lane)
-                    axes.add_patch(
-                        Rectangle(box, width, 0.8, facecolor=COLOURS[phase], edgecolor="w", lw=0.4)
-                    )
-            left += width * repeats
+            repeats = ACCUM if phase == "compute" and calls == 1 else 1
+            blocks += [(phase, width)] * repeats
+    unit, left = LENGTH / sum(width for _, width in blocks), 0.0
+    for phase, width in blocks:
+        for lane in range(REPLICAS):
+            box = (left, top - lane)
+            axes.add_patch(
+                Rectangle(box, width * unit, 0.8, facecolor=COLOURS[phase], edgecolor="w", lw=0.4)
+            )
+        left += width * unit
 
 
 def draw(counted: dict[str, dict[str, int]]) -> Figure:
-    """The two schedules, not to scale, and the bytes, to scale."""
+    """Two schedules, which show the order alone, and the bytes, to scale."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
+    left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
     each = [("scatter", 0.1), ("replicate", 0.6), ("compute", 1.0), ("gather", 0.3)]
     schedule(left, 9, ACCUM, [*each, ("reduce", 0.6)])
     schedule(
@@ -82,9 +91,10 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     )
     left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
     left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
-    left.set(xlim=(-0.3, 46), ylim=(-1.4, 11.2), xlabel="time, not to scale", yticks=[], xticks=[])
+    left.set(xlim=(-0.3, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
+    left.set_xlabel("the order of events, not their duration")
     handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
-    left.legend(handles=handles, loc="lower right", fontsize=8, ncols=2, frameon=False)
+    left.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)
     for side in ("top", "right", "left"):
         left.spines[side].set_visible(False)
     bottom = dict.fromkeys(counted, 0.0)
@@ -95,6 +105,7 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
         bottom = {who: bottom[who] + heights[who] for who in bottom}
     for position, total in enumerate(bottom.values()):
         right.text(position, total, f"{total:.1f} MB", ha="center", va="bottom")
+    right.set_xticks(range(len(bottom)), ["nn.DataParallel\nx 16", "DDP,\nno_sync", "scatterpar"])
     right.set_ylim(0, 1.12 * max(bottom.values()))
     right.set_title("copied between 4 memories, one step", fontsize=10)
     right.set_yticks([])

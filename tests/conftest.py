@@ -8,9 +8,15 @@ import signal
 import pytest
 import simulated
 from helpers import police
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("suite", database=None, deadline=None, derandomize=True)
+settings.register_profile(
+    "suite",
+    database=None,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
+)
 settings.load_profile("suite")
 
 

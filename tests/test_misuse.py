@@ -18,7 +18,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-SECONDS = 30
+SECONDS = 120
 INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
 
 

@@ -7,12 +7,9 @@ may be two micro-batches, two replicas, or two processes.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from faults.processes import finish_all, start
 from helpers import ddp_accumulation
 from helpers.oracle import seeded
 from torch import nn
@@ -20,7 +17,6 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 
 PUBLISHED = [0.9472, 0.9440, 0.9527, 0.9687, 0.9570, 0.9343, 0.9411, 0.9186]
-SECONDS = 90
 
 
 def example():
@@ -73,22 +69,8 @@ def test_a_plain_accumulation_loop():
 
 
 def test_distributed_data_parallel_in_two_processes(tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ddp_accumulation.__file__, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            printed, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors
-            assert [float(word) for word in printed.split()] == PUBLISHED
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    store = str(tmp_path / "store")
+    ranks = {str(i): start(ddp_accumulation.__file__, str(i), store) for i in range(2)}
+    for outcome in finish_all(ranks).values():
+        assert outcome.code == 0, outcome.err
+        assert [float(word) for word in outcome.out.split()] == PUBLISHED

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from faults.processes import SILENCE
 from helpers.gang import gang
 from helpers.torchrun import Small, differences, environment, flat, steps
 from torch import nn
@@ -79,7 +80,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
         "save(Path(sys.argv[1]), {'format': 1, 'number': torch.tensor(2)})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], timeout=60, env=environment(), check=False
+        [sys.executable, "-c", code, str(path)], timeout=SILENCE, env=environment(), check=False
     )
     assert done.returncode == -signal.SIGKILL
     assert load(path)["number"] == 1

@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 import torch
+from faults.processes import SILENCE
 from torch import nn
 
 from scatterpar.__main__ import main as command
@@ -190,7 +191,7 @@ def test_ctrl_c_ends_a_run_with_what_was_reached(tmp_path):
             assert line, process.stderr.read()
             seen += line
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=SILENCE)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert re.search(r"interrupted after [1-9]\d* of 1000 epochs", printed)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from scatterpar.train.meeting import of_this_attempt
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
 
 
 def attempt(store, size):

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from helpers.torchrun import LIMIT_SECONDS, differences, finish, launched, steps
+from helpers.torchrun import differences, finish, launched, steps, wait_until
 
 TOOL = [
     *("--model", "helpers.torchrun:Slow", "--batch", "1024", "--devices", "cpu", "--accum", "2"),
@@ -20,11 +20,11 @@ STEPS_PER_EPOCH = 8
 
 
 def wait_for_step(out, number, process):
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while len(steps(out)) < number:
+    def reached():
         assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline, f"step {number} was not reached"
-        time.sleep(0.01)
+        return len(steps(out)) >= number
+
+    wait_until(reached, out.parent)
 
 
 def kill_a_rank(process, rank):

@@ -20,7 +20,7 @@ import scatterpar.threads.job
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
 REPLICAS = 4
-SECONDS = 30
+SECONDS = 120
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -21,7 +21,7 @@ TOOL = [
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture

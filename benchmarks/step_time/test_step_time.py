@@ -24,8 +24,9 @@ def test_two_replicas(benchmark, publish, quick, name):
             ours: stack.enter_context(Gang("engine", case, 1)),
             "DistributedDataParallel, no_sync": stack.enter_context(Gang("ddp", case, REPLICAS)),
             "accelerate, accumulate": stack.enter_context(Gang("accelerate", case, REPLICAS)),
-            f"plain loop, {accum} sub-steps": peers.loop(case, accum),
+            # The engine's own micro-batches, and those of nn.DataParallel without an accelerator.
             f"plain loop, {accum * REPLICAS} sub-steps": peers.loop(case, accum * REPLICAS),
+            f"plain loop, {accum} sub-steps": peers.loop(case, accum),
             f"nn.DataParallel x {accum}": peers.data_parallel(case),
             f"per-call schedule x {accum}": peers.per_call(case, ["cpu"] * REPLICAS),
         }

@@ -8,6 +8,7 @@ per dtype with the gradients and buffers. Nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,9 @@ class Ranks:
                 "process_group must be a torch.distributed process group that this process "
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
-        self._group = group
+        # Whoever holds a group keeps gloo's threads running after destroy_process_group, and those
+        # can abort an interpreter that ends: https://github.com/pytorch/pytorch/issues/190489
+        self._group = weakref.ref(group)
         self._module = module
         self._mean = mean_buffers
         self._wide = wide
@@ -177,8 +180,14 @@ class Ranks:
         return values[:_FIELDS], those
 
     def _sum(self, tensor: Tensor) -> None:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
+                "a new group and a new engine"
+            )
         try:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=group)
         except RuntimeError as error:
             note(error, "another rank was lost in this step; nothing was changed on this one")
             raise

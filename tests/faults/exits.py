@@ -23,7 +23,7 @@ from torch import nn  # noqa: F401  likewise
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
 
 AT_ONCE = 3
-SECONDS = 30  # a child that hangs is killed then
+SECONDS = 120  # a child that hangs is killed then
 
 BEGIN = """
 model = nn.Linear(4, 2)
@@ -37,7 +37,7 @@ def slow(output, targets):
 inside = threading.Event()
 def stuck(output, targets):
     inside.set()
-    time.sleep(100)
+    time.sleep(1000)
 def strike_twice():
     inside.wait()
     for _ in range(2):

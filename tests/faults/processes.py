@@ -1,21 +1,29 @@
-"""Scripts in processes of their own, with a hard limit on their time."""
+"""Scripts in processes of their own; one that falls silent is ended.
+
+How long a script takes depends on what else the machine does, so nobody's total is limited. A
+script that hangs says nothing any more: its silence is what is measured, from one line to the next.
+"""
 
 from __future__ import annotations
 
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import pytest
 
 Found = TypeVar("Found")
 TESTS = Path(__file__).parent.parent
-SECONDS = 110.0
+SILENCE = 180.0  # seconds; an idle machine needs two or three
+ABORT_SECONDS = 10.0  # to say where the threads are
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ def environment() -> dict[str, str]:
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     """Start Python with ``arguments``, and ``variables`` in its environment."""
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", *arguments],
+        [sys.executable, "-u", "-X", "faulthandler", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,15 +52,52 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = SECONDS) -> Outcome:
-    """Wait for a process; one that hangs is killed, and fails the test with what it said."""
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+def finish(process: subprocess.Popen[str], silence: float = SILENCE) -> Outcome:
+    """Wait for a process; one that is silent for too long is ended and fails the test.
+
+    It is aborted first, so that it says where each of its threads is.
+    """
+    heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    listeners = [
+        threading.Thread(target=_listen, args=(name, pipe, heard), daemon=True)
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+    ]
+    for listener in listeners:
+        listener.start()
+    said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+    if not _take_down(heard, said, silence):
+        process.send_signal(signal.SIGABRT)
+        _take_down(heard, said, ABORT_SECONDS)
         process.kill()
-        out, err = process.communicate()
-        raise AssertionError(f"still running after {seconds} s\n{out[-2000:]}\n{err}") from None
-    return Outcome(process.returncode, out, err)
+        process.wait()
+        out, err = ("".join(lines) for lines in said.values())
+        raise AssertionError(f"silent for {silence:g} s\n{out[-2000:]}\n{err}")
+    for listener in listeners:
+        listener.join()
+    return Outcome(process.wait(), *("".join(lines) for lines in said.values()))
+
+
+def _take_down(
+    heard: queue.SimpleQueue[tuple[str, str]], said: dict[str, list[str]], silence: float
+) -> bool:
+    """Whether everything was said to its end, without so long a silence in between."""
+    speaking = len(said)
+    try:
+        while speaking:
+            name, line = heard.get(timeout=silence)
+            said[name].append(line)
+            speaking -= line == ""
+    except queue.Empty:
+        return False
+    return True
+
+
+def _listen(name: str, pipe: IO[str], heard: queue.SimpleQueue[tuple[str, str]]) -> None:
+    """Pass on every line, and an empty one at the end."""
+    with pipe:
+        for line in pipe:
+            heard.put((name, line))
+    heard.put((name, ""))
 
 
 def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome]:
@@ -61,9 +106,9 @@ def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome
         return dict(zip(processes, pool.map(finish, processes.values()), strict=True))
 
 
-def run(*arguments: str, seconds: float = SECONDS, **variables: str) -> Outcome:
+def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
     """Run Python with ``arguments`` to its end."""
-    return finish(start(*arguments, **variables), seconds)
+    return finish(start(*arguments, **variables), silence)
 
 
 def run_on_layouts(

@@ -27,7 +27,7 @@ from faults.subject import batch
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
 
-SECONDS = 10.0
+SECONDS = 60.0
 PLAIN = PLACES["forward, first line"]
 
 

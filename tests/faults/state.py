@@ -49,7 +49,7 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
 
 def _let_abandoned_threads_leave() -> None:
     """After two interrupts in one step, its threads keep torch's stand-in until they end."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while torch.random.default_generator is not torch.default_generator:
         if time.monotonic() > deadline:
             return  # the difference will be reported

@@ -1,26 +1,40 @@
 """Whole or not at all: every fault, at every place, in first, middle and last sub-steps.
 
 All combinations of a layout share one process; a combination that hangs ends it with the
-stacks of all threads, and all that it did not come to count as failed.
+stacks of all threads, and all that it did not come to count as failed. All 5,040 are tried with
+``-m slow``; without it a sixth of them, in which each place meets
+each kind and each moment, and each kind each moment of a sub-step.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 
 import pytest
 
 from faults.grid import LAYOUTS
+from faults.kinds import KINDS
 from faults.places import PLACES
 from faults.processes import of, run_on_layouts
 
-COMBINATIONS = 1600  # and more: what is counted depends on how often a place is visited
+# And more: what is counted depends on how often a place is visited.
+COMBINATIONS = {"pairs": len(PLACES) * len(KINDS) - 1, "all": 1600}
+MOMENTS = [
+    *(f"replica {replica}, sub-step {number}" for replica in (0, 2) for number in (0, 1, 2)),
+    "all replicas at once",
+]
+
+
+@pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.slow)])
+def extent(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def found(simulated_accelerator):
-    outcomes = run_on_layouts(LAYOUTS, simulated_accelerator, "faults.grid")
+def found(simulated_accelerator, extent):
+    outcomes = run_on_layouts(LAYOUTS, simulated_accelerator, "faults.grid", extent)
     return {
         layout: (
             [json.loads(line) for line in outcome.out.splitlines() if line.startswith("{")],
@@ -47,11 +61,21 @@ def test_nothing_changes_and_the_next_step_is_exact(found, layout, name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_combinations_were_tried(found, layout):
+def test_all_combinations_were_tried(found, extent, layout):
     results, outcome = of(found, layout)
     assert outcome.code == 0
     assert outcome.out.endswith("end\n")
     assert "terminate called" not in outcome.err
-    assert len(results) > COMBINATIONS
+    assert len(results) > COMBINATIONS[extent]
     tried = Counter((result["place"], result["kind"], result["moment"]) for result in results)
     assert set(tried.values()) == {1}
+    assert _met(results, "place", "kind") == set(itertools.product(PLACES, KINDS))
+    assert _met(results, "kind", "moment") >= set(itertools.product(KINDS, MOMENTS))
+    for name, place in PLACES.items():
+        if not place.counted:
+            mine = [result for result in results if result["place"] == name]
+            assert _met(mine, "moment") == {(moment,) for moment in MOMENTS}
+
+
+def _met(results, *names):
+    return {tuple(result[name] for name in names) for result in results}

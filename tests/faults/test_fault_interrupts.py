@@ -9,12 +9,17 @@ import pytest
 from faults.processes import of, run, run_on_layouts
 
 LAYOUTS = ("shared", "virtual", "alone", "accelerator")
-POSITIONS, STRIKES = "150", "24"
+STRIKES = "24"
+
+
+@pytest.fixture(scope="module", params=["80", pytest.param("400", marks=pytest.mark.slow)])
+def positions(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def everywhere(simulated_accelerator):
-    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", POSITIONS)
+def everywhere(simulated_accelerator, positions):
+    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", positions)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,9 @@ def judged(outcome):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_between_any_two_instructions(everywhere, layout):
+def test_between_any_two_instructions(everywhere, positions, layout):
     found = judged(of(everywhere, layout))
-    assert len(found) > int(POSITIONS) // 2
+    assert len(found) > int(positions) // 2
     assert not all(line["whole"] for line in found)
 
 
@@ -52,17 +57,17 @@ import torch
 from torch import nn
 from scatterpar import ScatterOnceParallel
 
-visits, started, release = [], threading.Event(), threading.Event()
+visits, release = [], threading.Event()
 
 class Slow(nn.Linear):
     def forward(self, inputs):
         visits.append(int(inputs[0, 0]))
-        started.set()
         {pause}
         return super().forward(inputs)
 
 def interrupt(times):
-    started.wait()
+    while len(visits) < {at_once}:
+        time.sleep(0.01)
     for _ in range(times):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
@@ -81,7 +86,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted", len(visits), model.weight.grad)
 took = time.monotonic() - begun
-assert took < 10, took
+assert took < 100, took
 Slow.forward = nn.Linear.forward
 engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
 expected, = torch.autograd.grad(model(inputs).mean(), model.weight)
@@ -92,8 +97,8 @@ print("exact")
 
 @pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]', '["cpu"]'])
 def test_a_long_step_ends_at_its_next_sub_step(devices):
-    script = LONG.format(pause="time.sleep(0.1)", devices=devices, times=1)
-    outcome = run("-c", script, seconds=40)
+    script = LONG.format(pause="time.sleep(0.1)", devices=devices, times=1, at_once=1)
+    outcome = run("-c", script)
     assert outcome.code == 0, outcome.err
     first, last = outcome.out.splitlines()
     assert last == "exact"
@@ -104,8 +109,8 @@ def test_a_long_step_ends_at_its_next_sub_step(devices):
 
 @pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]'])
 def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
-    script = LONG.format(pause="release.wait(30)", devices=devices, times=2)
-    outcome = run("-c", script, seconds=40)
+    script = LONG.format(pause="release.wait(1000)", devices=devices, times=2, at_once=2)
+    outcome = run("-c", script)
     assert outcome.code == 0, outcome.err
     assert "terminate called" not in outcome.err
     assert outcome.out.splitlines() == ["interrupted 2 None", "exact"]

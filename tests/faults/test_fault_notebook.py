@@ -6,12 +6,10 @@ import time
 
 import pytest
 
-from faults.processes import environment
+from faults.processes import SILENCE, environment
 
 jupyter_client = pytest.importorskip("jupyter_client", reason="needs a notebook kernel")
 pytest.importorskip("ipykernel", reason="needs a notebook kernel")
-
-SECONDS = 60
 
 SET_UP = """
 import torch
@@ -45,20 +43,22 @@ print("exact", flush=True)
 def kernel(monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    manager, client = jupyter_client.manager.start_new_kernel(kernel_name="python3")
+    manager, client = jupyter_client.manager.start_new_kernel(
+        startup_timeout=SILENCE, kernel_name="python3"
+    )
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
 
 
 def reply_to(client, message):
-    return client.get_shell_msg(timeout=SECONDS)["content"] if message else None
+    return client.get_shell_msg(timeout=SILENCE)["content"] if message else None
 
 
 def wait_for(client, text):
     """Until the cell prints ``text``."""
     while True:
-        content = client.get_iopub_msg(timeout=SECONDS)["content"]
+        content = client.get_iopub_msg(timeout=SILENCE)["content"]
         if text in content.get("text", ""):
             return
 

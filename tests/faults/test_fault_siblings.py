@@ -13,7 +13,7 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 
 ACCUM = 40
-SECONDS = 30
+SECONDS = 120
 
 
 class Meeting(nn.Linear):

@@ -9,9 +9,10 @@ import pytest
 from faults.processes import run
 
 SCRIPT = """
-import dataclasses, json, threading
+import dataclasses, json, sys
 from faults.soak import soak
-record = soak(200, 60, 8, {layout!r}, every=20)
+heard = lambda record: print(record.steps[-1], file=sys.stderr)
+record = soak(200, 60, 8, {layout!r}, every=20, report=heard)
 print(json.dumps(dataclasses.asdict(record)))
 """
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from scatterpar import Plan
 
 Position = tuple[int, int]  # replica, sub-step
-BARRIER_SECONDS = 20.0
-GRACE_SECONDS = 0.1
+BARRIER_SECONDS = 60.0
 
 
 class Trap:
@@ -105,12 +104,12 @@ class Trap:
         self._activations.append(weakref.ref(tensor))
         return tensor
 
-    def activations_alive(self) -> int:
-        """How many of the activations there still are; forgets them.
+    def activations_alive(self, patience: float = 0.0) -> int:
+        """How many of the activations there still are after so many seconds; forgets them.
 
         An accelerator's backward thread lets go of its graph a little after its error is out.
         """
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + patience
         while alive := sum(activation() is not None for activation in self._activations):
             if time.monotonic() > deadline:
                 break

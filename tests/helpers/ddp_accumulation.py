@@ -22,7 +22,7 @@ def main(rank: int, store: str) -> None:
         store=dist.FileStore(store, 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     model = nn.Linear(8, 1, bias=False)
     nn.init.ones_(model.weight)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 SIZE = 3
-_IDLE_SECONDS = 300.0
-_REPLY_SECONDS = 60.0
+_IDLE_SECONDS = 1800.0
+_REPLY_SECONDS = 300.0
 
 
 class Gang:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as module_globals
 
 FAILED = pytest.StashKey[bool]()
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 30.0
 _AUTOCAST_TYPES = ("cpu", "cuda")
 
 

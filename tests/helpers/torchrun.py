@@ -1,4 +1,4 @@
-"""The training tool under torchrun on this machine, bounded in time, and models for it."""
+"""The training tool under torchrun on this machine, ended if it falls silent; models for it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from faults.processes import SILENCE
 from torch import Tensor, nn
 
 TESTS = Path(__file__).parents[1]
-LIMIT_SECONDS = 170.0
+ORPHAN_SECONDS = 3600  # it ends by itself if whoever started it is gone
 TRAIN = ["-m", "scatterpar", "train"]
 
 
@@ -57,7 +58,7 @@ def launched(
     launcher: Sequence[str], tool: Sequence[str], log: Path, prefix: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun with ``launcher``'s options, running the tool with its own; gone afterwards."""
-    command = [*prefix, "timeout", "--kill-after=5", str(LIMIT_SECONDS)]
+    command = [*prefix, "timeout", "--kill-after=5", str(ORPHAN_SECONDS)]
     command += [sys.executable, "-m", "torch.distributed.run", *launcher, *TRAIN, *tool]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -73,10 +74,21 @@ def launched(
 
 def finish(process: subprocess.Popen[bytes], log: Path) -> str:
     """What was printed, once it has ended well."""
-    code = process.wait(LIMIT_SECONDS + 10)
+    wait_until(lambda: process.poll() is not None, log.parent)
     printed = log.read_text(errors="replace")
-    assert code == 0, printed
+    assert process.returncode == 0, printed
     return printed
+
+
+def wait_until(reached: Callable[[], bool], folder: Path) -> None:
+    """Wait for as long as files in ``folder`` keep changing: logs, records, checkpoints."""
+    seen, heard = None, time.monotonic()
+    while not reached():
+        found = [(str(path), path.stat().st_size) for path in folder.rglob("*") if path.is_file()]
+        if found != seen:
+            seen, heard = found, time.monotonic()
+        assert time.monotonic() - heard < SILENCE, f"silent for {SILENCE:g} s: {found}"
+        time.sleep(0.02)
 
 
 def steps(out: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ BATCH = randn(8, FEATURES), randint(CLASSES, 8)
 @pytest.mark.parametrize("part", ["model", "criterion"])
 def test_replicas_run_at_the_same_time(placed, part):
     """Each waits for all the others: one after the other, they would never come to an end."""
-    barrier = threading.Barrier(4, timeout=20)
+    barrier = threading.Barrier(4, timeout=120)
 
     class Meets(nn.Module):
         def forward(self, output, targets=None):

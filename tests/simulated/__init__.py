@@ -22,13 +22,13 @@ _SOURCE = Path(__file__).with_name("accelerator.cpp")
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into ``folder``; takes some seconds."""
+    """Compile the library into ``folder``; takes some seconds on an idle machine."""
     library = folder / "accelerator.so"
     command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", "-w", str(_SOURCE)]
     command += [f"-I{path}" for path in include_paths()]
     command += [f"-L{path}" for path in library_paths()]
     command += ["-ltorch", "-ltorch_cpu", "-lc10", "-o", str(library)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=1800)
     return library
 
 

@@ -37,7 +37,9 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
         parts[name] = []
         contenders[name, 0] = partial(loop, interpreter, request, parts[name])
         for replicas in REPLICAS:
-            contenders[name, replicas] = partial(step, interpreter, request | {"replicas": replicas})
+            contenders[name, replicas] = partial(
+                step, interpreter, request | {"replicas": replicas}
+            )
     seconds = interleaved(benchmark, contenders, 3 if quick else 15)
     rows, bounds = [], {}
     for name in interpreters:

@@ -7,13 +7,15 @@ per replica and call, and its threads carry the caller's whole context.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
+import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ __all__ = ["Cancelled", "Workers", "note"]
 _Task = Callable[[], None]
 
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
+
+# In a free-threaded interpreter (PEP 703) an object is freed by the thread that made it, when that
+# runs Python again. So idle workers wake now and then, and let go of what others have dropped.
+_IDLE_SECONDS = 0.1 if sysconfig.get_config_var("Py_GIL_DISABLED") else None
 
 
 class Cancelled(Exception):
@@ -211,7 +217,7 @@ class Workers:
             for i, queue in enumerate(self._queues)
         ]
         for thread in threads:
-            thread.start()
+            contextvars.Context().run(thread.start)  # a worker would keep the caller's variables
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
@@ -230,9 +236,17 @@ def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barri
     torch.set_num_threads(budget)
     ready.wait()
     del ready
-    while (task := queue.get()) is not None:
+    while (task := _next(queue)) is not None:
         task()
         del task
+
+
+def _next(queue: SimpleQueue[_Task | None]) -> _Task | None:
+    while True:
+        try:
+            return queue.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            pass
 
 
 def _shut_down(

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.threads.workers import Workers
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -331,3 +332,23 @@ def test_the_workers_keep_nothing_of_the_caller_s_context(devices):
         variable.reset(token)
         del token, value
         assert in_time(lambda: gone() is None)
+
+
+def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
+    """The workers' end once overtook the work: the step waited for ever."""
+    engine = ScatterOnceParallel(mlp(), 2, devices(2))
+    closer = threading.Thread(target=engine.close)
+    started = Workers._started
+
+    def closed_by_another(workers):
+        queues = started(workers)
+        closer.start()
+        closer.join(0.2)
+        return queues
+
+    monkeypatch.setattr(Workers, "_started", closed_by_another)
+    step = threading.Thread(target=engine.forward_backward, args=(*data(), LOSS), daemon=True)
+    step.start()
+    step.join(30)
+    assert not step.is_alive()
+    closer.join()

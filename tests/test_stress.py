@@ -9,6 +9,7 @@ takes some steps in every run of the tests, and thousands with ``--steps``:
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 
@@ -82,6 +83,22 @@ def in_threads(work):
         assert not thread.is_alive(), "stuck"
     if errors:
         raise errors[0]
+
+
+def test_closed_from_another_thread_at_any_moment(devices, steps):
+    """A step that is about to start once waited for workers that had just been told to end."""
+    inputs, targets = batch(0)
+    for number in range(steps):
+        engine = ScatterOnceParallel(build(lambda: nn.Linear(FEATURES, CLASSES)), 1, devices(3))
+        engine.forward_backward(inputs, targets, LOSS)
+        closer = threading.Timer(1e-5 * (number % 100), engine.close)
+        closer.start()
+        with contextlib.suppress(RuntimeError):
+            while True:
+                engine.forward_backward(inputs, targets, LOSS)
+        closer.join()
+        with pytest.raises(RuntimeError, match="is closed; make another to go on"):
+            engine.forward_backward(inputs, targets, LOSS)
 
 
 @pytest.mark.draws

@@ -63,6 +63,7 @@ class Workers:
         self.count = count
         self._owner = owner
         self._lock = threading.Lock()
+        self._posting = threading.RLock()  # who closes comes before all of a job, or after
         self._pid = os.getpid()
         self._closed = False
         self.interrupts = Interrupts()
@@ -126,8 +127,7 @@ class Workers:
         Raises:
             RuntimeError: inside another job, after ``close()``, or in a forked child.
         """
-        if self._closed:
-            raise RuntimeError(f"{self._owner} is closed; make another to go on")
+        self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._owner} belongs to another process: threads do not survive a fork; "
@@ -147,18 +147,25 @@ class Workers:
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
-        self._closed = True
+        with self._posting:
+            self._closed = True
         if self._stop is not None:
             self._stop()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _dispatch(self, calls: list[Call], cancel: threading.Event) -> None:
         devices = [call.device for call in calls]
         job = Job(len(calls), verbs.at_once(devices), cancel)
-        queues = self._started()
-        for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
-            # Replicas on one accelerator draw from its one generator: in their order, so in turn.
-            thread = i if device.type == "cpu" else devices.index(device)
-            queues[thread].put(partial(job.run, i, call))
+        with self._posting:
+            self._refuse_if_closed()
+            queues = self._started()
+            for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
+                # Those on one accelerator draw from its one generator: in their order, so in turn.
+                thread = i if device.type == "cpu" else devices.index(device)
+                queues[thread].put(partial(job.run, i, call))
         try:
             self._wait(job)
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]

@@ -82,6 +82,13 @@ class Bottleneck(nn.Module):
                 nn.Conv2d(channels_in, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
             )
 
+    def forward(self, images: Tensor) -> Tensor:
+        """The three convolutions' output, added to what came in."""
+        hidden = self.relu(self.bn1(self.conv1(images)))
+        hidden = self.relu(self.bn2(self.conv2(hidden)))
+        hidden = self.bn3(self.conv3(hidden))
+        return self.relu(hidden + (images if self.downsample is None else self.downsample(images)))
+
 
 class ResNet101Tree(nn.Module):
     """The modules, parameters and buffers of ResNet-101, to be kept fresh; nothing runs it.

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -37,6 +38,11 @@ class Share:
     def rows(self) -> int:
         """The number of rows of this share."""
         return sum(stop - start for start, stop in self.micro_batches)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Where each micro-batch starts among the share's own rows, and where the last one ends."""
+        return (0, *accumulate(stop - start for start, stop in self.micro_batches))
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -20,6 +20,11 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "how many steps each of the stress tests takes"
+    parser.addoption("--steps", type=int, default=12, help=help_text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)

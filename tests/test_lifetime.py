@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import gc
 import io
@@ -14,12 +15,14 @@ import weakref
 
 import pytest
 import torch
+from helpers.freed import in_time
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.threads.workers import Workers
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -91,13 +94,13 @@ def test_no_thread_tensor_or_cycle_is_left(devices, life, end):
             assert workers() == []
         gone = weakref.ref(engine)
         del engine
-        assert gone() is None
+        assert in_time(lambda: gone() is None)
         deadline = time.monotonic() + 60
         while workers() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert workers() == []
         model.zero_grad()
-        assert count_tensors() <= tensors
+        assert in_time(lambda: count_tensors() <= tensors)
     finally:
         gc.enable()
 
@@ -298,3 +301,54 @@ def test_first_used_in_a_thread_that_ends(devices):
         thread.start()
         thread.join()
         assert_step(engine, *data(), LOSS)
+
+
+def test_outputs_are_freed_when_the_caller_drops_them(devices):
+    """The workers that made them are idle then: they have nothing else to wake them."""
+    gc.collect()
+    gc.disable()
+    try:
+        with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+            _, outputs = engine.forward_backward(*data(), LOSS, return_outputs=True)
+            alive = [weakref.ref(output) for output in outputs]
+            del outputs
+            assert in_time(lambda: [reference() for reference in alive] == [None] * 3)
+    finally:
+        gc.enable()
+
+
+def test_the_workers_keep_nothing_of_the_caller_s_context(devices):
+    """Since Python 3.14 a thread may inherit the context variables of whoever starts it."""
+
+    class Value:
+        pass
+
+    value = Value()
+    gone = weakref.ref(value)
+    variable = contextvars.ContextVar("variable")
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        token = variable.set(value)
+        engine.forward_backward(*data(), LOSS)
+        variable.reset(token)
+        del token, value
+        assert in_time(lambda: gone() is None)
+
+
+def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
+    """The workers' end once overtook the work: the step waited for ever."""
+    engine = ScatterOnceParallel(mlp(), 2, devices(2))
+    closer = threading.Thread(target=engine.close)
+    started = Workers._started
+
+    def closed_by_another(workers):
+        queues = started(workers)
+        closer.start()
+        closer.join(0.2)
+        return queues
+
+    monkeypatch.setattr(Workers, "_started", closed_by_another)
+    step = threading.Thread(target=engine.forward_backward, args=(*data(), LOSS), daemon=True)
+    step.start()
+    step.join(30)
+    assert not step.is_alive()
+    closer.join()

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -141,19 +140,21 @@ def predict(task: Task, number: int, dim: int) -> Any:
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
     """Backward from ``roots`` with their ``gradients``, outside ``autocast``, as torch advises."""
-    with contextlib.ExitStack() as stack:
-        for kind in autocast:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(followed(roots))
-        torch.autograd.backward(roots, gradients)
     if autocast:
+        with contextlib.ExitStack() as stack:
+            for kind in autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            pull(roots, gradients, ())
         torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
+        return
+    with followed(roots):
+        torch.autograd.backward(roots, gradients)
 
 
 def rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
     """The rows of one micro-batch."""
-    cuts = [0, *accumulate(stop - start for start, stop in task.share.micro_batches)]
-    rows = take(value, cuts[number], cuts[number + 1], dim, copy=task.copies)
+    start, stop = task.share.cuts[number : number + 2]
+    rows = take(value, start, stop, dim, copy=task.copies)
     return opened(rows, copy=True)
 
 

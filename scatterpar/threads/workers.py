@@ -7,13 +7,15 @@ per replica and call, and its threads carry the caller's whole context.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
+import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ __all__ = ["Cancelled", "Workers", "note"]
 _Task = Callable[[], None]
 
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
+
+# In a free-threaded interpreter (PEP 703) an object is freed by the thread that made it, when that
+# runs Python again. So idle workers wake now and then, and let go of what others have dropped.
+_IDLE_SECONDS = 0.1 if sysconfig.get_config_var("Py_GIL_DISABLED") else None
 
 
 class Cancelled(Exception):
@@ -57,6 +63,7 @@ class Workers:
         self.count = count
         self._owner = owner
         self._lock = threading.Lock()
+        self._posting = threading.RLock()  # who closes comes before all of a job, or after
         self._pid = os.getpid()
         self._closed = False
         self.interrupts = Interrupts()
@@ -120,8 +127,7 @@ class Workers:
         Raises:
             RuntimeError: inside another job, after ``close()``, or in a forked child.
         """
-        if self._closed:
-            raise RuntimeError(f"{self._owner} is closed; make another to go on")
+        self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self._owner} belongs to another process: threads do not survive a fork; "
@@ -141,18 +147,25 @@ class Workers:
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
-        self._closed = True
+        with self._posting:
+            self._closed = True
         if self._stop is not None:
             self._stop()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
     def _dispatch(self, calls: list[Call], cancel: threading.Event) -> None:
         devices = [call.device for call in calls]
         job = Job(len(calls), verbs.at_once(devices), cancel)
-        queues = self._started()
-        for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
-            # Replicas on one accelerator draw from its one generator: in their order, so in turn.
-            thread = i if device.type == "cpu" else devices.index(device)
-            queues[thread].put(partial(job.run, i, call))
+        with self._posting:
+            self._refuse_if_closed()
+            queues = self._started()
+            for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
+                # Those on one accelerator draw from its one generator: in their order, so in turn.
+                thread = i if device.type == "cpu" else devices.index(device)
+                queues[thread].put(partial(job.run, i, call))
         try:
             self._wait(job)
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
@@ -211,7 +224,7 @@ class Workers:
             for i, queue in enumerate(self._queues)
         ]
         for thread in threads:
-            thread.start()
+            contextvars.Context().run(thread.start)  # a worker would keep the caller's variables
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
@@ -230,9 +243,17 @@ def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barri
     torch.set_num_threads(budget)
     ready.wait()
     del ready
-    while (task := queue.get()) is not None:
+    while (task := _next(queue)) is not None:
         task()
         del task
+
+
+def _next(queue: SimpleQueue[_Task | None]) -> _Task | None:
+    while True:
+        try:
+            return queue.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            pass
 
 
 def _shut_down(

@@ -1,0 +1,1 @@
+"""One process and its interpreter's lock: replicas with it and without."""

@@ -1,0 +1,103 @@
+"""Modules that compute next to nothing: what takes time is the Python that calls operators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.models import Bottleneck
+
+_CLASSES = 4
+_LETTERS = 32
+_POSITIONS = 8
+
+
+class TinyResNet50(nn.Module):
+    """The blocks of ResNet-50, four channels wide, on images of 4 x 4."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
+        channels, blocks = width, []
+        for count in (3, 4, 6, 3):
+            for number in range(count):
+                blocks.append(Bottleneck(channels, width, downsample=number == 0))
+                channels = 4 * width
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """One score per class."""
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+class _Block(nn.Module):
+    """Attention and a perceptron, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.before_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As many positions as came in, each of which has seen those before it."""
+        rows, positions, width = hidden.shape
+        split = self.attention(self.before_attention(hidden)).view(
+            rows, positions, 3, self.heads, -1
+        )
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(seen.transpose(1, 2).reshape(rows, positions, width))
+        return hidden + self.mlp(self.before_mlp(hidden))
+
+
+class TinyGPT(nn.Module):
+    """Twelve blocks of a GPT, 16 wide."""
+
+    def __init__(self, width: int = 16, depth: int = 12, heads: int = 2) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(_LETTERS, width)
+        self.positions = nn.Parameter(torch.zeros(_POSITIONS, width))
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.head = nn.Linear(width, _LETTERS)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """A score for each letter and position; letters first, as cross entropy wants them."""
+        return self.head(self.blocks(self.letters(text) + self.positions)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module, and how its batch is made."""
+
+    title: str
+    build: Callable[[], nn.Module]
+    make: Callable[[int], tuple[Tensor, Tensor]]
+
+
+def _text(rows: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(_LETTERS, (rows, _POSITIONS + 1))
+    return text[:, :-1], text[:, 1:]
+
+
+SUBJECTS = {
+    "layer": Subject(
+        "one small layer",
+        lambda: nn.Linear(4, _CLASSES),
+        lambda rows: (torch.randn(rows, 4), torch.randint(_CLASSES, (rows,))),
+    ),
+    "resnet": Subject(
+        "a ResNet-50, four channels wide",
+        TinyResNet50,
+        lambda rows: (torch.randn(rows, 3, 4, 4), torch.randint(_CLASSES, (rows,))),
+    ),
+    "gpt": Subject("a GPT of twelve blocks, 16 wide", TinyGPT, _text),
+}

@@ -1,0 +1,21 @@
+"""Whether something is gone: at once, or as soon as a free-threaded interpreter frees it."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable
+
+_SECONDS = 10.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else 0.0
+
+
+def in_time(gone: Callable[[], bool]) -> bool:
+    """Whether ``gone()`` holds at once.
+
+    In a free-threaded interpreter: before long, since there an object that another thread drops
+    is freed when the thread that made it runs Python again.
+    """
+    deadline = time.monotonic() + _SECONDS
+    while not gone() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return gone()

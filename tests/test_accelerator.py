@@ -5,6 +5,7 @@ Where there is none, ``test_simulated.py`` runs these on a simulated one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -106,6 +107,48 @@ def test_a_pinned_batch_may_be_overwritten_after_the_step():
         assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_pinned_inputs_may_be_overwritten_after_inference(device_ids):
+    """A copy from pinned memory reads it some time after it was asked for."""
+    model, inputs, _ = problem()
+    expected = model(inputs.to(kind())).detach()
+    inputs = moved(inputs, "pinned")
+    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
+        found = engine(inputs)
+        inputs.fill_(7)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_pinned_batches_may_be_overwritten_after_each_call_of_the_pair(device_ids):
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    inputs, targets = (moved(tensor, "pinned") for tensor in (inputs, targets))
+    inputs.requires_grad_()
+    outputs = DataParallelModel(model, device_ids)(inputs)
+    with torch.no_grad():
+        inputs.fill_(7)
+    loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
+    targets.zero_()
+    loss.backward()
+    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
+    """Nothing reads the caller's memory any more, which may be freed, or be another batch's."""
+    model, inputs, targets = problem()
+    inputs = moved(inputs, "pinned")
+    seen = []
+
+    def fails(scores, labels):
+        seen.append(scores)
+        raise RuntimeError("on purpose")
+
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.forward_backward(inputs, targets, fails)
+        inputs.fill_(float("nan"))
+        assert all(scores.isfinite().all() for scores in seen)
+
+
 def test_on_a_stream_of_the_users(device_ids):
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
@@ -116,6 +159,45 @@ def test_on_a_stream_of_the_users(device_ids):
         found = gradients(model)
     stream.synchronize()
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@contextlib.contextmanager
+def streams_of_the_users():
+    """Another current stream on every device."""
+    count = torch.accelerator.device_count()
+    with contextlib.ExitStack() as stack:
+        for index in reversed(range(count)):
+            stack.enter_context(torch.Stream(f"{kind()}:{index}"))
+        yield
+
+
+def test_workers_are_on_the_users_stream_of_every_device(device_ids):
+    """A criterion may use what the caller has just computed on another device."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    first = torch.device(kind(), 0)
+    torch.accelerator.synchronize()
+    with ScatterOnceParallel(model, 3, device_ids) as engine, streams_of_the_users():
+        factor = torch.full((), 2.0, device=first, dtype=inputs.dtype)
+
+        def criterion(scores, labels):
+            return factor * nn.functional.cross_entropy(scores.to(first), labels.to(first))
+
+        engine.forward_backward(inputs, targets, criterion)
+        found = [gradient.cpu() / 2 for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
+
+
+def test_the_pair_on_the_users_stream_of_every_device(device_ids):
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    with streams_of_the_users():
+        inputs = inputs.to(kind()) * 2 / 2
+        outputs = DataParallelModel(model, device_ids)(inputs)
+        DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets).backward()
+        found = [gradient.cpu() for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -88,6 +88,7 @@ using std::optional;
 at::Tensor empty(
     IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>,
     optional<at::Device> device, optional<bool>, optional<at::MemoryFormat> format) {
+  refuse_double(at::dtype_or_default(dtype));
   const c10::DeviceGuard guard({kType, index_of(device.value_or(at::Device(kType)))});
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(size, &memory, keys, at::dtype_or_default(dtype), format);
@@ -120,10 +121,16 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 at::Scalar local_scalar(const at::Tensor& tensor) {
   const Lock lock(mutex);
   const auto stream = current_stream(tensor.device().index());
-  drain(stream);
-  const auto value = on_host(tensor).item();
-  if (counting) surface(stream.first);
-  return value;
+  if (counting) {
+    synchronize(stream);
+  } else {
+    drain(stream);
+  }
+  return on_host(tensor).item();
+}
+
+void record_stream(at::Tensor& self, at::Stream stream) {
+  memory.recordStream(self.storage().data_ptr(), stream);
 }
 
 // Numbers are drawn when the work is queued, as on CUDA, and written when the stream comes to it.
@@ -232,6 +239,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("random_.from", random_from);
   m.impl("randperm.generator_out", randperm);
   m.impl("native_dropout", native_dropout);
+  m.impl("record_stream", record_stream);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
@@ -278,6 +286,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("set_order(int order, int seed) -> ()", set_order);
   m.def("set_strict(bool on) -> ()", [](bool on) { switches.strict = on; });
   m.def("set_poison(bool on) -> ()", [](bool on) { switches.poison = on; });
+  m.def("set_complete(bool on) -> ()", [](bool on) { switches.complete = on; });
   m.def("set_link(int source, int target, int copy) -> ()", [](int64_t from, int64_t to, int64_t copy) {
     const Lock lock(mutex);
     switches.links[{from, to}] = Copy(copy);

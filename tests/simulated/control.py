@@ -59,6 +59,16 @@ def broken_link(source: int, target: int, copies: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def incomplete() -> Iterator[None]:
+    """Without float64, and without operators that MPS has not either."""
+    torch.ops.simulated.set_complete(False)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.set_complete(True)
+
+
+@contextlib.contextmanager
 def limited(index: int, size: int) -> Iterator[None]:
     """One device has room for ``size`` bytes more than it holds now."""
     live = torch.accelerator.memory_allocated(index)

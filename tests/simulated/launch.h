@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <set>
+#include <sstream>
 
 namespace simulated {
 
@@ -18,8 +19,14 @@ inline thread_local bool counting = true;  // not while an operator runs as a wh
 
 inline bool on_device(const at::Tensor& tensor) { return tensor.device().type() == kType; }
 
+inline void refuse_double(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(
+      switches.complete || dtype != at::kDouble, "this simulated accelerator has no float64");
+}
+
 inline at::Tensor empty_on(
     c10::DeviceIndex device, c10::IntArrayRef size, c10::IntArrayRef stride, at::ScalarType dtype) {
+  refuse_double(dtype);
   const c10::DeviceGuard guard({kType, device});
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(size, stride, &memory, keys, dtype);
@@ -69,10 +76,9 @@ inline void between_devices(const at::Tensor& source, const at::Tensor& target) 
 }
 
 inline void wait_for_copy(StreamKey stream) {
-  drain(stream);
-  if (!counting) return;
+  if (!counting) return drain(stream);
   ++counters.blocking_copies;
-  surface(stream.first);
+  synchronize(stream);
 }
 
 inline void to_device(at::Tensor source, const at::Tensor& target, bool non_blocking) {
@@ -180,39 +186,36 @@ class Launch {
 
   // Whether the shapes could be told; else nothing has happened.
   bool predict() {
-    for (const auto& result : op_.schema().returns()) {
-      const auto kind = result.type()->str();
-      if (kind != "Tensor" && kind != "Tensor[]") return false;
+    const auto key = signature();
+    {
+      const Lock lock(mutex);
+      const auto known = predictions().find(key);
+      if (known != predictions().end()) prediction_ = known->second;
     }
-    if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
-    const CleanThread clean;
-    for (const auto& argument : arguments_) {
-      results_.push_back(exchanged(argument, [&](const Tensor& tensor) { return shape_of(tensor); }));
+    if (!prediction_) {
+      prediction_ = std::make_shared<const Prediction>(predicted());
+      const Lock lock(mutex);
+      predictions()[key] = prediction_;
     }
-    try {
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results_);
-    } catch (const std::exception&) {
-      return false;  // it depends on values, or it is wrong, which the operator itself will say
-    }
-    return true;
+    return prediction_->possible;
   }
 
   // The results, to be filled when the stream comes to it.
   Stack enqueue() {
-    for (auto& [_, pair] : shapes_) {
-      auto& [tensor, shape] = pair;
-      if (tensor.sizes() != shape.sizes()) tensor.resize_(shape.sizes());  // an ``out``
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const auto sizes = prediction_->shapes[i].sizes();
+      if (tensors_[i].sizes() != sizes) tensors_[i].resize_(sizes);  // an ``out``
     }
     Stack results;
     bool fresh = false;
     const auto& schema = op_.schema();
-    for (size_t i = 0; i < results_.size(); ++i) {
+    for (size_t i = 0; i < prediction_->results.size(); ++i) {
       const auto* alias = schema.returns()[i].alias_info();
       if (alias && alias->isWrite()) {
         results.push_back(arguments_[written(*alias)]);
       } else {
         fresh |= !alias;
-        results.push_back(exchanged(results_[i], [&](const Tensor& shape) {
+        results.push_back(exchanged(prediction_->results[i], [&](const Tensor& shape) {
           return alias ? view_of(*alias, shape) : made(shape);
         }));
       }
@@ -223,15 +226,68 @@ class Launch {
   }
 
  private:
-  Tensor shape_of(const Tensor& tensor) {
-    if (!on_device(tensor)) return tensor;
-    auto& [_, shape] = shapes_.try_emplace(tensor.unsafeGetTensorImpl()).first->second;
-    if (!shape.defined()) {
-      const auto options = tensor.options().device(at::kMeta);
-      shapes_[tensor.unsafeGetTensorImpl()].first = tensor;
-      shape = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  struct Prediction {
+    bool possible = false;
+    Stack results;
+    std::vector<Tensor> shapes;  // of the arguments: an ``out`` may get another
+  };
+
+  // Torch tells shapes in Python, which takes its time.
+  static std::map<std::string, std::shared_ptr<const Prediction>>& predictions() {
+    static auto& all = *new std::map<std::string, std::shared_ptr<const Prediction>>;
+    return all;
+  }
+
+  // All that shapes depend on; also numbers the tensors.
+  std::string signature() {
+    std::ostringstream key;
+    key << op_.operator_name();
+    for (const auto& argument : arguments_) {
+      bool tensors = argument.isOptionalTensorList() || argument.isTensorList();
+      visit(argument, [&](const Tensor& tensor) {
+        tensors = true;
+        key << '|' << int(tensor.scalar_type()) << tensor.sizes() << tensor.strides();
+        key << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        if (on_device(tensor)) key << '#' << number(tensor);
+      });
+      if (!tensors) key << '|' << argument;
+      key << ';';
     }
-    return shape;
+    return key.str();
+  }
+
+  size_t number(const Tensor& tensor) {
+    const auto found = std::find_if(
+        tensors_.begin(), tensors_.end(), [&](const auto& other) { return other.is_same(tensor); });
+    const size_t position = found - tensors_.begin();
+    if (found == tensors_.end()) tensors_.push_back(tensor);
+    return position;
+  }
+
+  Prediction predicted() {
+    Prediction made;
+    for (const auto& result : op_.schema().returns()) {
+      const auto kind = result.type()->str();
+      if (kind != "Tensor" && kind != "Tensor[]") return made;
+    }
+    if (!op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return made;
+    const CleanThread clean;
+    for (const auto& tensor : tensors_) {
+      const auto options = tensor.options().device(at::kMeta);
+      made.shapes.push_back(at::empty_strided(tensor.sizes(), tensor.strides(), options));
+    }
+    for (const auto& argument : arguments_) {
+      made.results.push_back(exchanged(argument, [&](const Tensor& tensor) {
+        return on_device(tensor) ? made.shapes[number(tensor)] : tensor;
+      }));
+    }
+    try {
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &made.results);
+      made.possible = true;
+    } catch (const std::exception&) {
+      // It depends on values, or it is wrong, which the operator itself will say.
+    }
+    return made;
   }
 
   size_t written(const c10::AliasInfo& alias) const {
@@ -298,9 +354,9 @@ class Launch {
 
   const OperatorHandle op_;
   Stack arguments_;
-  Stack results_;
   const c10::Device device_;
-  std::map<c10::TensorImpl*, std::pair<Tensor, Tensor>> shapes_;
+  std::vector<Tensor> tensors_;  // of the device, each once
+  std::shared_ptr<const Prediction> prediction_;
 };
 
 // At once, and whole: what is no operator of torch's own, or has results that depend on values.
@@ -324,6 +380,9 @@ inline void call(const OperatorHandle& op, Stack* stack) {
       if (!device && on_device(tensor)) device = tensor.device();
     });
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !device || switches.complete || op.schema().name() != "aten::segment_reduce",
+      op.schema().name(), " is not on this simulated accelerator");
   if (device) refuse_mixtures(op, arguments, *device);
   if (device && op.schema().name().starts_with("aten::")) {
     Launch launch(op, arguments, *device);

@@ -56,6 +56,7 @@ inline struct Switches {
   Order order = Order::late;
   std::mt19937_64 dice;
   bool strict = true;   // refuse tensors of different devices
+  bool complete = true; // know float64, and what CUDA knows but MPS does not
   bool poison = true;   // in fresh memory, freed memory, and targets of copies under way
   std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, Copy> links;
   std::array<int64_t, kDevices> kernels_until_failure{};  // zero: none fails
@@ -132,19 +133,27 @@ inline void wait_for(StreamKey later, StreamKey earlier) {
   wait_for(later, earlier, queues[earlier].issued);
 }
 
-// The host has waited for a device: what went wrong there is known now.
+inline bool is_done(StreamKey stream, uint64_t number) {
+  const Lock lock(mutex);
+  return queues[stream].done >= std::min(number, queues[stream].issued);
+}
+
+// The host is at one with a device: what went wrong there is known now.
 inline void surface(c10::DeviceIndex device) {
   std::exception_ptr error;
   {
     const Lock lock(mutex);
-    ++counters.synchronizations;
     std::swap(error, errors[device]);
   }
   if (error) std::rethrow_exception(error);
 }
 
-inline void synchronize(StreamKey stream) {
-  drain(stream);
+// The host waits for a stream, if there is anything to wait for.
+inline void synchronize(
+    StreamKey stream, uint64_t number = std::numeric_limits<uint64_t>::max()) {
+  const Lock lock(mutex);
+  if (!is_done(stream, number)) ++counters.synchronizations;
+  drain(stream, number);
   surface(stream.first);
 }
 
@@ -227,15 +236,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(key_of(stream)); }
   void synchronizeEvent(void* event) const override {
     const auto& mine = *static_cast<Event*>(event);
-    drain(mine.stream, mine.number);
-    surface(mine.stream.first);
+    synchronize(mine.stream, mine.number);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    {
-      const Lock lock(mutex);
-      for (auto& [key, queue] : queues) {
-        if (key.first == device) drain(key);
-      }
+    const Lock lock(mutex);
+    for (auto& [key, queue] : queues) {
+      if (key.first == device) synchronize(key);
     }
     surface(device);
   }

@@ -49,6 +49,7 @@ inline void forget(void* context) {
     } else {
       bytes_of[block.device].live -= block.size;
       if (switches.poison && block.used_elsewhere()) {
+        for (const auto& stream : block.recorded) wait_for(block.home, stream);
         enqueue(block.home, [kept = *holder] { std::memset(kept->data, kPoison, kept->size); });
         drain(block.home);  // the next tensor on that stream may be written at once
       }

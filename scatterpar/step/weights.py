@@ -72,6 +72,7 @@ def weigh(
     elif count is not None:
         weights, total = normalise([count(*piece) for piece in pieces])
     elif _averages_classes(criterion):
+        counts: Sequence[float | Tensor]
         if isinstance(targets, Tensor) and spans == sorted(spans):
             counts = _count_classes(criterion, targets, dim, spans)
         else:
@@ -136,7 +137,8 @@ def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
         return counted
     wide = torch.promote_types(class_weight.dtype, torch.float32)
     weight = class_weight.detach().to(targets.device, wide)
-    return weight[targets.masked_fill(~counted, 0)] * counted
+    terms: Tensor = weight[targets.masked_fill(~counted, 0)] * counted
+    return terms
 
 
 def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:

@@ -8,6 +8,7 @@ where a row holds a varying number of terms (padded tokens).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -159,11 +160,17 @@ def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
 
 
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-    """On the host; those of one device come in one message, since the host waits for each."""
-    if not all(isinstance(count, Tensor) and not count.ndim for count in counts):
-        return counts
-    kinds = {(count.device, count.dtype) for count in counts if isinstance(count, Tensor)}
-    return list(torch.stack(list(counts)).cpu()) if len(kinds) == 1 else counts  # type: ignore[arg-type]
+    """On the host, in one message from each device: the host waits for every one of them."""
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, count in enumerate(counts):
+        if isinstance(count, Tensor) and count.device.type != "cpu" and not count.ndim:
+            away[count.device, count.dtype].append(i)
+    fetched = list(counts)
+    for positions in away.values():
+        arrived = torch.stack([counts[i] for i in positions]).cpu()  # type: ignore[misc]
+        for i, count in zip(positions, arrived, strict=True):
+            fetched[i] = count
+    return fetched
 
 
 def _as_number(count: Any) -> float:

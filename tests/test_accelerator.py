@@ -247,6 +247,49 @@ def test_the_same_seed_gives_the_same_gradients(device_ids):
     assert any(not torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
 
+@pytest.mark.draws
+def test_the_masters_generator_decides_a_step(device_ids):
+    """So a checkpoint of it is enough: what follows a restart is what would have followed."""
+    model, inputs, targets = problem(nn.Dropout(0.5))
+    device = torch.get_device_module()
+    steps, states = [], []
+    for start in (0, 2):
+        with ScatterOnceParallel(model, 3, device_ids) as engine:
+            torch.manual_seed(9 if start else 1)
+            if start:
+                device.set_rng_state(states[start], f"{kind()}:0")
+            for _ in range(start, 4):
+                states.append(device.get_rng_state(f"{kind()}:0"))
+                model.zero_grad()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                steps.append(gradients(model))
+    assert_close(steps[2] + steps[3], steps[4] + steps[5], rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(steps[2], steps[3], strict=True))
+
+
+class DrawsElsewhere(nn.Module):
+    """Dropout on all devices but the master's."""
+
+    def forward(self, features):
+        return nn.functional.dropout(features) if features.device.index else features
+
+
+@pytest.mark.draws
+def test_steps_differ_though_the_master_draws_nothing(device_ids):
+    model, inputs, targets = problem(DrawsElsewhere())
+    found = []
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        for seed in (1, None, 1):
+            if seed is not None:
+                torch.manual_seed(seed)
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            found.append(gradients(model))
+    assert_close(found[0], found[2], rtol=0, atol=0)
+    same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert same == (set(device_ids) == {0})
+
+
 class Keeps(nn.Module):
     """Dropout of ones, kept to be looked at."""
 
@@ -371,8 +414,17 @@ def test_by_default_every_accelerator_has_a_replica():
         assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
 
 
+OUT_OF_MEMORY = {
+    "allocator": torch.OutOfMemoryError("pretended"),
+    "cuBLAS": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    ),
+}
+
+
+@pytest.mark.parametrize("who", OUT_OF_MEMORY)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_memory_that_runs_out(device_ids, where, monkeypatch):
+def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
@@ -381,7 +433,7 @@ def test_memory_that_runs_out(device_ids, where, monkeypatch):
 
     def criterion(scores, labels):
         def run_out(_):
-            raise torch.OutOfMemoryError("pretended")
+            raise copy.copy(OUT_OF_MEMORY[who])
 
         if len(labels) > 4:
             if where == "forward":

@@ -132,6 +132,17 @@ def test_pinned_batches_may_be_overwritten_after_each_call_of_the_pair(device_id
     assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_a_pinned_batch_may_be_overwritten_after_a_step_on_the_whole_batch(device_ids):
+    model, inputs, targets = problem()
+    loss, expected = whole_batch(model, inputs, targets)
+    batch = [moved(tensor, "pinned") for tensor in (inputs, targets)]
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        found = engine.forward_backward(*batch, nn.CrossEntropyLoss(), whole_batch=True)
+        for tensor in batch:
+            tensor.zero_()
+        assert_close([found, *gradients(model)], [loss, *expected], rtol=1e-10, atol=1e-12)
+
+
 def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
     """Nothing reads the caller's memory any more, which may be freed, or be another batch's."""
     model, inputs, targets = problem()

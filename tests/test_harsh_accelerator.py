@@ -170,8 +170,9 @@ def test_no_float64_on_the_device(place, loss):
     if place == "device":
         inputs, targets = inputs.to(FIRST), targets.to(FIRST)
     with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
-        found = engine.forward_backward(inputs, targets, criterion)
-        torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+        for options in ({}, {"whole_batch": True}):
+            found = engine.forward_backward(inputs, targets, criterion, **options)
+            torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
     parallel = DataParallelModel(model, [FIRST, SECOND])
     with control.incomplete():
         found = DataParallelCriterion(criterion)(parallel(inputs), targets)

@@ -9,6 +9,7 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -255,7 +256,8 @@ class ScatterOnceParallel(Wrapper):
                 noise,
             )
             device = physical(self.device_ids[0])
-            loss = torch.tensor(outcome.loss, dtype=outcome.dtype, device=device)
+            # Filled in, not copied: the host waits for a copy.
+            loss = torch.full((), outcome.loss, dtype=outcome.dtype, device=device)
         return (loss, outcome.outputs) if return_outputs else loss
 
     def _with_the_others(self, request: Request, interrupts: Interrupts) -> tuple[Outcome, int]:
@@ -360,6 +362,7 @@ class ScatterOnceParallel(Wrapper):
                     else:
                         work = partial(train, **options)
                         results = run_shares(workers, streams, work, tasks, clock)
+                    ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not whole:  # replicas have parts of one loss
@@ -384,6 +387,8 @@ class ScatterOnceParallel(Wrapper):
             )
         except BaseException:
             streams.rollback()
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                ledger.settle()
             raise
         finally:
             self._crew.clear()
@@ -417,8 +422,7 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         batch = ((inputs, kwargs), None)
-        ledger = Ledger()
-        with self._crew.workers.exclusive():
+        with self._crew.workers.exclusive(), Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
             streams = self._streams(plan)
             try:

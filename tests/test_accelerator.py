@@ -5,6 +5,7 @@ Where there is none, ``test_simulated.py`` runs these on a simulated one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -77,8 +78,6 @@ def test_exact_from_any_memory(device_ids, place):
 
 def moved(tensor, place):
     if place == "pinned":
-        if kind() != "cuda":
-            pytest.skip("only CUDA pins memory here")
         return tensor.pin_memory()
     return tensor.to(kind()) if place == "device" else tensor
 
@@ -108,6 +107,59 @@ def test_a_pinned_batch_may_be_overwritten_after_the_step():
         assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_pinned_inputs_may_be_overwritten_after_inference(device_ids):
+    """A copy from pinned memory reads it some time after it was asked for."""
+    model, inputs, _ = problem()
+    expected = model(inputs.to(kind())).detach()
+    inputs = moved(inputs, "pinned")
+    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
+        found = engine(inputs)
+        inputs.fill_(7)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_pinned_batches_may_be_overwritten_after_each_call_of_the_pair(device_ids):
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    inputs, targets = (moved(tensor, "pinned") for tensor in (inputs, targets))
+    inputs.requires_grad_()
+    outputs = DataParallelModel(model, device_ids)(inputs)
+    with torch.no_grad():
+        inputs.fill_(7)
+    loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
+    targets.zero_()
+    loss.backward()
+    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_pinned_batch_may_be_overwritten_after_a_step_on_the_whole_batch(device_ids):
+    model, inputs, targets = problem()
+    loss, expected = whole_batch(model, inputs, targets)
+    batch = [moved(tensor, "pinned") for tensor in (inputs, targets)]
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        found = engine.forward_backward(*batch, nn.CrossEntropyLoss(), whole_batch=True)
+        for tensor in batch:
+            tensor.zero_()
+        assert_close([found, *gradients(model)], [loss, *expected], rtol=1e-10, atol=1e-12)
+
+
+def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
+    """Nothing reads the caller's memory any more, which may be freed, or be another batch's."""
+    model, inputs, targets = problem()
+    inputs = moved(inputs, "pinned")
+    seen = []
+
+    def fails(scores, labels):
+        seen.append(scores)
+        raise RuntimeError("on purpose")
+
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            engine.forward_backward(inputs, targets, fails)
+        inputs.fill_(float("nan"))
+        assert all(scores.isfinite().all() for scores in seen)
+
+
 def test_on_a_stream_of_the_users(device_ids):
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
@@ -118,6 +170,45 @@ def test_on_a_stream_of_the_users(device_ids):
         found = gradients(model)
     stream.synchronize()
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@contextlib.contextmanager
+def streams_of_the_users():
+    """Another current stream on every device."""
+    count = torch.accelerator.device_count()
+    with contextlib.ExitStack() as stack:
+        for index in reversed(range(count)):
+            stack.enter_context(torch.Stream(f"{kind()}:{index}"))
+        yield
+
+
+def test_workers_are_on_the_users_stream_of_every_device(device_ids):
+    """A criterion may use what the caller has just computed on another device."""
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    first = torch.device(kind(), 0)
+    torch.accelerator.synchronize()
+    with ScatterOnceParallel(model, 3, device_ids) as engine, streams_of_the_users():
+        factor = torch.full((), 2.0, device=first, dtype=inputs.dtype)
+
+        def criterion(scores, labels):
+            return factor * nn.functional.cross_entropy(scores.to(first), labels.to(first))
+
+        engine.forward_backward(inputs, targets, criterion)
+        found = [gradient.cpu() / 2 for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
+
+
+def test_the_pair_on_the_users_stream_of_every_device(device_ids):
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    with streams_of_the_users():
+        inputs = inputs.to(kind()) * 2 / 2
+        outputs = DataParallelModel(model, device_ids)(inputs)
+        DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets).backward()
+        found = [gradient.cpu() for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -165,6 +256,49 @@ def test_the_same_seed_gives_the_same_gradients(device_ids):
     assert_close(found[0], found[1], rtol=0, atol=0)
     assert_close(found[0], found[3], rtol=0, atol=0)
     assert any(not torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+
+
+@pytest.mark.draws
+def test_the_masters_generator_decides_a_step(device_ids):
+    """So a checkpoint of it is enough: what follows a restart is what would have followed."""
+    model, inputs, targets = problem(nn.Dropout(0.5))
+    device = torch.get_device_module()
+    steps, states = [], []
+    for start in (0, 2):
+        with ScatterOnceParallel(model, 3, device_ids) as engine:
+            torch.manual_seed(9 if start else 1)
+            if start:
+                device.set_rng_state(states[start], f"{kind()}:0")
+            for _ in range(start, 4):
+                states.append(device.get_rng_state(f"{kind()}:0"))
+                model.zero_grad()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                steps.append(gradients(model))
+    assert_close(steps[2] + steps[3], steps[4] + steps[5], rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(steps[2], steps[3], strict=True))
+
+
+class DrawsElsewhere(nn.Module):
+    """Dropout on all devices but the master's."""
+
+    def forward(self, features):
+        return nn.functional.dropout(features) if features.device.index else features
+
+
+@pytest.mark.draws
+def test_steps_differ_though_the_master_draws_nothing(device_ids):
+    model, inputs, targets = problem(DrawsElsewhere())
+    found = []
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        for seed in (1, None, 1):
+            if seed is not None:
+                torch.manual_seed(seed)
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            found.append(gradients(model))
+    assert_close(found[0], found[2], rtol=0, atol=0)
+    same = all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert same == (set(device_ids) == {0})
 
 
 class Keeps(nn.Module):
@@ -291,8 +425,17 @@ def test_by_default_every_accelerator_has_a_replica():
         assert [next(r.parameters()).device for r in engine.replicas] == list(engine.device_ids)
 
 
+OUT_OF_MEMORY = {
+    "allocator": torch.OutOfMemoryError("pretended"),
+    "cuBLAS": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    ),
+}
+
+
+@pytest.mark.parametrize("who", OUT_OF_MEMORY)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_memory_that_runs_out(device_ids, where, monkeypatch):
+def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
@@ -301,7 +444,7 @@ def test_memory_that_runs_out(device_ids, where, monkeypatch):
 
     def criterion(scores, labels):
         def run_out(_):
-            raise torch.OutOfMemoryError("pretended")
+            raise copy.copy(OUT_OF_MEMORY[who])
 
         if len(labels) > 4:
             if where == "forward":

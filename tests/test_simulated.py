@@ -7,17 +7,25 @@ from pathlib import Path
 
 import pytest
 from faults.processes import run
+from simulated import control
 
-HERE = Path(__file__).parent
+TESTS = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_accelerator.py", "test_harsh_accelerator.py")
+]
 
 
-def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(simulated_accelerator):
+@pytest.mark.parametrize(
+    "order", ["late", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random:1"))]
+)
+def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(simulated_accelerator, order):
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")
-    tests = str(Path(__file__).with_name("test_accelerator.py"))
-    arguments = ("-m", "pytest", "-p", "simulated", "-p", "no:cacheprovider", "-q", tests)
-    outcome = run(*arguments, **simulated_accelerator)
+    variables = {control.ORDER: order, "OMP_NUM_THREADS": "1"}  # its tensors are small
+    arguments = ("-m", "pytest", "-p", "simulated", "-p", "no:cacheprovider", "-q", *TESTS)
+    outcome = run(*arguments, seconds=600, **simulated_accelerator, **variables)
     assert outcome.code == 0, outcome.out
     passed = re.search(r"(\d+) passed", outcome.out)
     assert passed is not None
-    assert int(passed[1]) > 100, outcome.out
+    assert int(passed[1]) > 200, outcome.out
+    assert "skipped" not in outcome.out

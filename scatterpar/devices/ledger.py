@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import mark, physical, reads_late
 
 __all__ = ["PHASES", "Clock", "Ledger", "Span"]
 
@@ -23,16 +24,39 @@ class Ledger:
 
     Every byte that crosses from one memory to another goes through ``copy`` or
     ``copy_into``; the counts are those of the tensors that were copied.
+
+    As a context manager it ends only when everything on the host that was copied may be
+    written again: a copy from pinned memory reads it some time after it was asked for.
     """
 
     def __init__(self) -> None:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.messages = dict.fromkeys(PHASES, 0)
+        self._under_way: dict[torch.device, torch.Event] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.settle()
+        except Exception:
+            if error is None:  # else the first error is the one to tell
+                raise
+
+    def settle(self) -> None:
+        """Wait until nothing that was copied is read any more."""
+        while self._under_way:
+            _, event = self._under_way.popitem()
+            event.synchronize()
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self._count(tensor, phase)
-        return tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
+        copied = tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
+        if reads_late(tensor, device):
+            self._under_way[device] = mark(device)
+        return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
         """Copy ``source`` into ``target``, a tensor of the same size in another memory."""

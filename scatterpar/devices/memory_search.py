@@ -21,6 +21,7 @@ _WORDS = (
     "cannot allocate memory",
     "cudnn_status_alloc_failed",
     "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",  # its workspace did not fit
     "unable to find an engine to execute this computation",
 )
 

@@ -21,11 +21,13 @@ from torch import Tensor
 __all__ = [
     "DeviceLike",
     "at_once",
-    "current_stream",
+    "current_streams",
     "empty",
     "keep_memory",
+    "mark",
     "on",
     "physical",
+    "reads_late",
     "release",
     "resolve",
 ]
@@ -138,16 +140,41 @@ def at_once(devices: Sequence[torch.device]) -> int:
     return min(len(devices), cores or 1)
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The caller's current stream on ``device``; the CPU has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+def current_streams() -> tuple[torch.Stream, ...]:
+    """The caller's current streams on all accelerators, but for default ones.
+
+    Every thread has those anyway, and to enter one would make a context on a card that nobody
+    uses.
+    """
+    if not torch.accelerator.is_available():
+        return ()
+    count = torch.accelerator.device_count()
+    streams = [torch.accelerator.current_stream(index) for index in range(count)]
+    return tuple(stream for stream in streams if stream.stream_id)
 
 
 @contextlib.contextmanager
-def on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
-    """Make ``device`` and ``stream`` current: each worker enters this around its task."""
-    if stream is None:
+def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Make ``device`` and ``streams`` current: each worker enters this around its task."""
+    if device.type == "cpu" and not streams:
         yield
         return
-    with torch.accelerator.device_index(device.index), stream:
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(stream)
+        if device.type != "cpu":
+            stack.enter_context(torch.accelerator.device_index(device.index))
         yield
+
+
+def reads_late(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a copy of ``tensor`` to ``device`` reads it some time after it was asked for.
+
+    Memory of the host that is not pinned is staged at once.
+    """
+    return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+def mark(device: torch.device) -> torch.Event:
+    """An event that has happened once ``device`` has done what its current stream was given."""
+    return torch.accelerator.current_stream(device).record_event()

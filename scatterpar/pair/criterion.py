@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.calls import require_eager, run_each
-from scatterpar.pair.crossing import combine, replicate, scatter_owned
+from scatterpar.pair.crossing import Crossing, combine, replicate, scatter_owned
 from scatterpar.pair.outputs import require_entries, sizes
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.mirror import owner_of
@@ -97,11 +97,11 @@ class DataParallelCriterion(Wrapper):
         require_entries(outputs)
         if self._workers.count < len(outputs):
             self._workers = Workers(len(outputs), "this DataParallelCriterion")
-        with self._workers.exclusive():
+        with self._workers.exclusive(), Crossing() as crossing:
             reduction = resolve_reduction(self.module, reduction)
             plan = self._plan(outputs, targets)
             devices = [share.device for share in plan.shares]
-            pieces = scatter_owned(targets, plan, self.dim)
+            pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
             weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
             owner = owner_of(self.module)

@@ -6,7 +6,8 @@ inputs where those require grad.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import check_placement
@@ -25,7 +26,9 @@ from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.rows import opened, take
 from scatterpar.step.scatter import is_borrowed, scatter
 
-__all__ = ["PassingReplica", "combine", "replicate", "scatter_owned"]
+__all__ = ["Crossing", "PassingReplica", "combine", "replicate", "scatter_owned"]
+
+_Copy = Callable[[Tensor, torch.device], Tensor]
 
 
 class PassingReplica:
@@ -98,7 +101,7 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Pas
     return [PassingReplica(survey, copy) for copy in copies]
 
 
-def scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
+def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     if any(isinstance(leaf, Batches) for leaf in nested.leaves(batch)):
         raise ValueError(
@@ -107,7 +110,7 @@ def scatter_owned(batch: Any, plan: Plan, dim: int) -> list[Any]:
         )
     return [
         opened(take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device)), copy=True)
-        for piece, share in zip(scatter(batch, plan, dim, _Crossing()), plan.shares, strict=True)
+        for piece, share in zip(scatter(batch, plan, dim, crossing), plan.shares, strict=True)
     ]
 
 
@@ -130,10 +133,10 @@ def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
     """The loss on the master, from wherever the criterion made it."""
     if loss.device != physical(device):
         device = loss.device
-    return loss if device == master else _Crossing(device).copy(loss, master, "reduce")
+    return loss if device == master else Crossing(device).copy(loss, master, "reduce")
 
 
-class _Crossing(Ledger):
+class Crossing(Ledger):
     """Copies whose gradients cross back to the memory that they came from.
 
     Args:
@@ -149,7 +152,8 @@ class _Crossing(Ledger):
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
         origin = self._origin or tensor.device
-        crossed: Tensor = _Cross.apply(tensor, origin, device, phase)  # type: ignore[no-untyped-call]
+        copy = partial(super().copy, phase=phase)
+        crossed: Tensor = _Cross.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
         return crossed
 
 
@@ -165,6 +169,7 @@ class _Attach(torch.autograd.Function):
         ctx: Any, device_ids: tuple[torch.device, ...], original: Tensor, *copies: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
+        ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
         # A view for every replica, so that each has a gradient of its own.
         return tuple(copy.view_as(copy) for copy in copies)
@@ -172,7 +177,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = [{} if gradient is None else {0: gradient} for gradient in gradients]
-        total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
+        with on(ctx.device_ids[0], ctx.streams):
+            total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
         return (None, total.get(0), *(None for _ in gradients))
 
 
@@ -181,14 +187,16 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, phase: str
+        ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
     ) -> Tensor:
-        ctx.way_back = (device, origin, phase)
-        return Ledger().copy(tensor, device, phase)
+        ctx.way_back = (device, origin, partial(Ledger().copy, phase="reduce"))
+        ctx.streams = current_streams()
+        return copy(tensor, device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
+        with on(ctx.way_back[0], ctx.streams):
+            crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return crossed, None, None, None
 
 

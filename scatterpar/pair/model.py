@@ -14,7 +14,7 @@ from torch import nn
 
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.pair.calls import require_eager, run_each
-from scatterpar.pair.crossing import replicate, scatter_owned
+from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
 from scatterpar.plan import make_plan
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
@@ -91,10 +91,10 @@ class DataParallelModel(Wrapper):
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
-        with self._workers.exclusive():
+        with self._workers.exclusive(), Crossing() as crossing:
             replicas = replicate(self.module, [share.device for share in plan.shares])
             modules = [replica.of(self.module) for replica in replicas]
-            calls = scatter_owned((inputs, kwargs), plan, self.dim)
+            calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
             outputs = run_each(self._workers, plan, modules, calls)
             commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)

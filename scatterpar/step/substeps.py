@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,18 +97,19 @@ def train(
                 outputs.append(_kept(output, keep_outputs))
             del output, targets
             if weight:
-                if check_finite:
-                    _require_finite(loss, share, number)
                 factor = torch.full_like(loss, weight * scale, requires_grad=False)
                 pull([loss], [factor], autocast)
             losses.append(loss.detach())
             del loss
     joined = None
-    if keep_outputs:
-        rows = [stop - start for start, stop in share.micro_batches[:most]]
-        with noted(share):
+    with noted(share):
+        if keep_outputs:
+            rows = [stop - start for start, stop in share.micro_batches[:most]]
             joined = join_rows(outputs, dim, task.weights[:most], rows, strict=True)
-    return Result(_weighted_sum(losses, task.weights), losses[0].dtype, joined)
+        values = _on_the_host(losses)
+    if check_finite:
+        _require_finite(values, task)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
 
 
 def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
@@ -188,18 +190,27 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     return loss
 
 
-def _weighted_sum(losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """In double precision, with one transfer from the device; weight zero takes out even NaN."""
+def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
+    """In double precision, with one transfer: what went wrong on the device is known by then."""
     values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
+    return values
+
+
+def _weighted_sum(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Weight zero takes out even NaN."""
     return sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
 
 
-def _require_finite(loss: Tensor, share: Share, number: int) -> None:
-    if not torch.isfinite(loss):
-        raise FloatingPointError(
-            f"the loss is {loss.item()} in replica {share.replica} on {share.device}, "
-            f"sub-step {number}; nothing was changed"
-        )
+def _require_finite(losses: Sequence[float], task: Task) -> None:
+    """Of those that count; nothing has been committed yet."""
+    share = task.share
+    for number, (loss, weight) in enumerate(zip(losses, task.weights, strict=False)):
+        if weight and not math.isfinite(loss):
+            with noted(share, number):
+                raise FloatingPointError(
+                    f"the loss is {loss} in replica {share.replica} on {share.device}, "
+                    f"sub-step {number}; nothing was changed"
+                )
 
 
 def _kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:

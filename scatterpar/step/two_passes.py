@@ -138,7 +138,7 @@ def train_whole(
     second = partial(second_pass, seen=seen, gradients=gradients, model=parts[0], streams=streams)
     run_shares(workers, streams, partial(second, dim=dim, most=most), tasks, clock)
     kept = [nested.transform(_detached, one.joined) if keep_outputs else None for one in seen]
-    value = 0.0 if peers is not None and peers.rank else loss.double().item()
+    value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
     return [
         Result(value if replica == 0 else 0.0, loss.dtype, output)
         for replica, output in enumerate(kept)

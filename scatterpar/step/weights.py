@@ -8,6 +8,7 @@ where a row holds a varying number of terms (padded tokens).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +74,7 @@ def weigh(
     elif count is not None:
         weights, total = normalise([count(*piece) for piece in pieces])
     elif _averages_classes(criterion):
+        counts: Sequence[float | Tensor]
         if isinstance(targets, Tensor) and spans == sorted(spans):
             counts = _count_classes(criterion, targets, dim, spans)
         else:
@@ -112,28 +114,33 @@ def _count_classes(
     terms = _class_terms(criterion, targets)
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)
-    sizes = torch.tensor([stop - start for start, stop in spans], device=terms.device)
-    counts: list[float] = torch.segment_reduce(terms, "sum", lengths=sizes).tolist()
+    rows = terms.cpu().double()
+    sizes = torch.tensor([stop - start for start, stop in spans])
+    counts: list[float] = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
     return counts
 
 
-def _count_piece(criterion: Any, targets: Any) -> float:
+def _count_piece(criterion: Any, targets: Any) -> float | Tensor:
     """The divisor of a mean cross entropy of one micro-batch."""
     if not isinstance(targets, Tensor):
         raise TypeError(f"cross entropy takes a tensor of targets, got {type(targets).__name__}")
     if targets.is_floating_point():
         return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
-    return float(_class_terms(criterion, targets).sum())
+    return _class_terms(criterion, targets).sum()
 
 
 def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
-    """How much each class index counts: nothing if ignored, else its class's weight."""
+    """How much each class index counts: nothing if ignored, else its class's weight.
+
+    Where the targets are, and with what every accelerator knows: not in float64.
+    """
     counted: Tensor = targets != _option(criterion, "ignore_index", -100)
-    terms = counted.to(torch.float64)
     class_weight = _option(criterion, "weight", None)
-    if class_weight is not None:
-        weight = class_weight.detach().to(targets.device, torch.float64)
-        terms = weight[targets.masked_fill(~counted, 0)] * counted
+    if class_weight is None:
+        return counted
+    wide = torch.promote_types(class_weight.dtype, torch.float32)
+    weight = class_weight.detach().to(targets.device, wide)
+    terms: Tensor = weight[targets.masked_fill(~counted, 0)] * counted
     return terms
 
 
@@ -149,9 +156,23 @@ def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
     >>> normalise([3, 1, 0])
     ([0.75, 0.25, 0.0], 4.0)
     """
-    numbers = [_as_number(count) for count in counts]
+    numbers = [_as_number(count) for count in _fetched(counts)]
     total = sum(numbers)
     return [number / total if number else 0.0 for number in numbers], total
+
+
+def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
+    """On the host, in one message from each device: the host waits for every one of them."""
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, count in enumerate(counts):
+        if isinstance(count, Tensor) and count.device.type != "cpu" and not count.ndim:
+            away[count.device, count.dtype].append(i)
+    fetched = list(counts)
+    for positions in away.values():
+        arrived = torch.stack([counts[i] for i in positions]).cpu()  # type: ignore[misc]
+        for i, count in zip(positions, arrived, strict=True):
+            fetched[i] = count
+    return fetched
 
 
 def _as_number(count: Any) -> float:

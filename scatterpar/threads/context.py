@@ -28,12 +28,14 @@ def autocast_types() -> list[str]:
 class Context:
     """Grad and inference mode, autocast, default device, saved-tensor hooks, context variables.
 
-    Captured where it is made, and entered in another thread. What is as a new thread has it
-    anyway costs nothing.
+    And the current streams of all devices: a worker may use what the caller has computed on
+    another. Captured where it is made, and entered in another thread. What is as a new thread
+    has it anyway costs nothing.
     """
 
     def __init__(self) -> None:
         self.variables = contextvars.copy_context()
+        self._streams = verbs.current_streams()
         self._makers: list[Callable[[torch.device], _Entered]] = []
         if torch.is_inference_mode_enabled():
             self._makers.append(_anywhere(torch.inference_mode))
@@ -54,9 +56,9 @@ class Context:
             )
 
     @contextlib.contextmanager
-    def entered(self, device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
-        """The captured context in this thread, on ``device`` and ``stream``."""
-        with verbs.on(device, stream), contextlib.ExitStack() as stack:
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """The captured context in this thread, on ``device``."""
+        with verbs.on(device, self._streams), contextlib.ExitStack() as stack:
             for make in self._makers:
                 stack.enter_context(make(device))
             yield

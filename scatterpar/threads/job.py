@@ -24,11 +24,10 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
-        stream: torch.Stream | None,
         context: Context,
     ) -> None:
         self.device = device
-        self._work = (module, args, kwargs, stream)
+        self._work = (module, args, kwargs)
         self._context = context
         self.result: Any = None
         self.error: BaseException | None = None
@@ -41,9 +40,9 @@ class Call:
             self.error = error
 
     def _in_context(self) -> Any:
-        module, args, kwargs, stream = self._work
+        module, args, kwargs = self._work
         del self._work
-        with self._context.entered(self.device, stream):
+        with self._context.entered(self.device):
             return module(*args, **kwargs)
 
 

@@ -10,8 +10,9 @@ that draw nothing never see it.
 Replica 0 continues the process's own stream, as a plain loop would; the others are seeded
 from it. A step commits by moving the process's generator on, if anything was drawn.
 
-Accelerators have a generator each, all seeded alike by ``torch.manual_seed``: those of
-replicas 1, 2, … are seeded anew for the step, from their own state and the replica's number.
+Accelerators have a generator each, all seeded alike by ``torch.manual_seed``. The master's goes
+on as in a plain loop; the others are seeded from its state and the replica's number for the
+step, and are put back after it. So who saves and restores the master's has all there is.
 Replicas that share an accelerator draw from its generator in turn, since they run in turn.
 
 ``SCATTERPAR_RANDOM_STREAMS=0`` in the environment turns the CPU's streams off, for a version of
@@ -57,11 +58,14 @@ class RandomStreams:
         self._before = torch.default_generator.get_state()
         self._made: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._devices = tuple(devices)
+        first = devices[0]
+        self._masters_seed = _seed(self._before if first.type == "cpu" else _state(first))
         self._accelerators = [
-            _AcceleratorStream(device, earlier + replica)
+            _AcceleratorStream(device, self._masters_seed, earlier + replica)
             for replica, device in enumerate(devices)
             if device.type != "cpu" and device not in devices[:replica]
         ]
+        self._master = self._accelerator_of(0)
 
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
@@ -103,7 +107,7 @@ class RandomStreams:
 
     def seed_of_criterion(self) -> int:
         """What the first process gives the others, so that their criteria draw alike."""
-        return (self._seed() - 1) % _SEEDS  # replicas take those from the number on
+        return (_seed(self._before) - 1) % _SEEDS  # replicas take those from the number on
 
     def now(self, replica: int) -> Position:
         """Where the stream of ``replica`` is; ``rewind`` goes back there."""
@@ -133,7 +137,8 @@ class RandomStreams:
         moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]
         if self._alone and not torch.equal(torch.default_generator.get_state(), self._before):
             moved = []  # the only replica moved the process's generator itself
-        if moved:
+        stands_in = self._commit_accelerators()
+        if moved or stands_in:
             if 0 in moved and not self._earlier:
                 following = self._made[0][0]
             else:
@@ -141,8 +146,17 @@ class RandomStreams:
                 following.set_state(self._before)
                 torch.randint(_SEEDS, (), generator=following)
             torch.default_generator.set_state(following.get_state())
+
+    def _commit_accelerators(self) -> bool:
+        """Move the master's on if anything was drawn; whether the CPU's has to stand in for it."""
+        drawn = any(stream.drawn for stream in self._accelerators)
+        goes_on = self._master is not None and self._master.drawn and not self._earlier
         for stream in self._accelerators:
-            stream.commit()
+            if stream is not self._master or not goes_on:
+                stream.rollback()
+        if drawn and self._master is not None and not goes_on:
+            self._master.seed((self._masters_seed - 1) % _SEEDS)
+        return drawn and self._master is None
 
     def rollback(self) -> None:
         """Leave all generators as they were before the step."""
@@ -154,7 +168,7 @@ class RandomStreams:
     def _generator(self, replica: int) -> torch.Generator:
         if replica not in self._made:
             number = self._earlier + replica
-            generator = torch.Generator().manual_seed((self._seed() + number) % _SEEDS)
+            generator = torch.Generator().manual_seed((_seed(self._before) + number) % _SEEDS)
             if number == 0:
                 generator.set_state(self._before)
             self._made[replica] = (generator, generator.get_state())
@@ -170,33 +184,31 @@ class RandomStreams:
         device = self._devices[replica]
         return next((stream for stream in self._accelerators if stream.device == device), None)
 
-    def _seed(self) -> int:
-        """A seed out of the process's state, without an operator: ``vmap`` may be around us."""
-        digest = hashlib.blake2b(bytes(self._before.untyped_storage()), digest_size=4)
-        return int.from_bytes(digest.digest(), "big")
-
 
 class _AcceleratorStream:
     """The default generator of one accelerator, for one step of the replica that lives there."""
 
-    def __init__(self, device: torch.device, replica: int) -> None:
-        self._module = torch.get_device_module(device)
+    def __init__(self, device: torch.device, seed: int, replica: int) -> None:
         self.device = device
-        self._before: Tensor = self._module.get_rng_state(device)
+        self._before = self.now()
         if replica > 0:
-            generator = torch.Generator(device)
-            generator.set_state(self._before)
-            seed = hash((generator.initial_seed(), generator.get_offset(), replica))
-            generator.manual_seed(seed % _SEEDS)
-            self._module.set_rng_state(generator.get_state(), device)
-        self._start: Tensor = self._module.get_rng_state(device)
+            self.seed((seed + replica) % _SEEDS)
+        self._start = self.now()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether anything has been drawn in the step."""
+        return not torch.equal(self.now(), self._start)
 
     def now(self) -> Tensor:
-        state: Tensor = self._module.get_rng_state(self.device)
-        return state
+        return _state(self.device)
 
     def rewind(self, state: Tensor) -> None:
-        self._module.set_rng_state(state, self.device)
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def seed(self, seed: int) -> None:
+        """Draw from another stream."""
+        self.rewind(torch.Generator(self.device).manual_seed(seed).get_state())
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
@@ -209,12 +221,20 @@ class _AcceleratorStream:
         if torch.equal(self.now(), start):
             self.rewind(before)
 
-    def commit(self) -> None:
-        if torch.equal(self._module.get_rng_state(self.device), self._start):
-            self.rollback()
-
     def rollback(self) -> None:
-        self._module.set_rng_state(self._before, self.device)
+        """Leave it as it was before the step."""
+        self.rewind(self._before)
+
+
+def _state(device: torch.device) -> Tensor:
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _seed(state: Tensor) -> int:
+    """A seed out of a generator's state, without an operator: ``vmap`` may be around us."""
+    digest = hashlib.blake2b(bytes(state.untyped_storage()), digest_size=4)
+    return int.from_bytes(digest.digest(), "big")
 
 
 _thread = threading.local()

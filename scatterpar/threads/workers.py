@@ -105,11 +105,11 @@ class Workers:
         devices = devices or [torch.device("cpu")] * len(modules)
         verbs.keep_memory(devices[0])
         if len(modules) == 1:
-            with verbs.on(devices[0], verbs.current_stream(devices[0])), self.interrupts.allowed():
+            with verbs.on(devices[0], ()), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
         calls = [
-            Call(module, args, kwargs, device, verbs.current_stream(device), context)
+            Call(module, args, kwargs, device, context)
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
             )

@@ -1,9 +1,19 @@
 """An accelerator that is not there, so that a machine without one runs what accelerators run.
 
-Four devices in the host's memory that torch takes for real ones: streams and current devices
-are each thread's, backward passes run in a thread per device, generators are each device's own
-and the CPU's are refused. As a pytest plugin (``-p simulated``) it is there for a whole run:
-a process cannot get rid of it again.
+Devices in the host's memory that torch takes for real ones: streams and current devices are
+each thread's, backward passes run in a thread per device, generators are each device's own
+and the CPU's are refused. It is as harsh as CUDA where code could lean on luck:
+
+- Work waits in the queue of its stream, and by default runs as late as possible: when the host
+  synchronises, reads a value or waits for a copy, or when another stream waits for an event.
+- Fresh memory, the target of a copy under way, and freed memory that another stream still
+  reads hold poison: NaN in floats, -1 in integers.
+- Copies from pinned memory read it when they run; pageable memory is staged at once.
+- Operators refuse tensors of two devices, and of host and device but for 0-dim ones.
+- What goes wrong in a kernel is raised at the next synchronisation.
+
+`control` switches each of these and counts what happens. As a pytest plugin (``-p simulated``)
+it is there for a whole run: a process cannot get rid of it again.
 """
 
 from __future__ import annotations
@@ -15,6 +25,10 @@ from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from simulated import control
+
+__all__ = ["LIBRARY", "NAME", "build", "load", "load_built"]
 
 NAME = "simulated"
 LIBRARY = "SIMULATED_ACCELERATOR"  # the environment variable that says where it was built
@@ -59,6 +73,7 @@ def load(library: Path) -> None:
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    control.obey_environment()
 
 
 def load_built() -> None:

@@ -1,117 +1,26 @@
-// An accelerator that is not there: four devices whose memory lies in the host's RAM.
+// An accelerator that is not there: devices whose memory lies in the host's RAM.
 //
 // Torch takes it for a real one: tensors have a device of their own, streams and current
 // devices are each thread's, backward passes run in a thread per device, and each device has
-// its generator. Operators run on the host; those that draw random numbers, on the device's
-// generator, and they refuse the CPU's, as accelerators do.
+// its generator. It is as harsh as CUDA: work waits in its stream until something needs it
+// (``streams.h``), memory that may be reused holds poison (``memory.h``), and operators refuse
+// tensors that lie elsewhere (``launch.h``). They compute on the host; those that draw random
+// numbers, on the device's generator, and they refuse the CPU's, as accelerators do.
 
-#include <ATen/ATen.h>
+#include "launch.h"
+
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorShape.h>
 #include <ATen/ops/set_native.h>
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/library.h>
 
-#include <array>
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
+namespace simulated {
 
-namespace {
-
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr c10::DeviceIndex kDevices = 4;
-
-thread_local c10::DeviceIndex current_device = 0;
-thread_local std::array<c10::StreamId, kDevices> current_streams{};
-std::atomic<c10::StreamId> streams_made{0};
-
-c10::DeviceIndex index_of(c10::Device device) {
-  return device.has_index() ? device.index() : current_device;
-}
-
-// ---- devices and streams -----------------------------------------------------------------
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kType; }
-  c10::Device getDevice() const override { return {kType, current_device}; }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() < kDevices, "there are ", int(kDevices), " devices");
-    if (device.has_index()) current_device = device.index();
-  }
-  void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.has_index()) current_device = device.index();
-  }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    const auto before = getDevice();
-    setDevice(device);
-    return before;
-  }
-  c10::Stream getStream(c10::Device device) const override {
-    return stream(device, current_streams[index_of(device)]);
-  }
-  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return stream(device, ++streams_made);
-  }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return stream(device, ++streams_made);
-  }
-  c10::Stream exchangeStream(c10::Stream next) const override {
-    const auto before = getStream(next.device());
-    current_streams[next.device_index()] = next.id();
-    return before;
-  }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
-      const override {
-    *event = this_event();
-  }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-
- private:
-  static void* this_event() {
-    static int event = 0;
-    return &event;
-  }
-  static c10::Stream stream(c10::Device device, c10::StreamId id) {
-    return c10::Stream(c10::Stream::UNSAFE, {kType, index_of(device)}, id);
-  }
-};
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
-
-// ---- memory ------------------------------------------------------------------------------
-
-struct Memory final : c10::DeviceAllocator {
-  c10::DataPtr allocate(size_t size) override {
-    void* data = size ? std::malloc(size) : nullptr;
-    return {data, data, &std::free, {kType, current_device}};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
-  void copy_data(void* target, const void* source, size_t size) const override {
-    std::memcpy(target, source, size);
-  }
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
-};
-Memory memory;
 REGISTER_ALLOCATOR(kType, &memory)
 
-// ---- random numbers ----------------------------------------------------------------------
+// ---- random numbers --------------------------------------------------------------------------
 
 struct Generator final : at::CPUGeneratorImpl {
   explicit Generator(c10::DeviceIndex index) {
@@ -122,11 +31,11 @@ struct Generator final : at::CPUGeneratorImpl {
 };
 
 const at::Generator& default_generator(c10::DeviceIndex index) {
-  static const auto all = [] {
+  static const auto& all = *new auto([] {
     std::array<at::Generator, kDevices> made;
     for (c10::DeviceIndex i = 0; i < kDevices; ++i) made[i] = at::make_generator<Generator>(i);
     return made;
-  }();
+  }());
   return all[index < 0 ? current_device : index];
 }
 
@@ -134,7 +43,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return Guard::count; }
   void setCurrentDevice(c10::DeviceIndex index) const override { current_device = index; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
@@ -145,6 +54,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     if (index >= 0) current_device = index;
     return before;
   }
+  bool isPinnedPtr(const void* data) const override { return pinned_block(data) != nullptr; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     return default_generator(index);
   }
@@ -152,32 +63,32 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<Generator>(index < 0 ? current_device : index);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
-    auto data = memory.allocate(size);
-    if (storage.nbytes()) std::memcpy(data.get(), storage.data(), std::min(size, storage.nbytes()));
+    const auto device = storage.device().index();
+    auto data = new_block(size, device);
+    const auto kept = std::min(size, storage.nbytes());
+    if (kept) {
+      const auto from = *static_cast<BlockPtr*>(storage.data_ptr().get_context());
+      const auto to = *static_cast<BlockPtr*>(data.get_context());
+      enqueue_with(current_stream(device), {from, to}, [=] {
+        std::memcpy(to->data, from->data, kept);
+      });
+    }
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
     storage.unsafeGetStorageImpl()->set_nbytes(size);
   }
 };
-const bool registered = [] {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
-  return true;
-}();
+Hooks& hooks = *new Hooks;
+const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
 
-// ---- operators ---------------------------------------------------------------------------
+// ---- operators -------------------------------------------------------------------------------
 
 using c10::IntArrayRef;
 using std::optional;
 
-at::Tensor on_host(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return tensor;
-  return at::from_blob(
-      tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {},
-      tensor.options().device(at::kCPU));
-}
-
 at::Tensor empty(
     IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>,
     optional<at::Device> device, optional<bool>, optional<at::MemoryFormat> format) {
+  refuse_double(at::dtype_or_default(dtype));
   const c10::DeviceGuard guard({kType, index_of(device.value_or(at::Device(kType)))});
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(size, &memory, keys, at::dtype_or_default(dtype), format);
@@ -186,14 +97,20 @@ at::Tensor empty(
 at::Tensor empty_strided(
     IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype, optional<at::Layout>,
     optional<at::Device> device, optional<bool>) {
-  const c10::DeviceGuard guard({kType, index_of(device.value_or(at::Device(kType)))});
-  constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(size, stride, &memory, keys, at::dtype_or_default(dtype));
+  const auto index = index_of(device.value_or(at::Device(kType)));
+  return empty_on(index, size, stride, at::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
-  on_host(target).copy_(on_host(source));
-  return target;
+const at::Tensor& resize_(
+    const at::Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {
+  auto* implementation = self.unsafeGetTensorImpl();
+  implementation->set_sizes_contiguous(size);
+  if (format) implementation->empty_tensor_restride(*format);
+  const auto needed = size_t(self.storage_offset() + self.numel()) * self.itemsize();
+  if (self.numel() && needed > self.storage().nbytes()) {
+    hooks.resizePrivateUse1Bytes(self.storage(), needed);
+  }
+  return self;
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
@@ -201,52 +118,67 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
   return copy_from(source, target, false);
 }
 
-at::Scalar local_scalar(const at::Tensor& tensor) { return on_host(tensor).item(); }
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  const Lock lock(mutex);
+  const auto stream = current_stream(tensor.device().index());
+  if (counting) {
+    synchronize(stream);
+  } else {
+    drain(stream);
+  }
+  return on_host(tensor).item();
+}
 
+void record_stream(at::Tensor& self, at::Stream stream) {
+  memory.recordStream(self.storage().data_ptr(), stream);
+}
+
+// Numbers are drawn when the work is queued, as on CUDA, and written when the stream comes to it.
 template <typename Draw>
-void with_host_generator(const at::Tensor& self, const optional<at::Generator>& given, Draw draw) {
+at::Tensor& drawn(at::Tensor& self, const optional<at::Generator>& given, Draw draw) {
   auto mine = given && given->defined() ? *given : default_generator(self.device().index());
   TORCH_CHECK(
       mine.device().type() == kType, "Expected a '", kType,
       "' device type for generator but found '", mine.device().type(), "'");
-  const std::lock_guard<std::mutex> lock(mine.mutex());
-  auto host = at::detail::createCPUGenerator();
-  host.set_state(mine.get_state());
-  draw(on_host(self), host);
-  mine.set_state(host.get_state());
+  at::Tensor numbers;
+  {
+    const std::lock_guard<std::mutex> lock(mine.mutex());
+    const CleanThread clean;
+    auto host = at::detail::createCPUGenerator();
+    host.set_state(mine.get_state());
+    numbers = at::empty(self.sizes(), self.options().device(at::kCPU));
+    draw(numbers, host);
+    mine.set_state(host.get_state());
+  }
+  const Lock lock(mutex);
+  enqueue_with(current_stream(self.device().index()), {block_of(self)}, [target = on_host(self), numbers] {
+    target.copy_(numbers);
+  });
+  return self;
 }
 
 at::Tensor& uniform_(at::Tensor& self, double from, double to, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.uniform_(from, to, g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.uniform_(from, to, g); });
 }
 at::Tensor& normal_(at::Tensor& self, double mean, double std, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.normal_(mean, std, g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.normal_(mean, std, g); });
 }
 at::Tensor& bernoulli_(at::Tensor& self, double p, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.bernoulli_(p, g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.bernoulli_(p, g); });
 }
 at::Tensor& random_(at::Tensor& self, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.random_(g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.random_(g); });
 }
 at::Tensor& random_to(at::Tensor& self, int64_t to, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.random_(to, g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.random_(to, g); });
 }
 at::Tensor& random_from(
     at::Tensor& self, int64_t from, optional<int64_t> to, optional<at::Generator> generator) {
-  with_host_generator(self, generator, [&](auto t, auto g) { t.random_(from, to, g); });
-  return self;
+  return drawn(self, generator, [&](auto t, auto g) { t.random_(from, to, g); });
 }
 at::Tensor& randperm(int64_t n, optional<at::Generator> generator, at::Tensor& out) {
   out.resize_({n});
-  with_host_generator(out, generator, [&](auto t, auto g) {
-    t.copy_(at::randperm(n, g, t.options()));
-  });
-  return out;
+  return drawn(out, generator, [&](auto t, auto g) { t.copy_(at::randperm(n, g, t.options())); });
 }
 std::tuple<at::Tensor, at::Tensor> native_dropout(
     const at::Tensor& self, double p, optional<bool>) {
@@ -254,33 +186,22 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(
   return {self * mask / (1 - p), mask.to(at::kBool)};
 }
 
-void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void fallback(const OperatorHandle& op, Stack* stack) {
   for (const auto& argument : op.schema().arguments()) {
     TORCH_CHECK(
         argument.type()->str() != "Generator?", op.schema().name(), " is not simulated: it draws");
   }
-  at::native::cpu_fallback(op, stack);
+  call(op, stack);
 }
 
-// What the module torch.simulated is made of.
-at::Tensor get_rng_state(int64_t index) { return default_generator(index).get_state(); }
-void set_rng_state(const at::Tensor& state, int64_t index) {
-  auto generator = default_generator(index);
-  generator.set_state(state);
+// Convolutions reach other backends under names of their own.
+void convolution(const OperatorHandle&, Stack* stack) {
+  call(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", ""), stack);
 }
-void manual_seed(int64_t seed, int64_t index) {
-  auto generator = default_generator(index);
-  generator.set_current_seed(seed);
-}
-TORCH_LIBRARY(simulated, m) {
-  m.def("device_count() -> int", []() -> int64_t { return kDevices; });
-  m.def("get_rng_state(int index) -> Tensor", get_rng_state);
-  m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
-  m.def("manual_seed(int seed, int index) -> ()", manual_seed);
-}
-
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_host>());
+void convolution_backward(const OperatorHandle&, Stack* stack) {
+  const auto channels = (*stack)[stack->size() - 10].toTensor().size(1);
+  stack->insert(stack->end() - 7, std::vector<int64_t>{channels});  // the size of a bias
+  call(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
 }
 
 // Under autocast, matrix products in the lower precision; all else as it is.
@@ -291,6 +212,10 @@ at::Tensor linear(const at::Tensor& in, const at::Tensor& weight, const optional
   };
   return at::linear(lower(in), lower(weight), bias ? optional(lower(*bias)) : bias);
 }
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { m.impl("linear", linear); }
 
@@ -300,7 +225,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
-  m.impl("resize_", at::native::resize_);
+  m.impl("resize_", resize_);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
@@ -314,6 +239,69 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("random_.from", random_from);
   m.impl("randperm.generator_out", randperm);
   m.impl("native_dropout", native_dropout);
+  m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
-}  // namespace
+// ---- what the module torch.simulated is made of ------------------------------------------------
+
+at::Tensor get_rng_state(int64_t index) { return default_generator(index).get_state(); }
+void set_rng_state(const at::Tensor& state, int64_t index) {
+  auto generator = default_generator(index);
+  generator.set_state(state);
+}
+void manual_seed(int64_t seed, int64_t index) {
+  auto generator = default_generator(index);
+  generator.set_current_seed(seed);
+}
+
+void set_order(int64_t order, int64_t seed) {
+  const Lock lock(mutex);
+  switches.order = Order(order);
+  switches.dice.seed(seed);
+}
+std::vector<int64_t> get_counters() {
+  const Lock lock(mutex);
+  const auto& c = counters;
+  return {c.synchronizations, c.blocking_copies, c.kernels, c.to_device, c.to_host,
+          c.between_devices, c.bytes_to_device, c.bytes_to_host, c.bytes_between_devices};
+}
+int64_t queued() {
+  const Lock lock(mutex);
+  int64_t all = 0;
+  for (const auto& [_, queue] : queues) all += queue.work.size();
+  return all;
+}
+
+TORCH_LIBRARY(simulated, m) {
+  m.def("device_count() -> int", []() -> int64_t { return Guard::count; });
+  m.def("set_device_count(int count) -> ()", [](int64_t count) {
+    TORCH_CHECK(0 < count && count <= kDevices, "there can be ", int(kDevices), " devices at most");
+    Guard::count = count;
+  });
+  m.def("get_rng_state(int index) -> Tensor", get_rng_state);
+  m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
+  m.def("manual_seed(int seed, int index) -> ()", manual_seed);
+  m.def("set_order(int order, int seed) -> ()", set_order);
+  m.def("set_strict(bool on) -> ()", [](bool on) { switches.strict = on; });
+  m.def("set_poison(bool on) -> ()", [](bool on) { switches.poison = on; });
+  m.def("set_complete(bool on) -> ()", [](bool on) { switches.complete = on; });
+  m.def("set_link(int source, int target, int copy) -> ()", [](int64_t from, int64_t to, int64_t copy) {
+    const Lock lock(mutex);
+    switches.links[{from, to}] = Copy(copy);
+  });
+  m.def("set_limit(int index, int bytes) -> ()", [](int64_t index, int64_t bytes) {
+    const Lock lock(mutex);
+    bytes_of[index].limit = bytes;
+  });
+  m.def("fail_kernel(int index, int number) -> ()", [](int64_t index, int64_t number) {
+    const Lock lock(mutex);
+    switches.kernels_until_failure[index] = number;
+  });
+  m.def("counters() -> int[]", get_counters);
+  m.def("reset_counters() -> ()", [] { const Lock lock(mutex); counters = Counters(); });
+  m.def("queued() -> int", queued);
+}
+
+}  // namespace simulated

@@ -1,0 +1,126 @@
+"""What the simulated accelerator does, and what it has done: for tests, and by the environment.
+
+Environment variables, each for a whole process:
+
+- ``SIMULATED_ORDER``: ``late`` (the default), ``eager``, or ``random:SEED``
+- ``SIMULATED_STRICT=0``: let operators mix devices
+- ``SIMULATED_POISON=0``: leave memory as it is
+- ``SIMULATED_DEVICES``: how many devices there are, at most 8; 4 by default
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+ORDER, STRICT, POISON = "SIMULATED_ORDER", "SIMULATED_STRICT", "SIMULATED_POISON"
+DEVICES = "SIMULATED_DEVICES"
+ORDERS = ("late", "eager", "random")
+_COPIES = ("whole", "dropped", "altered")
+_NO_LIMIT = 2**63 - 1
+
+
+def obey_environment() -> None:
+    """Set what the environment asks for; all is as harsh as can be where it says nothing."""
+    torch.ops.simulated.set_device_count(int(os.environ.get(DEVICES, "4")))
+    set_order(os.environ.get(ORDER, "late"))
+    torch.ops.simulated.set_strict(os.environ.get(STRICT) != "0")
+    torch.ops.simulated.set_poison(os.environ.get(POISON) != "0")
+
+
+def set_order(order: str) -> None:
+    """When queued work runs: ``late``, ``eager``, or ``random:SEED``."""
+    name, _, seed = order.partition(":")
+    torch.ops.simulated.set_order(ORDERS.index(name), int(seed or 0))
+
+
+@contextlib.contextmanager
+def ordered(order: str) -> Iterator[None]:
+    """Another order for the body; what is queued at its end stays so."""
+    set_order(order)
+    try:
+        yield
+    finally:
+        set_order(os.environ.get(ORDER, "late"))
+
+
+@contextlib.contextmanager
+def broken_link(source: int, target: int, copies: str) -> Iterator[None]:
+    """Copies from one device to another are ``dropped`` or ``altered``."""
+    torch.ops.simulated.set_link(source, target, _COPIES.index(copies))
+    try:
+        yield
+    finally:
+        torch.ops.simulated.set_link(source, target, _COPIES.index("whole"))
+
+
+@contextlib.contextmanager
+def incomplete() -> Iterator[None]:
+    """Without float64, and without operators that MPS has not either."""
+    torch.ops.simulated.set_complete(False)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.set_complete(True)
+
+
+@contextlib.contextmanager
+def limited(index: int, size: int) -> Iterator[None]:
+    """One device has room for ``size`` bytes more than it holds now."""
+    live = torch.accelerator.memory_allocated(index)
+    torch.ops.simulated.set_limit(index, live + size)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.set_limit(index, _NO_LIMIT)
+
+
+def fail_kernel(index: int, number: int = 1) -> None:
+    """Let a kernel of one device fail, the next or a later one: at its synchronisation."""
+    torch.ops.simulated.fail_kernel(index, number)
+
+
+def queued() -> int:
+    """How much work waits in all streams."""
+    found: int = torch.ops.simulated.queued()
+    return found
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What happened since the library was loaded, on all devices.
+
+    Attributes:
+        synchronizations: how often the host waited for a device, for whatever reason.
+        blocking_copies: those of them that waited for a copy.
+        kernels: operators that were queued, copies apart.
+        to_device: messages from the host.
+        to_host: messages to the host.
+        between_devices: messages from one device to another.
+        bytes_to_device: and their bytes.
+        bytes_to_host: likewise.
+        bytes_between_devices: likewise.
+    """
+
+    synchronizations: int
+    blocking_copies: int
+    kernels: int
+    to_device: int
+    to_host: int
+    between_devices: int
+    bytes_to_device: int
+    bytes_to_host: int
+    bytes_between_devices: int
+
+    def __sub__(self, other: Counters) -> Counters:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Counters(*(mine - others for mine, others in pairs))
+
+
+def counters() -> Counters:
+    """The counters as they are now; take the difference of two."""
+    return Counters(*torch.ops.simulated.counters())

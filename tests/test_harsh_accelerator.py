@@ -1,0 +1,207 @@
+"""What goes unseen on an accelerator that is quick: these need the simulated one's controls.
+
+``test_simulated.py`` runs them in every order of the simulated streams. The first ones hold
+the simulation itself to what CUDA does.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.oracle import seeded
+from simulated import NAME, control
+from torch import nn
+
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        torch._C._get_privateuse1_backend_name() != NAME,
+        reason="needs the simulated accelerator: run by test_simulated.py",
+    ),
+]
+ROWS, FEATURES, CLASSES = 37, 8, 3
+FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
+
+
+@pytest.fixture
+def late():
+    with control.ordered("late"):
+        yield
+
+
+def problem(*layers, dtype=torch.float32):
+    with seeded():
+        first, last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        inputs, targets = torch.randn(ROWS, FEATURES), torch.randint(CLASSES, (ROWS,))
+    model = nn.Sequential(first, *layers, nn.Tanh(), last).to(FIRST, dtype)
+    return model, inputs.to(dtype), targets
+
+
+# ---- the simulation ----------------------------------------------------------------------------
+
+
+def test_work_waits_until_the_host_reads(late):
+    ones = torch.ones(4, device=FIRST)
+    torch.accelerator.synchronize()
+    doubled = ones * 2
+    assert control.queued() == 1
+    assert doubled.sum().item() == 8
+    assert control.queued() == 0
+
+
+def test_another_stream_that_does_not_wait_reads_poison(late):
+    other = torch.Stream(FIRST)
+    ones = torch.ones(4, device=FIRST)
+    with other:
+        too_early = (ones + 1).cpu()
+    torch.accelerator.synchronize()
+    assert too_early.isnan().all()
+    ones = torch.ones(4, device=FIRST)
+    other.wait_stream(torch.accelerator.current_stream(FIRST))
+    with other:
+        assert (ones + 1).cpu().tolist() == [2] * 4
+
+
+def test_pinned_memory_is_read_late_and_pageable_memory_is_staged(late):
+    pinned, pageable = torch.ones(4).pin_memory(), torch.ones(4)
+    assert pinned[1:].is_pinned()
+    assert not pageable.is_pinned()
+    copies = [memory.to(FIRST, non_blocking=True) for memory in (pinned, pageable)]
+    for memory in (pinned, pageable):
+        memory.fill_(7)
+    assert [copy[0].item() for copy in copies] == [7, 1]
+
+
+def test_a_copy_to_pinned_memory_holds_poison_until_then(late):
+    there = torch.ones(4, device=FIRST).to("cpu", non_blocking=True)
+    assert there.is_pinned()
+    assert there.isnan().all()
+    torch.accelerator.synchronize()
+    assert there.tolist() == [1] * 4
+
+
+def test_freed_memory_that_another_stream_reads_holds_poison(late):
+    other, found = torch.Stream(FIRST), []
+    for keep in (False, True):
+        ones = torch.ones(4, device=FIRST)
+        other.wait_stream(torch.accelerator.current_stream(FIRST))
+        with other:
+            twos = ones + 1
+        if keep:
+            ones.record_stream(other)
+        del ones
+        other.synchronize()
+        found.append(twos.cpu().isnan().any().item())
+    assert found == [True, False]
+
+
+def test_operators_refuse_mixtures():
+    one, other = torch.ones(4, device=FIRST), torch.ones(4, device=SECOND)
+    for wrong in (other, torch.ones(4)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            one + wrong
+    assert (one + torch.tensor(2.0)).tolist() == [3] * 4
+
+
+def test_copies_over_a_broken_link_lose_bytes():
+    source = torch.ones(64, device=FIRST)
+    for kind in ("dropped", "altered"):
+        with control.broken_link(0, 1, kind):
+            assert not torch.equal(source.to(SECOND).cpu(), source.cpu())
+        assert torch.equal(source.to(SECOND).cpu(), source.cpu())
+
+
+def test_a_kernel_fails_at_the_next_synchronisation(late):
+    control.fail_kernel(0)
+    torch.ones(4, device=FIRST)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        torch.accelerator.synchronize(0)
+    torch.accelerator.synchronize(0)
+
+
+def test_memory_is_counted_and_limited():
+    before = torch.accelerator.memory_allocated(1)
+    with control.limited(1, 1000):
+        kept = torch.empty(200, device=SECOND, dtype=torch.float32)
+        assert torch.accelerator.memory_allocated(1) - before == 800
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(200, device=SECOND)
+    del kept
+    assert torch.accelerator.memory_allocated(1) == before
+    assert torch.accelerator.max_memory_allocated(1) >= before + 800
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+def test_an_error_that_surfaces_late_names_its_replica(late):
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        before = [p.grad.clone() for p in model.parameters()]
+        control.fail_kernel(1)
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        assert any(f"in replica 1 on {SECOND}" in note for note in caught.value.__notes__)
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad.cpu(), gradient.cpu())
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+LOSSES = {
+    "ignored": nn.CrossEntropyLoss(ignore_index=1),
+    "weighted": nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_float64_on_the_device(place, loss):
+    model, inputs, targets = problem()
+    criterion = copy.deepcopy(LOSSES[loss])
+    expected = criterion(model.cpu()(inputs), targets)
+    model, criterion = model.to(FIRST), criterion.to(FIRST)
+    if place == "device":
+        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine, control.incomplete():
+        for options in ({}, {"whole_batch": True}):
+            found = engine.forward_backward(inputs, targets, criterion, **options)
+            torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+    parallel = DataParallelModel(model, [FIRST, SECOND])
+    with control.incomplete():
+        found = DataParallelCriterion(criterion)(parallel(inputs), targets)
+        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+STEPS = {
+    "plain": ({}, {}),
+    "finite": ({"check_finite": True}, {}),
+    "count": ({}, {"count": lambda _, targets: (targets != 1).sum()}),
+    "outputs": ({}, {"return_outputs": True}),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, place):
+    model, inputs, targets = problem(nn.BatchNorm1d(16))
+    batch = [tensor.pin_memory() if place == "pinned" else tensor for tensor in (inputs, targets)]
+    if place == "device":
+        batch = [tensor.to(FIRST) for tensor in batch]
+    options, arguments = STEPS[step]
+    criterion = nn.CrossEntropyLoss(ignore_index=1)
+    with ScatterOnceParallel(model, 4, [FIRST, SECOND, FIRST], **options) as engine:
+        for _ in range(2):
+            torch.accelerator.synchronize(0)
+            torch.accelerator.synchronize(1)
+            before = control.counters()
+            engine.forward_backward(*batch, criterion, **arguments)
+            found = control.counters() - before
+        assert found.synchronizations <= 3 + 2, found
+        assert found.blocking_copies <= 3 + 2, found

@@ -231,7 +231,7 @@ print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.to
     ],
 )
 def test_in_a_forked_child(devices, used, abrupt):
-    outcome = run("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt), seconds=60)
+    outcome = run("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
     assert outcome.code == 0, outcome.err
     words, anew, parent = outcome.out.splitlines()
     assert words == (

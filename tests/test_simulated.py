@@ -23,7 +23,7 @@ def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(simulated_ac
         pytest.skip("there is no g++ to build it")
     variables = {control.ORDER: order, "OMP_NUM_THREADS": "1"}  # its tensors are small
     arguments = ("-m", "pytest", "-p", "simulated", "-p", "no:cacheprovider", "-q", *TESTS)
-    outcome = run(*arguments, seconds=600, **simulated_accelerator, **variables)
+    outcome = run(*arguments, **simulated_accelerator, **variables)
     assert outcome.code == 0, outcome.out
     passed = re.search(r"(\d+) passed", outcome.out)
     assert passed is not None

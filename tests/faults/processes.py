@@ -1,7 +1,7 @@
 """Scripts in processes of their own; one that falls silent is ended.
 
 How long a script takes depends on what else the machine does, so nobody's total is limited. A
-script that hangs says nothing any more: its silence is what is measured, from one line to the next.
+script that hangs says nothing any more: its silence is what is measured, from one word to the next.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _take_down(
 
 
 def _listen(name: str, pipe: IO[str], heard: queue.SimpleQueue[tuple[str, str]]) -> None:
-    """Pass on every line, and an empty one at the end."""
+    """Pass on what is said, in whatever pieces it comes, and an empty one at the end."""
     with pipe:
-        for line in pipe:
-            heard.put((name, line))
+        while piece := pipe.buffer.read1().decode(errors="replace"):  # type: ignore[attr-defined]
+            heard.put((name, piece))
     heard.put((name, ""))
 
 

@@ -24,11 +24,14 @@ from scatterpar.devices.memory_search import smallest_that_fits
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.guard import guarded
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.replicas.writes import once_known
 from scatterpar.report import GradientNoise, StepReport
-from scatterpar.step.commit import commit, commit_buffers
+from scatterpar.step.commit import commit, commit_buffers, write_parameters
 from scatterpar.step.markers import has_entries
+from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
@@ -307,6 +310,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _compute(self, request: Request, plan: Plan, most: int | None = None) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
+        return once_known(lambda: self._compute_once(request, plan, most))
+
+    def _compute_once(self, request: Request, plan: Plan, most: int | None) -> Outcome:
         ledger, clock = Ledger(), Clock()
         whole = request.whole_batch
         batch = (request.inputs, None if whole else request.targets)
@@ -332,7 +338,8 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    tasks = hand_out(batch, plan, parts[0].modules, scattered, criteria, weights)
+                    own = None if whole else criteria
+                    tasks = hand_out(batch, plan, parts, scattered, own, weights)
                     workers = self._crew.workers
                     options: dict[str, Any] = {
                         "dim": self.dim,
@@ -341,15 +348,16 @@ class ScatterOnceParallel(Wrapper):
                         "keep_outputs": request.return_outputs,
                         "most": most,
                     }
-                    if whole:
-                        peers = None
-                        on_master = criteria[0], request.targets, peers, ledger
-                        results = train_whole(
-                            workers, streams, tasks, clock, parts, *on_master, **options
-                        )
-                    else:
-                        work = partial(train, **options)
-                        results = run_shares(workers, streams, work, tasks, clock)
+                    with guarded(parts):
+                        if whole:
+                            peers = None
+                            on_master = criteria[0], request.targets, peers, ledger
+                            results = train_whole(
+                                workers, streams, tasks, clock, parts, *on_master, **options
+                            )
+                        else:
+                            work = partial(train, **options)
+                            results = run_shares(workers, streams, work, tasks, clock)
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not whole:  # replicas have parts of one loss
@@ -357,6 +365,7 @@ class ScatterOnceParallel(Wrapper):
                         spread = measure(parts, plan, weights, of, scale)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
+                    parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -368,6 +377,7 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
+                parameters=parameters,
                 streams=streams,
                 ledger=ledger,
                 clock=clock,
@@ -406,24 +416,30 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
+        with self._crew.workers.exclusive():
+            return once_known(lambda: self._infer(inputs, kwargs))
+
+    def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = ((inputs, kwargs), None)
         ledger = Ledger()
-        with self._crew.workers.exclusive():
-            plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
-            streams = self._streams(plan)
-            try:
-                scattered = scatter(batch, plan, self.dim, ledger)
-                (part, *_), _ = self._crew.refresh(self.module, None, ledger)
-                tasks = hand_out(batch, plan, part.modules, scattered)
+        plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
+        streams = self._streams(plan)
+        try:
+            scattered = scatter(batch, plan, self.dim, ledger)
+            parts, _ = self._crew.refresh(self.module, None, ledger)
+            tasks = hand_out(batch, plan, parts, scattered)
+            with guarded(parts):
                 work = partial(infer, dim=self.dim)
                 outputs = run_shares(self._crew.workers, streams, work, tasks, Clock())
-                output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
-            except BaseException:
-                streams.rollback()
-                raise
-            if self.module.training:
-                commit_buffers(reduce_buffers([part], plan.shares, self.buffers_from, ledger))
-            streams.commit()
+            output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
+            parameters = merge_writes(parts, len(outputs), ledger)
+        except BaseException:
+            streams.rollback()
+            raise
+        write_parameters(parameters)
+        if self.module.training:
+            commit_buffers(reduce_buffers(parts, plan.shares, self.buffers_from, ledger))
+        streams.commit()
         return output
 
     def _rows_of_one_batch(self, inputs: Any, kwargs: Any) -> int:

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
 from scatterpar.step.rows import take_share
@@ -87,7 +88,7 @@ def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> 
 def hand_out(
     batch: Any,
     plan: Plan,
-    modules: Sequence[nn.Module],
+    parts: Sequence[Replicas],
     scattered: Sequence[tuple[Any, Any]],
     criteria: Sequence[Any] | None = None,
     weights: Sequence[Sequence[float]] | None = None,
@@ -97,7 +98,7 @@ def hand_out(
     Args:
         batch: the caller's, to tell what are views of it.
         plan: the shares.
-        modules: the replicas.
+        parts: the replicas of the model, and those of the criterion.
         scattered: the inputs and targets of each share.
         criteria: the criterion of each replica.
         weights: those of each share's micro-batches.
@@ -108,7 +109,10 @@ def hand_out(
         criterion = criteria[i] if criteria else None
         own = weights[i] if weights else ()
         borrowed = is_borrowed(batch, share.device)
-        tasks.append(Task(share, modules[i], inputs, targets, criterion, own, borrowed))
+        replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
+        module = replicas[0].roots[0]
+        writes = [replica.writes for replica in replicas if replica.writes is not None]
+        tasks.append(Task(share, module, inputs, targets, criterion, own, borrowed, writes))
     return tasks
 
 

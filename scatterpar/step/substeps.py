@@ -86,7 +86,7 @@ def train(
     for number, weight in enumerate(task.weights[:most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-        with noted(share, number):
+        with noted(share, number), task.substep():
             output = forward(task, number, dim)
             targets = _rows_of(task, task.targets, number, dim)
             loss = _loss_of(output, targets, task.criterion)
@@ -118,7 +118,7 @@ def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
     for number in range(len(rows)):
         if number:
             proceed()
-        with noted(task.share, number), torch.no_grad():
+        with noted(task.share, number), task.substep(), torch.no_grad():
             args, kwargs = _rows_of(task, task.inputs, number, dim)
             outputs.append(task.module(*args, **kwargs))
     with noted(task.share):

@@ -16,6 +16,7 @@ from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.writes import Writes
 from scatterpar.threads.randomness import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
 
@@ -36,6 +37,7 @@ class Task:
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         borrowed: the rows are views of the caller's tensors, which must not be written.
+        writes: the replica's own copies of parameters that a forward pass writes.
     """
 
     share: Share
@@ -45,6 +47,14 @@ class Task:
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
     borrowed: bool = False
+    writes: Sequence[Writes] = ()
+
+    def substep(self, *, resumed: bool = False) -> contextlib.ExitStack:
+        """What is around every sub-step, or around the rest of one."""
+        stack = contextlib.ExitStack()
+        for writes in self.writes:
+            stack.enter_context(writes.substep(resumed=resumed))
+        return stack
 
 
 class Crew:

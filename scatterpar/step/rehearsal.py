@@ -65,7 +65,7 @@ def rehearse(
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()
-                with noted(task.share, number):
+                with noted(task.share, number), task.substep():
                     _exercise(task, number, dim, end)
 
     before = [streams.now(task.share.replica) for task in tasks]

@@ -83,6 +83,17 @@ def test_ci_runs_those_commands_and_no_others():
     assert "pip install" not in script
 
 
+def test_ci_finds_the_line_that_tests_without_the_interpreter_lock():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "free-threaded.md").read_text(encoding="utf-8")
+    found = re.search(r"grep '\^(python3.14t [^']*)' docs/free-threaded.md", script)
+    assert found is not None
+    (line,) = [line for line in page.splitlines() if line.startswith(found[1])]
+    assert "-e '.[core]' && PYTHON_GIL=0 " in line
+    for path in re.findall(r"tests/\S+", line):
+        assert (ROOT / path).exists(), path
+
+
 def test_constraints_hold_what_the_extras_ask_for():
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -22,6 +22,7 @@ torch that has not what they need (``torch_private``): masks then differ from ru
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import threading
@@ -233,7 +234,8 @@ def _state(device: torch.device) -> Tensor:
 
 def _seed(state: Tensor) -> int:
     """A seed out of a generator's state, without an operator: ``vmap`` may be around us."""
-    digest = hashlib.blake2b(bytes(state.untyped_storage()), digest_size=4)
+    content = ctypes.string_at(state.data_ptr(), state.numel())  # a storage goes byte by byte
+    digest = hashlib.blake2b(content, digest_size=4)
     return int.from_bytes(digest.digest(), "big")
 
 

@@ -342,7 +342,8 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    tasks = hand_out(batch, plan, parts, scattered, criteria, weights)
+                    at_hand = None if whole else criteria  # one alone then, on the master
+                    tasks = hand_out(batch, plan, parts, scattered, at_hand, weights)
                     workers = self._crew.workers
                     end: End = "outputs" if whole else "loss"
                     rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)

@@ -348,8 +348,8 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    own = None if whole else criteria
-                    tasks = hand_out(batch, plan, parts, scattered, own, weights)
+                    at_hand = None if whole else criteria  # one alone then, on the master
+                    tasks = hand_out(batch, plan, parts, scattered, at_hand, weights)
                     workers = self._crew.workers
                     end: End = "outputs" if whole else "loss"
                     options: dict[str, Any] = {

@@ -485,6 +485,7 @@ def test_buffers(device_ids, policy):
     torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("device_ids", [[0], [0, 1]], indirect=True, ids=str)
 def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(device_ids):
     model, inputs, targets = problem()
     targets = targets.as_subclass(Touchy)

@@ -280,9 +280,10 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
     Kernels may round otherwise the second time; another mask is further off than any rounding.
     """
     equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-    off = torch.where(equal, 0, now - before).abs().amax().double()
-    size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax().double()
-    return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5))
+    off = torch.where(equal, 0, now - before).abs().amax()
+    wide = torch.promote_types(off.dtype, torch.float32)  # not float64: MPS has none
+    off, size = off.to(wide), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(wide)
+    return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
 
 
 def _require_unchanged(changes: Sequence[Tensor], share: Share) -> None:

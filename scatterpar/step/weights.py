@@ -115,7 +115,7 @@ def _count_classes(
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)
     rows = terms.cpu().double()
-    sizes = torch.tensor([stop - start for start, stop in spans])
+    sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
     counts: list[float] = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
     return counts
 

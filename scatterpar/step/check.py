@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.captured import captured_tensors
@@ -102,7 +102,10 @@ def compare(
     owner = owner_of(request.criterion)
     roots = [module] if owner is None else [module, owner]
     captured = captured_tensors(request.criterion)
-    with untouched(roots, captured, [device], parameters=True) as traces, _no_hooks(tensors):
+    with (
+        untouched(roots, captured, [device], parameters=True) as traces,
+        torch_private.hooks_taken_off(tensors),
+    ):
         plain = partial(_plain, module, request, device, tensors)
         ((dtype, expected),) = workers.parallel_apply([plain], [()], devices=[device])
     names = _names(roots)
@@ -161,19 +164,6 @@ def _plain(
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)
         return loss.dtype, torch.autograd.grad(loss, tensors, allow_unused=True)
-
-
-@contextlib.contextmanager
-def _no_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Take the users' hooks off: the engine runs them at commit, and nothing is committed."""
-    kept = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
-    try:
-        for tensor, _ in kept:
-            tensor._backward_hooks = None
-        yield
-    finally:
-        for tensor, hooks in kept:
-            tensor._backward_hooks = hooks
 
 
 def _names(roots: Sequence[nn.Module]) -> dict[int, str]:

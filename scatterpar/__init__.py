@@ -13,6 +13,7 @@ from scatterpar.recipe import (
     zero_init_residual,
 )
 from scatterpar.report import GradientNoise, StepReport
+from scatterpar.step.labels import count_labels
 from scatterpar.step.markers import Replicated, Rows
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ScatterOnceParallel",
     "Share",
     "StepReport",
+    "count_labels",
     "gather",
     "gradual_warmup",
     "linear_scaled_lr",

@@ -31,6 +31,7 @@ from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import GradientNoise, StepReport
+from scatterpar.step.check import GradientCheck, compare
 from scatterpar.step.commit import commit, commit_buffers, write_parameters
 from scatterpar.step.markers import has_entries
 from scatterpar.step.merge import merge_writes
@@ -44,6 +45,7 @@ from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
 from scatterpar.step.scatter import hand_out, scatter
 from scatterpar.step.substeps import infer, prepare_autograd, train
 from scatterpar.step.two_passes import train_whole
+from scatterpar.step.verify import Verifier
 from scatterpar.step.weights import Count, weigh
 from scatterpar.threads.crew import Crew, run_shares, set_aside
 from scatterpar.threads.interrupts import Interrupts
@@ -99,6 +101,11 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
+        verify: the first time that a kind of criterion and batch is met, check on two
+            micro-batches that their losses combine as ``reduction`` and ``count`` say; a
+            ``ValueError`` before anything changes where they do not. It takes three
+            evaluations of the criterion, or, where the module computes the loss, a forward
+            pass of the two; later steps do not pay.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -129,6 +136,7 @@ class ScatterOnceParallel(Wrapper):
         accumulate_dtype: torch.dtype | None = None,
         measure_noise: bool = False,
         compile: bool | Mapping[str, Any] | None = None,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
@@ -146,6 +154,7 @@ class ScatterOnceParallel(Wrapper):
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
         self._compile_how = checked_how(compile) or compiled_how
+        self.verify = verify
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
         self._ranks: Ranks | None = None
@@ -170,6 +179,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how)
+        self._verifier = Verifier(self.verify)
 
     def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -318,11 +328,15 @@ class ScatterOnceParallel(Wrapper):
         request = replace(request, return_outputs=False)
         self._compute(request, plan, most=2).streams.rollback()
 
-    def _compute(self, request: Request, plan: Plan, most: int | None = None) -> Outcome:
+    def _compute(
+        self, request: Request, plan: Plan, most: int | None = None, *, verify: bool = True
+    ) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
-        return once_known(lambda: self._compute_once(request, plan, most))
+        return once_known(lambda: self._compute_once(request, plan, most, verify and not most))
 
-    def _compute_once(self, request: Request, plan: Plan, most: int | None) -> Outcome:
+    def _compute_once(
+        self, request: Request, plan: Plan, most: int | None, verify: bool
+    ) -> Outcome:
         ledger, clock = Ledger(), Clock()
         whole = request.whole_batch
         batch = (request.inputs, None if whole else request.targets)
@@ -341,6 +355,7 @@ class ScatterOnceParallel(Wrapper):
                     micro_batches(batch, plan, self.dim),
                 )
                 scattered = scatter(batch, plan, self.dim, ledger)
+                look = self._verifier.look(request, plan, weights, self.dim) if verify else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=whole
@@ -368,8 +383,10 @@ class ScatterOnceParallel(Wrapper):
                                 workers, streams, tasks, clock, parts, *on_master, **options
                             )
                         else:
-                            work = partial(train, **options)
+                            work = partial(train, **options, see=look.see if look else None)
                             results = run_shares(workers, streams, work, tasks, clock)
+                            if look:
+                                look.judge(tasks, results, streams, workers)
                     ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
@@ -477,6 +494,50 @@ class ScatterOnceParallel(Wrapper):
         to another engine, make the same plans.
         """
         return self._pace.shares
+
+    def check(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+    ) -> GradientCheck:
+        """The gradient of one batch beside that of a plain whole-batch backward on the master.
+
+        The batch must fit there; a small one tells as much. Leaves no trace: parameters,
+        ``.grad``, buffers, random state and ``last_step`` stay as they are, and no hook on a
+        parameter runs. With a process group each rank compares its own rows.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the others.
+            targets: what the criterion takes.
+            criterion: the loss.
+            reduction: how the criterion combines its terms.
+            count: what a mean loss averages over.
+
+        Returns:
+            A report with ``.worst``, the largest relative difference of a parameter,
+            ``.parameter``, its name, and ``.passed``, whether that is only rounding. It prints
+            as a sentence, which says what a difference may come from.
+
+        Raises:
+            ValueError: as ``forward_backward``; several batches in one.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> report = engine.check(torch.randn(9, 4), torch.randn(9, 2), nn.MSELoss())
+            >>> report.passed
+            True
+        """
+        request = Request(inputs, targets, criterion, reduction, count, None, False)
+        with self._crew.workers.exclusive():
+            request = request.checked(self.dim)
+            plan = self.plan(request.sizes)
+            attempt = partial(self._compute, request, plan, verify=False)
+            master = self.device_ids[0]
+            return compare(self.module, request, master, self._crew.workers, attempt)
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:

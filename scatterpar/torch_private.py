@@ -28,6 +28,7 @@ __all__ = [
     "default_generator",
     "flatten",
     "has_gradient_hooks",
+    "hooks_taken_off",
     "private_accelerator",
     "random_operators",
     "route",
@@ -152,6 +153,19 @@ def is_compiling() -> bool:
 def _has_dynamo() -> bool:
     """Whether anything was compiled so far: the import takes a second."""
     return "torch._dynamo.eval_frame" in sys.modules
+
+
+@contextlib.contextmanager
+def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """No hook that the user registered on one of these leaves runs in the body."""
+    kept = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    try:
+        for tensor, _ in kept:
+            tensor._backward_hooks = None
+        yield
+    finally:
+        for tensor, hooks in kept:
+            tensor._backward_hooks = hooks
 
 
 # --- random operators: a dispatch key that the workers alone switch on -----------------------

@@ -69,6 +69,10 @@ class Survey:
         elif isinstance(value, tuple):
             for item in value:
                 self._visit(item)
+        elif type(value) is functools.partial:
+            self._visit((value.func, value.args, *value.keywords.values()))
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            self._visit(value.__self__)
 
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))

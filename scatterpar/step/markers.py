@@ -12,7 +12,15 @@ from torch import Tensor
 
 from scatterpar.step import nested
 
-__all__ = ["Batches", "Replicated", "Rows", "all_tensors", "has_entries"]
+__all__ = [
+    "Batches",
+    "Replicated",
+    "Rows",
+    "all_tensors",
+    "has_entries",
+    "row_tensors",
+    "transform",
+]
 
 
 class Replicated:
@@ -149,6 +157,26 @@ class Batches(Rows):
 
     def __repr__(self) -> str:
         return f"Rows.from_batches({len(self.entries)} batches)"
+
+
+def transform(function: Callable[[Any], Any], value: Any) -> Any:
+    """``nested.transform`` that goes into markers too, and keeps them."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            return Batches([transform(function, batch) for batch in leaf.entries], leaf.sizes)
+        if isinstance(leaf, Rows):
+            return Rows([nested.transform(function, e) for e in leaf.entries], leaf.collate)
+        if isinstance(leaf, Replicated):
+            return Replicated(nested.transform(function, leaf.value))
+        return function(leaf)
+
+    return nested.transform(one, value)
+
+
+def row_tensors(value: Any) -> list[Tensor]:
+    """Every tensor of ``value`` whose slices are rows, those of several batches too."""
+    return [leaf for leaf in _open(value) if isinstance(leaf, Tensor)]
 
 
 def has_entries(value: Any) -> bool:

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.step.rows import batch_sizes, count_rows
 from scatterpar.step.weights import Count, resolve_reduction
 
 __all__ = ["Request", "check_accumulate_dtype", "check_dim", "check_module", "check_options"]
+
+
+_ORDER = (
+    "It is forward_backward(inputs, targets, criterion), with criterion= by name where there are "
+    "no targets"
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,7 @@ class Request:
             ValueError: no rows, tensors that disagree in them, no criterion for the targets or
                 for ``whole_batch``, which takes neither ``reduction`` nor ``count``.
         """
-        for name, value in (("criterion", self.criterion), ("count", self.count)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be callable, got {value!r}")
+        self._require_functions()
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
             raise TypeError(
                 f"return_outputs must be True, False or a callable that says what to keep of an "
@@ -63,6 +67,25 @@ class Request:
         reduction = resolve_reduction(self.criterion, self.reduction)
         return replace(self, rows=rows, sizes=sizes, reduction=reduction)
 
+    def _require_functions(self) -> None:
+        """Refuse what is no function, or is one in another's place."""
+        if callable(self.targets):
+            raise TypeError(
+                f"targets is {_shown(self.targets)}, which looks like a criterion: argument "
+                f"order? {_ORDER}"
+            )
+        if isinstance(self.criterion, Tensor):
+            raise TypeError(
+                f"criterion must be callable, got a tensor of shape {tuple(self.criterion.shape)}: "
+                f"argument order? {_ORDER}"
+            )
+        if isinstance(self.criterion, type):
+            name = self.criterion.__name__
+            raise TypeError(f"criterion is the class {name}; pass an instance, {name}()")
+        for name, value in (("criterion", self.criterion), ("count", self.count)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {value!r}")
+
     def _require_whole(self) -> None:
         if self.criterion is None:
             raise ValueError(
@@ -76,6 +99,11 @@ class Request:
                     f"{name}= says how the losses of micro-batches combine, and with "
                     f"whole_batch=True there is one loss, of all rows; leave {name}= out"
                 )
+
+
+def _shown(function: Any) -> str:
+    name = getattr(function, "__name__", None)
+    return name if isinstance(name, str) else repr(function)
 
 
 def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:
@@ -127,8 +155,22 @@ def check_module(module: Any) -> None:
     Raises:
         TypeError: no ``nn.Module``, or a ``ScriptModule``.
     """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module.__name__
+        raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.DataParallel):
+        raise TypeError(
+            "module is wrapped in nn.DataParallel, whose work this does; pass the model itself, "
+            "which is its .module"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "module is wrapped in DistributedDataParallel, which reduces gradients in every "
+            "backward pass; pass the model itself, which is its .module, and process_group= for "
+            "several processes"
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
 
-__all__ = ["batch_sizes", "count_rows", "has_rows", "micro_batches", "opened", "take", "take_share"]
+__all__ = [
+    "batch_sizes",
+    "count_rows",
+    "has_rows",
+    "micro_batches",
+    "opened",
+    "take",
+    "take_share",
+    "together",
+]
 
 _MARK = (
     "mark what has no rows as Replicated(value), and a list with one entry per row as Rows(entries)"
@@ -91,6 +101,7 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, Rows):
         return len(leaf.entries)
     if not isinstance(leaf, Tensor):
+        _refuse_foreign(name, leaf)
         return None
     shape = tuple(leaf.shape)
     if leaf.layout != torch.strided:
@@ -106,6 +117,21 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
     return leaf.size(dim)
+
+
+def _refuse_foreign(name: str, leaf: Any) -> None:
+    """What holds rows, but not as tensors, would go whole to every replica."""
+    if isinstance(leaf, DataLoader):
+        raise ValueError(
+            f"{name} is a DataLoader, not a batch: iterate the loader, "
+            f"for inputs, targets in loader: …"
+        )
+    shape = getattr(leaf, "shape", None)
+    if type(leaf).__module__ == "numpy" and shape:
+        raise ValueError(
+            f"{name}: a NumPy array of shape {shape} is no tensor: pass "
+            f"torch.from_numpy(array), or Replicated(array) if it has no rows"
+        )
 
 
 def _sizes(leaf: Batches, dim: int, name: str = "inputs") -> tuple[int, ...]:
@@ -188,6 +214,20 @@ def take_share(value: Any, share: Share, dim: int) -> Any:
         return pieces[0]
 
     return nested.transform(one, value)
+
+
+def together(pieces: Sequence[Any], dim: int) -> Any:
+    """The rows of several micro-batches as those of one; what has no rows is the first one's."""
+
+    def one(leaves: list[Any]) -> Any:
+        first = leaves[0]
+        if isinstance(first, Batches):
+            return Batches([together([leaf.entries[0] for leaf in leaves], dim)])
+        if isinstance(first, Rows):
+            return Rows([entry for leaf in leaves for entry in leaf.entries], first.collate)
+        return torch.cat(leaves, dim) if isinstance(first, Tensor) and first.ndim else first
+
+    return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
 
 
 def _take_batches(leaf: Batches, start: int, stop: int, dim: int, copy: bool) -> Batches:

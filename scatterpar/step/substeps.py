@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.plan import Share
 from scatterpar.step import nested
+from scatterpar.step.captured import note_strangers
 from scatterpar.step.markers import has_entries
 from scatterpar.step.rows import opened, take
 from scatterpar.step.scatter import as_call, join_rows
@@ -46,11 +47,13 @@ class Result:
     Attributes:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
+        losses: those of the micro-batches.
         outputs: the module's outputs, detached and joined, where they were asked for.
     """
 
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
+    losses: Sequence[float] = ()
     outputs: Any = None
 
 
@@ -69,6 +72,7 @@ def train(
     check_finite: bool,
     keep_outputs: bool | Callable[[Any], Any],
     most: int | None,
+    see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -80,6 +84,7 @@ def train(
         check_finite: refuse losses that are NaN or infinite.
         keep_outputs: keep the module's outputs, or what this function makes of them.
         most: leave it at so many sub-steps.
+        see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share = task.share
@@ -91,12 +96,16 @@ def train(
             proceed()
         with noted(share, number), task.substep():
             output = forward(task, number, dim)
+            if see is not None:
+                see(share.replica, number, output)
             targets = rows_of(task, task.targets, number, dim)
             loss = loss_of(output, targets, task.criterion)
             if keep_outputs:
                 outputs.append(_kept(output, keep_outputs))
             del output, targets
             if weight:
+                if not loss.requires_grad:
+                    _require_trainable(task.module)
                 factor = torch.full_like(loss, weight * scale, requires_grad=False)
                 pull([loss], [factor], autocast)
             losses.append(loss.detach())
@@ -109,7 +118,7 @@ def train(
         values = _on_the_host(losses)
     if check_finite:
         _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
 
 
 def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
@@ -164,7 +173,13 @@ def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
     """The loss of one micro-batch, from the criterion or from the module's output."""
     if criterion is not None:
         source = "the criterion"
-        loss = criterion(output, targets)
+        try:
+            loss = criterion(output, targets)
+        except Exception as error:
+            devices = [tensor.device for tensor in nested.tensors(output)]
+            if devices:
+                note_strangers(error, criterion, devices[0])
+            raise
     else:
         source = "the module"
         loss = output
@@ -211,6 +226,15 @@ def _require_finite(losses: Sequence[float], task: Task) -> None:
                     f"the loss is {loss} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
                 )
+
+
+def _require_trainable(module: Any) -> None:
+    """Say what torch's own error does not, where it is the module."""
+    if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
+            f"nothing to train; call .requires_grad_() on what is to be trained"
+        )
 
 
 def _kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:

@@ -140,7 +140,7 @@ def train_whole(
     kept = [nested.transform(_detached, one.joined) if keep_outputs else None for one in seen]
     value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
     return [
-        Result(value if replica == 0 else 0.0, loss.dtype, output)
+        Result(value if replica == 0 else 0.0, loss.dtype, outputs=output)
         for replica, output in enumerate(kept)
     ]
 

@@ -20,7 +20,7 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
 
-__all__ = ["Count", "normalise", "resolve_reduction", "weigh"]
+__all__ = ["Count", "is_counted", "normalise", "resolve_reduction", "weigh"]
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
@@ -93,6 +93,17 @@ def _averages_classes(criterion: Any) -> bool:
     return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
         nn.functional.cross_entropy,
         nn.functional.nll_loss,
+    )
+
+
+def is_counted(criterion: Any, reduction: str | None) -> bool:
+    """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
+    owner = owner_of(criterion)
+    forward = type(owner).forward if owner is not None else None
+    return (
+        _averages_classes(criterion)
+        and forward in (None, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        and reduction == resolve_reduction(criterion, None)
     )
 
 

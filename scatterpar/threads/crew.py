@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
 from scatterpar.replicas.compiled import Compiler, How
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.mirror import Survey, owner_of
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
 from scatterpar.threads.randomness import RandomStreams
@@ -59,6 +60,14 @@ class Task:
         return stack
 
 
+class _Bound(nn.Module):
+    """Holds a partial, so that what is bound in it is replicated."""
+
+    def __init__(self, function: functools.partial[Any]) -> None:
+        super().__init__()
+        self.function = function
+
+
 class Crew:
     """Replicas of modules on ``device_ids``, with a worker for each.
 
@@ -89,7 +98,8 @@ class Crew:
         """Make all replicas equal to the master's; these, and the criterion of each.
 
         A criterion that is a module, or a method of one, is replicated like the model, or with
-        ``criterion_at_home`` on the master alone; any other callable is called as it is.
+        ``criterion_at_home`` on the master alone; so are the modules and tensors that are bound
+        in a ``functools.partial``. Any other callable is called as it is.
         """
         if self.workers.abandoned:
             # Threads of an interrupted step may still use the old replicas: leave these to them.
@@ -99,7 +109,7 @@ class Crew:
         if self.model.roots != (module,):
             self.model = self._replicas_of(module, how=self._compile_how)
         self.model.refresh(ledger)
-        owner = owner_of(criterion)
+        owner = self._owner_of(criterion)
         if owner is None:
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
@@ -119,6 +129,24 @@ class Crew:
     ) -> Replicas:
         wide, compiler = self._accumulate_dtype, Compiler(how)
         return Replicas(roots, devices or self.device_ids, wide, compiler)
+
+    def _owner_of(self, criterion: Callable[..., Any] | None) -> nn.Module | None:
+        """The module that is replicated for the criterion's sake; what a partial binds is in one.
+
+        Where the model has all of it, that is the model.
+        """
+        if type(criterion) is not functools.partial:
+            return owner_of(criterion)
+        bound = _Bound(criterion)
+        survey = Survey((bound,))
+        modules = [module for module in survey.modules.values() if module is not bound]
+        if not modules and not survey.tensors:
+            return None
+        of_model = set(map(id, self.model.tensors))
+        if of_model.issuperset(survey.tensors) and all(map(self.model.contains, modules)):
+            return self.model.roots[0]
+        (held, *_) = (*self._criterion.roots, None)
+        return held if isinstance(held, _Bound) and held.function is criterion else bound
 
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless the replicas are let go themselves."""

@@ -31,6 +31,7 @@ class Call:
         self._context = context
         self.result: Any = None
         self.error: BaseException | None = None
+        self.ended = False
 
     def run(self) -> None:
         """Compute the result or the error; never raises."""
@@ -74,6 +75,7 @@ class Job:
             self.cancel.set()
         self._turns.release()
         with self._counting:
+            call.ended = True
             self._unfinished -= 1
             if self._unfinished:
                 return

@@ -133,6 +133,15 @@ class RandomStreams:
         if stream is not None and accelerator is not None:
             stream.rewind(accelerator)
 
+    @property
+    def drawn(self) -> bool:
+        """Whether any replica drew a random number."""
+        return (
+            any(not torch.equal(g.get_state(), start) for g, start in self._made.values())
+            or not torch.equal(torch.default_generator.get_state(), self._before)
+            or any(stream.drawn for stream in self._accelerators)
+        )
+
     def commit(self) -> None:
         """Move the process's generator on if anything was drawn, so that the next step differs."""
         moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]

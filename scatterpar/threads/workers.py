@@ -29,6 +29,7 @@ __all__ = ["Cancelled", "Workers", "note"]
 
 _Task = Callable[[], None]
 
+_LOOK_SECONDS = 0.5  # how often the caller looks whether all workers are alive
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 # In a free-threaded interpreter (PEP 703) an object is freed by the thread that made it, when that
@@ -69,6 +70,7 @@ class Workers:
         self.interrupts = Interrupts()
         self.abandoned = False
         self._queues: list[SimpleQueue[_Task | None]] = []
+        self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
 
     def parallel_apply(
@@ -159,15 +161,17 @@ class Workers:
     def _dispatch(self, calls: list[Call], cancel: threading.Event) -> None:
         devices = [call.device for call in calls]
         job = Job(len(calls), verbs.at_once(devices), cancel)
+        by_thread: dict[int, list[Call]] = {}
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
             for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
                 # Those on one accelerator draw from its one generator: in their order, so in turn.
                 thread = i if device.type == "cpu" else devices.index(device)
+                by_thread.setdefault(thread, []).append(call)
                 queues[thread].put(partial(job.run, i, call))
         try:
-            self._wait(job)
+            self._wait(job, by_thread)
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         finally:
             for call in calls:
@@ -175,19 +179,21 @@ class Workers:
         errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
-                if error is not errors[0][1]:
+                if error is not errors[0][1] and _described(error) != _described(errors[0][1]):
                     note(errors[0][1], f"replica {i} failed too: {_described(error)}")
             if errors:
                 raise errors[0][1]
         finally:
             del errors
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: Job, by_thread: dict[int, list[Call]]) -> None:
         interrupt: BaseException | None = None
-        while not job.done:
+        lost: list[str] = []
+        while not job.done and not lost:
             try:
                 with self.interrupts.allowed():
-                    job.ended.acquire()
+                    job.ended.acquire(timeout=_LOOK_SECONDS)
+                lost = self._lost(job, by_thread)
             except BaseException as error:
                 self.interrupts.defer()
                 job.interrupted = True
@@ -197,11 +203,29 @@ class Workers:
                     self._abandon()
                     raise
                 interrupt = error
+        if lost:
+            self._abandon()
         if interrupt is not None:
             try:
                 raise interrupt
             finally:
                 del interrupt
+        if lost:
+            raise RuntimeError(
+                f"{self._owner} lost a worker ({', '.join(lost)}): an exception was raised in its "
+                f"thread from outside; nothing was changed, and the next step starts new workers"
+            )
+
+    def _lost(self, job: Job, by_thread: dict[int, list[Call]]) -> list[str]:
+        """Threads that have died before they were through, once nobody else is at work.
+
+        Nothing of ours ends them; an exception that is set from outside does.
+        """
+        busy = [i for i, calls in by_thread.items() if not all(call.ended for call in calls)]
+        dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
+        if dead:
+            job.cancel.set()
+        return dead if len(dead) == len(busy) and not job.done else []
 
     def _abandon(self) -> None:
         """Leave threads that are still at work to end by themselves; others follow them."""
@@ -212,12 +236,14 @@ class Workers:
 
     def _started(self) -> list[SimpleQueue[_Task | None]]:
         if self._stop is not None and self._stop.alive:
-            return self._queues
+            if all(thread.is_alive() for thread in self._threads):
+                return self._queues
+            self._abandon()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]
         ready = threading.Barrier(self.count + 1)
-        threads = [
+        self._threads = threads = [
             threading.Thread(
                 target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
             )

@@ -161,10 +161,19 @@ def _judge_error(error: BaseException, kind: str, where: dict[str, Any]) -> list
         found = [note for note in notes if note.endswith(expected)]
         if len(found) != 1 or f"in replica {replica} on " not in found[0]:
             wrong.append(f"notes: {notes}")
-        for other, _ in positions[1:]:
-            if not any(note.startswith(f"replica {other} failed too: ") for note in notes):
-                wrong.append(f"no note of replica {other}: {notes}")
+        for position in positions[1:]:
+            other = trap.sprung.get(position)
+            noted = any(note.startswith(f"replica {position[0]} failed too: ") for note in notes)
+            if noted == (_described(other) == _described(error)):  # the same words are said once
+                wrong.append(f"notes of replica {position[0]}: {notes}")
     return wrong
+
+
+def _described(error: BaseException | None) -> str:
+    try:
+        return repr(error)
+    except RuntimeError:
+        return type(error).__name__
 
 
 def _tensors(module: Subject) -> list[torch.Tensor]:

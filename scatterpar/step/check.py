@@ -1,0 +1,192 @@
+"""The engine's gradient beside that of a plain whole-batch backward, parameter by parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar import torch_private
+from scatterpar.devices.ledger import Ledger
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.step.captured import captured_tensors
+from scatterpar.step.kinds import has_batch_statistics
+from scatterpar.step.markers import transform
+from scatterpar.step.outcome import Outcome
+from scatterpar.step.request import Request
+from scatterpar.step.rows import opened
+from scatterpar.step.scatter import as_call
+from scatterpar.step.substeps import loss_of, prepare_autograd
+from scatterpar.step.untouched import untouched
+from scatterpar.threads.context import autocast_types
+from scatterpar.threads.workers import Workers
+
+__all__ = ["GradientCheck", "compare", "relative_difference"]
+
+_LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are nothing but rounding
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """How far the engine's gradients are from those of a plain whole-batch backward.
+
+    Attributes:
+        rows: the size of the batch.
+        worst: the largest relative difference of a parameter: the largest difference of an
+            entry over the largest entry. Infinite where one of the two has no gradient, or NaN.
+        parameter: where that is.
+        limit: what rounding may do, by the coarsest dtype that was seen.
+        meaning: what a difference would come from.
+    """
+
+    rows: int
+    worst: float
+    parameter: str
+    limit: float
+    meaning: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether only rounding differs."""
+        return self.worst <= self.limit
+
+    def __str__(self) -> str:
+        """One sentence, and a second one where something differs."""
+        verdict = "only rounding differs" if self.passed else "NOT the same"
+        return (
+            f"gradients of {self.rows:,} rows beside those of a plain whole-batch backward: "
+            f"largest relative difference {self.worst:.2e}, in {self.parameter}: {verdict} (limit "
+            f"{self.limit:.0e})." + ("" if self.passed else f" {self.meaning}")
+        )
+
+
+def compare(
+    module: nn.Module,
+    request: Request,
+    device: torch.device,
+    workers: Workers,
+    attempt: Callable[[], Outcome],
+) -> GradientCheck:
+    """Compare, and leave no trace.
+
+    ``autograd.grad`` is used, since ``backward()`` would write ``.grad`` and run hooks on
+    parameters, which may step an optimizer.
+
+    Args:
+        module: the user's.
+        request: what is to be compared, checked.
+        device: where the module is.
+        workers: who lets interrupts through.
+        attempt: a step of the engine without its commit.
+
+    Raises:
+        ValueError: several batches in one.
+    """
+    if len(request.sizes) > 1:
+        raise ValueError(
+            f"check takes one batch, which a plain backward sees whole, got {len(request.sizes)} "
+            f"in one; pass one of them"
+        )
+    outcome = attempt()
+    drawn = outcome.streams.drawn
+    outcome.streams.rollback()
+    tensors = [tensor for tensor, _ in outcome.gradients]
+    owner = owner_of(request.criterion)
+    roots = [module] if owner is None else [module, owner]
+    captured = captured_tensors(request.criterion)
+    with (
+        untouched(roots, captured, [device], parameters=True) as traces,
+        torch_private.hooks_taken_off(tensors),
+    ):
+        plain = partial(_plain, module, request, device, tensors)
+        ((dtype, expected),) = workers.parallel_apply([plain], [()], devices=[device])
+    names = _names(roots)
+    found = [gradient for _, gradient in outcome.gradients]
+    worst, position = relative_difference(found, expected)
+    place = names.get(id(tensors[position]), "a tensor of the criterion") if tensors else "nothing"
+    dtypes = {dtype, *(torch.get_autocast_dtype(kind) for kind in autocast_types())}
+    dtypes |= {tensor.dtype for tensor in tensors}
+    limit = max((_LIMITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    return GradientCheck(
+        request.rows, worst, place, limit, _meaning(module, drawn or traces.random)
+    )
+
+
+def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, int]:
+    """The largest relative difference between gradients of the same tensors, and its position.
+
+    For each tensor: the largest absolute difference over the largest absolute expected entry,
+    or, for gradients that are nothing but rounding, over a millionth of the largest entry of
+    all. A gradient that only one has, and is not zero, or that is NaN, is an infinite difference.
+    """
+    floor = _SMALLEST_SCALE * max(map(_magnitude, expected), default=0.0)
+    worst, position = 0.0, 0
+    for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        if mine is None or other is None:
+            difference = math.inf if _magnitude(mine) or _magnitude(other) else 0.0
+        else:
+            off = _magnitude(mine.to_dense() - other.to_dense())
+            difference = off / max(_magnitude(other), floor, math.ulp(0.0)) if off else 0.0
+        if math.isnan(difference):
+            difference = math.inf
+        if difference > worst:
+            worst, position = difference, i
+    return worst, position
+
+
+def _magnitude(tensor: Tensor | None) -> float:
+    if tensor is None or not tensor.numel():
+        return 0.0
+    return tensor.detach().to_dense().abs().max().item()
+
+
+def _plain(
+    module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
+) -> tuple[torch.dtype, Gradients]:
+    """What a user's own lines compute: the loss's dtype, and each tensor's gradient."""
+
+    def bring(leaf: Any) -> Any:
+        return ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf
+
+    prepare_autograd()
+    with Ledger() as ledger, torch.inference_mode(False), torch.enable_grad():
+        inputs, targets = (
+            opened(transform(bring, value)) for value in (request.inputs, request.targets)
+        )
+        args, kwargs = as_call(inputs)
+        loss = loss_of(module(*args, **kwargs), targets, request.criterion)
+        return loss.dtype, torch.autograd.grad(loss, tensors, allow_unused=True)
+
+
+def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for prefix, root in zip(("", "criterion."), roots, strict=False):
+        for name, parameter in root.named_parameters():
+            names.setdefault(id(parameter), prefix + name)
+    return names
+
+
+def _meaning(module: nn.Module, drawn: bool) -> str:
+    if drawn:
+        return (
+            "The module drew random numbers (dropout?), and other ones each time: call "
+            "engine.eval() first."
+        )
+    if has_batch_statistics(module):
+        return (
+            "Batch normalisation in training mode ties the rows of a micro-batch to each other, so "
+            "that no micro-batches have the whole batch's gradient: call engine.eval() first."
+        )
+    return (
+        "The loss is no mean over rows: say what it is of with count= (labels that are ignored? "
+        'scatterpar.count_labels()) or reduction="sum"; if it compares rows with each other, steps '
+        "need whole_batch=True."
+    )

@@ -1,0 +1,88 @@
+"""A worker thread that dies ends its step with an error, and the next step has a new crew.
+
+Nothing of the engine ends a worker; a debugger, a watchdog or a test harness does, with an
+exception that is set in its thread from outside. The step then waited for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+from faults.state import capture, differences
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_step, randint, randn
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+BATCH = randn(12, FEATURES), randint(CLASSES, 12)
+LOSS = nn.CrossEntropyLoss()
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _quietly(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    yield
+    monkeypatch.undo()
+
+
+def kill(thread):
+    identifier = ctypes.c_ulong(thread.ident)
+    set_in_it = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    assert set_in_it(identifier, ctypes.py_object(KeyboardInterrupt)) == 1
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("scatterpar-")]
+
+
+@pytest.mark.parametrize("which", [[0], [2], [0, 1, 2]])
+def test_an_exception_while_it_waits(devices, which):
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, LOSS)
+        before = capture(engine.module)
+        crew = workers()
+        for number in which:
+            kill(crew[number])
+        names = ", ".join(f"scatterpar-{number}" for number in which)
+        with pytest.raises(
+            RuntimeError, match=rf"this engine lost a worker \({names}\): .*outside"
+        ):
+            engine.forward_backward(*BATCH, LOSS)
+        assert differences(before, capture(engine.module)) == []
+        assert_step(engine, *BATCH, LOSS)
+        assert all(thread not in workers() for thread in crew)
+
+
+def test_one_that_is_dead_already_is_replaced(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, LOSS)
+        victim = workers()[1]
+        kill(victim)
+        engine._crew.workers._queues[1].put(lambda: None)  # wakes it up
+        deadline = time.monotonic() + SECONDS
+        while victim.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not victim.is_alive()
+        assert_step(engine, *BATCH, LOSS)
+
+
+def test_the_others_are_waited_for(devices):
+    """They work on what the step lets go of: it ends only after they did."""
+    ended = []
+
+    def criterion(output, targets):
+        time.sleep(0.8)
+        ended.append(len(output))
+        return LOSS(output, targets)
+
+    with ScatterOnceParallel(mlp(), 1, devices(2), verify=False) as engine:
+        engine.forward_backward(*BATCH, LOSS)
+        kill(workers()[1])
+        with pytest.raises(RuntimeError, match="lost a worker"):
+            engine.forward_backward(*BATCH, criterion)
+        assert ended == [6]

@@ -27,6 +27,7 @@ __all__ = [
     "current_graph_task",
     "default_generator",
     "flatten",
+    "has_dynamo",
     "has_gradient_hooks",
     "hooks_taken_off",
     "private_accelerator",
@@ -116,7 +117,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``torch.compile`` made this module of another one."""
-    return isinstance(value, torch._dynamo.OptimizedModule) if _has_dynamo() else False
+    return isinstance(value, torch._dynamo.OptimizedModule) if has_dynamo() else False
 
 
 def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +151,7 @@ def is_compiling() -> bool:
     return not free
 
 
-def _has_dynamo() -> bool:
+def has_dynamo() -> bool:
     """Whether anything was compiled so far: the import takes a second."""
     return "torch._dynamo.eval_frame" in sys.modules
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.mirror import Snapshot, Survey
+from scatterpar.torch_private import has_dynamo
 
 __all__ = ["Traces", "untouched"]
 
@@ -81,7 +82,7 @@ def untouched(
 def _uncompiled() -> Iterator[None]:
     """Nothing is compiled for rows that come once; does nothing where nothing ever was."""
     with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
+        if has_dynamo():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

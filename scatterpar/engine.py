@@ -10,7 +10,6 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from scatterpar.replicas.guard import guarded
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.check import GradientCheck, compare
 from scatterpar.step.commit import commit, commit_buffers, write_parameters
 from scatterpar.step.markers import has_entries
@@ -302,10 +301,9 @@ class ScatterOnceParallel(Wrapper):
         )
         if retries:
             try:
-                warnings.warn(
+                warn(
                     f'accum="auto": {rows} rows with accum={start} ran out of memory; '
-                    f"accum={self._fitting} is the smallest that fits, and is kept",
-                    stacklevel=3,
+                    f"accum={self._fitting} is the smallest that fits, and is kept"
                 )
             except Warning:  # the user makes errors of warnings
                 outcome.streams.rollback()

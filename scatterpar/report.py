@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 from scatterpar.plan import Plan
 
-__all__ = ["GradientNoise", "StepReport"]
+__all__ = ["GradientNoise", "StepReport", "warn"]
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(text: str) -> None:
+    """Warn in the name of the line that called the package, however deep this is."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 @dataclass(frozen=True)

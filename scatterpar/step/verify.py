@@ -17,7 +17,6 @@ criterion seems to do. What could not be told is looked at again in a later step
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
 from scatterpar.replicas.mirror import owner_of
+from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import captured_tensors, ignored_values
 from scatterpar.step.evidence import (
@@ -154,7 +154,7 @@ class Verifier:
     def warn(self, kind: int, text: str) -> None:
         """Warn once of each kind."""
         if kind not in self._warned:
-            warnings.warn(text, stacklevel=7)  # the caller of forward_backward
+            warn(text)
             self._warned.add(kind)
 
 

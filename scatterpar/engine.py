@@ -26,11 +26,14 @@ from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
+from scatterpar.replicas.guard import guarded
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.replicas.writes import once_known
 from scatterpar.report import GradientNoise, StepReport
-from scatterpar.step.commit import commit, commit_buffers
+from scatterpar.step.commit import commit, commit_buffers, write_parameters
 from scatterpar.step.markers import has_entries
+from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
@@ -317,6 +320,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _compute(self, request: Request, plan: Plan, most: int | None = None) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
+        return once_known(lambda: self._compute_once(request, plan, most))
+
+    def _compute_once(self, request: Request, plan: Plan, most: int | None) -> Outcome:
         ledger, clock = Ledger(), Clock()
         whole = request.whole_batch
         batch = (request.inputs, None if whole else request.targets)
@@ -342,10 +348,10 @@ class ScatterOnceParallel(Wrapper):
             prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    tasks = hand_out(batch, plan, parts, scattered, criteria, weights)
+                    own = None if whole else criteria
+                    tasks = hand_out(batch, plan, parts, scattered, own, weights)
                     workers = self._crew.workers
                     end: End = "outputs" if whole else "loss"
-                    rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)
                     options: dict[str, Any] = {
                         "dim": self.dim,
                         "scale": scale,
@@ -353,15 +359,17 @@ class ScatterOnceParallel(Wrapper):
                         "keep_outputs": request.return_outputs,
                         "most": most,
                     }
-                    if whole:
-                        peers = None
-                        on_master = criteria[0], request.targets, peers, ledger
-                        results = train_whole(
-                            workers, streams, tasks, clock, parts, *on_master, **options
-                        )
-                    else:
-                        work = partial(train, **options)
-                        results = run_shares(workers, streams, work, tasks, clock)
+                    with guarded(parts):
+                        rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)
+                        if whole:
+                            peers = None
+                            on_master = criteria[0], request.targets, peers, ledger
+                            results = train_whole(
+                                workers, streams, tasks, clock, parts, *on_master, **options
+                            )
+                        else:
+                            work = partial(train, **options)
+                            results = run_shares(workers, streams, work, tasks, clock)
                     ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
@@ -370,6 +378,7 @@ class ScatterOnceParallel(Wrapper):
                         spread = measure(parts, plan, weights, of, scale)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
+                    parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -381,6 +390,7 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
+                parameters=parameters,
                 streams=streams,
                 ledger=ledger,
                 clock=clock,
@@ -421,21 +431,29 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
+        with self._crew.workers.exclusive():
+            return once_known(lambda: self._infer(inputs, kwargs))
+
+    def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = ((inputs, kwargs), None)
-        with self._crew.workers.exclusive(), Ledger() as ledger:
+        with Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
             streams = self._streams(plan)
+            workers = self._crew.workers
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
                 parts, _ = self._crew.refresh(self.module, None, ledger)
                 tasks = hand_out(batch, plan, parts, scattered)
-                rehearse(self._crew.workers, streams, tasks, parts, dim=self.dim, end="inference")
-                work = partial(infer, dim=self.dim)
-                outputs = run_shares(self._crew.workers, streams, work, tasks, Clock())
+                with guarded(parts):
+                    rehearse(workers, streams, tasks, parts, dim=self.dim, end="inference")
+                    work = partial(infer, dim=self.dim)
+                    outputs = run_shares(workers, streams, work, tasks, Clock())
                 output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
+                parameters = merge_writes(parts, len(outputs), ledger)
             except BaseException:
                 streams.rollback()
                 raise
+            write_parameters(parameters)
             if self.module.training:
                 commit_buffers(reduce_buffers(parts, plan.shares, self.buffers_from, ledger))
             streams.commit()

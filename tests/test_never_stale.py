@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import is_
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -138,3 +139,124 @@ def test_what_a_forward_leaves_behind_does_not_outlive_the_step(devices):
             assert_step(engine, *BATCH, nn.CrossEntropyLoss())
     assert model.calls == 0
     assert model.cache == []
+
+
+# A forward pass that leaves the Parameter in place and exchanges its storage. The replica stayed
+# where that pass had left it, and trained on the weights of the first step for ever.
+
+
+def set_storage(parameter):
+    with torch.no_grad():
+        parameter.set_(parameter.clone())
+
+
+def rebind_data_of(parameter):
+    parameter.data = parameter.data.clone()
+
+
+class Flattens(nn.Module):
+    """What ``flatten_parameters`` does on an accelerator, on any device."""
+
+    def __init__(self, exchange):
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2)
+        self.head = nn.Linear(4, CLASSES)
+        self.exchange = exchange
+
+    def forward(self, inputs):
+        for parameter in self.parameters():
+            self.exchange(parameter)
+        return self.head(self.lstm(inputs[None])[0][0])
+
+
+EXCHANGES = [set_storage, rebind_data_of]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
+def test_storage_that_a_forward_exchanges_does_not_freeze_the_weights(devices, exchange):
+    model = build(lambda: Flattens(exchange))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for _ in range(4):
+            optimizer.zero_grad()
+            losses.append(assert_step(engine, *BATCH, nn.CrossEntropyLoss()).item())
+            optimizer.step()
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
+def test_the_pair_lets_a_forward_exchange_storage(devices, exchange):
+    """It raised "Output 0 of _Attach is a view and its base or another view ... inplace"."""
+    model = build(lambda: Flattens(exchange))
+    plain = copy.deepcopy(model)
+    pair = DataParallelModel(model, devices(2))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
+    for _ in range(3):
+        criterion(pair(BATCH[0]), BATCH[1]).backward()
+        nn.functional.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(one.grad, other.grad, "gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_buffer_whose_storage_a_forward_exchanges(devices):
+    """A buffer that a forward pass lets grow could not be refreshed in the next step."""
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+            self.register_buffer("seen", torch.ones(1))
+
+        def forward(self, inputs):
+            self.seen.data = torch.cat([self.seen, self.seen.new_ones(1)])
+            return self.linear(inputs) * len(self.seen)
+
+    model = build(Grows)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for size in (2, 3, 4):
+            model.zero_grad()
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+            assert len(model.seen) == size
+
+
+def test_a_rebound_parameter_is_followed_without_building_anew(devices):
+    """Its address says nothing: an allocator gives the same one to other weights again."""
+    model = mlp()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        replicas = engine.replicas
+        for seed in range(3):
+            model.zero_grad()
+            model[0].weight.data = randn(*model[0].weight.shape, seed=seed)
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert all(map(is_, replicas, engine.replicas))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
+    """Matrices, then biases, from the start of a storage: elsewhere each pass copies them."""
+    model = build(
+        lambda: nn.ModuleList(
+            [
+                nn.LSTM(5, 3, 2, bias=bias, bidirectional=bidirectional),
+                nn.GRU(3, 2, bias=bias),
+                nn.Linear(3, 3),
+            ]
+        )
+    )
+    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
+        for layer in engine.replicas[1][:2]:
+            weights = sorted(layer.named_parameters(), key=lambda item: "bias" in item[0])
+            start = weights[0][1].untyped_storage().data_ptr()
+            for _, weight in weights:
+                assert weight.data_ptr() == start
+                start += weight.numel() * weight.element_size()
+        for one, other in zip(*[r.parameters() for r in engine.replicas], strict=True):
+            assert torch.equal(one, other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
@@ -9,6 +11,7 @@ from helpers.oracle import build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel, StepReport
+from scatterpar.devices.ledger import Ledger
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
 PHASES = {"scatter", "replicate", "compute", "reduce"}
@@ -28,11 +31,13 @@ def with_batch_norm():
 
 def step(model, device_ids, rows=64, accum=3, **options):
     batch = randn(rows, FEATURES), randint(CLASSES, rows)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ScatterOnceParallel(model, accum, device_ids, **options) as engine:
         for _ in range(2):  # the first step builds the replicas; both cost the same
-            model.zero_grad()
+            optimizer.zero_grad()
             engine.forward_backward(*batch, nn.CrossEntropyLoss())
             yield engine.last_step, size(batch)
+            optimizer.step()
 
 
 @pytest.mark.parametrize("accum", [1, 3, 8])
@@ -86,12 +91,157 @@ def test_devices_without_rows_send_nothing_back():
         assert report.bytes["reduce"] == size(model.parameters())
 
 
-def test_frozen_parameters_go_out_and_do_not_come_back():
+def test_frozen_parameters_go_out_once_and_do_not_come_back():
+    """With most parameters frozen (adapters), each step sent 200 times what it trained."""
     model = mlp()
     model[0].requires_grad_(False)
+    everything, trained = size(model.parameters()), size(model[2].parameters())
+    sent = []
     for report, _ in step(model, VIRTUAL):
-        assert report.bytes["replicate"] == 3 * size(model.parameters())
-        assert report.bytes["reduce"] == 3 * size(model[2].parameters())
+        sent.append(report.bytes["replicate"])
+        assert report.bytes["reduce"] == 3 * trained
+        assert report.messages["replicate"] == 3
+    assert sent == [3 * everything, 3 * trained]
+
+
+def test_what_has_not_changed_does_not_travel_again():
+    model = with_batch_norm()
+    buffers = size(model.buffers())
+    batch = randn(64, FEATURES), randint(CLASSES, 64)
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
+
+        def sent():
+            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            return engine.last_step.bytes["replicate"]
+
+        assert sent() == 3 * (size(model.parameters()) + buffers)
+        assert sent() == 3 * buffers  # no optimizer has stepped
+        engine.eval()
+        with torch.no_grad():
+            engine(batch[0])
+        assert sent() == 0  # the evaluation's refresh counts
+        model[0].bias.data[0] += 1.0
+        assert sent() == 3 * size([model[0].bias])
+        model.load_state_dict(model.state_dict())
+        assert sent() == 3 * size(model.parameters())  # written, and that is enough
+        assert sent() == 0
+
+
+def no_version(model):
+    model[0].weight.data.mul_(2)
+
+
+def numpy_view(model):
+    model[0].weight.detach().numpy()[0, 0] += 1.0
+
+
+def inference_mode(model):
+    with torch.inference_mode():
+        model[0].weight.mul_(2)
+
+
+def another_storage(model):
+    model[0].weight.data = model[0].weight * 2
+
+
+def swapped_away_and_back(model):
+    """As an exponential moving average is swapped in for an evaluation."""
+    kept = model[0].weight.data
+    model[0].weight.data = kept * 2
+    model[0].weight.data = kept
+    kept.mul_(2)
+
+
+def another_thread(model):
+    thread = threading.Thread(target=no_version, args=(model,))
+    thread.start()
+    thread.join()
+
+
+def minus_zero(model):
+    model[0].weight.data[0, 0] = 0.0
+    model[0].weight.data[0, 0] = -0.0
+
+
+def not_a_number(model):
+    model[0].weight.data[0, 0] = float("nan")
+
+
+EDITS = [
+    no_version,
+    numpy_view,
+    inference_mode,
+    another_storage,
+    swapped_away_and_back,
+    another_thread,
+    minus_zero,
+    not_a_number,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("training", [True, False])
+def test_edits_that_leave_no_version_travel(edit, training):
+    """A frozen parameter's version says nothing about them: its bits do."""
+    model = mlp().requires_grad_(False)
+    model[2].requires_grad_(True)
+    model.train(training)
+    batch = randn(9, FEATURES), randint(CLASSES, 9)
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        for _ in range(2):
+            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        edit(model)
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        assert engine.last_step.bytes["replicate"] == 3 * size([model[0].weight])
+        for replica in engine.replicas:
+            ours, theirs = (m[0].weight.detach().view(torch.int64) for m in (model, replica))
+            assert torch.equal(ours, theirs)
+
+
+def test_dtypes_travel_bit_by_bit():
+    """What is compared are bits, whatever the dtype; what is equal does not travel."""
+    dtypes = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16]
+    dtypes += [torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+    model = mlp()
+    for number, dtype in enumerate(dtypes):
+        model.register_buffer(f"extra{number}", torch.zeros(3, 2).to(dtype))
+    model[0].weight = nn.Parameter(model[0].weight.detach().T.contiguous().T)
+    batch = randn(9, FEATURES), randint(CLASSES, 9)
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        for number in range(len(dtypes)):
+            buffer = getattr(model, f"extra{number}")
+            buffer.data[1, 1] = 1
+            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+            assert engine.last_step.bytes["replicate"] == 3 * size([buffer])
+            for replica in engine.replicas:
+                there = getattr(replica, f"extra{number}")
+                assert there.view(torch.uint8).tolist() == buffer.view(torch.uint8).tolist()
+
+
+def test_a_failed_refresh_is_made_good(monkeypatch):
+    """What did not arrive everywhere counts as not sent."""
+    model = mlp()
+    batch = randn(9, FEATURES), randint(CLASSES, 9)
+    with ScatterOnceParallel(model, 1, VIRTUAL) as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        honest, calls = Ledger.copy, []
+
+        def copy(self, tensor, device, phase):
+            calls.append(phase)
+            if calls.count("replicate") == 2:
+                raise MemoryError
+            return honest(self, tensor, device, phase)
+
+        monkeypatch.setattr(Ledger, "copy", copy)
+        with pytest.raises(MemoryError):
+            engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        monkeypatch.undo()
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        for replica in engine.replicas:
+            assert torch.equal(replica[0].weight, model[0].weight)
 
 
 def test_sparse_gradients_travel_as_indices_and_values():

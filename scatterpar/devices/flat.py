@@ -32,20 +32,64 @@ class FlatCopy:
     Views keep the strides of what they stand for (``channels_last`` stays so). Sizes that
     are multiples of large powers of two come first, so that views are aligned without
     padding and not one byte more than the tensors' own is moved.
+
+    Args:
+        like: the tensors.
+        device: whose memory this is in.
+        blocks: positions of tensors that lie one after the other, the first of them at the
+            start of a storage of its own, which is a part of the flat buffer's memory.
+
+    Attributes:
+        flats: a buffer per dtype.
+        positions: those of the tensors in each buffer, in their order there.
+        views: every tensor's view.
+        pieces: the same memory, 1-D.
     """
 
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        self.flats = []
+    def __init__(
+        self, like: Sequence[Tensor], device: torch.device, blocks: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self.flats: list[Tensor] = []
+        self.positions: list[list[int]] = []
         self.views = list(like)
-        for dtype, positions in by_dtype(enumerate(like)).items():
-            positions.sort(key=lambda i: -_power_of_two(like[i].numel() * like[i].element_size()))
+        self.pieces = list(like)
+        bytes_of = [tensor.numel() * tensor.element_size() for tensor in like]
+        in_blocks = {i for block in blocks for i in block}
+        for dtype, alone in by_dtype(enumerate(like)).items():
+            units = [list(block) for block in blocks if like[block[0]].dtype == dtype]
+            units += [[i] for i in alone if i not in in_blocks]
+            units.sort(key=lambda unit: -_power_of_two(sum(bytes_of[i] for i in unit)))
+            positions = [i for unit in units for i in unit]
             flat = verbs.empty(sum(like[i].numel() for i in positions), dtype, device)
             offset = 0
-            for i in positions:
-                strides = torch.empty_like(like[i], device="meta").stride()
-                self.views[i] = flat.as_strided(like[i].shape, strides, offset)
-                offset += like[i].numel()
+            for unit in units:
+                offset = self._lay(unit, like, flat, offset, own_storage=unit[0] in in_blocks)
             self.flats.append(flat)
+            self.positions.append(positions)
+
+    def _lay(
+        self,
+        unit: Sequence[int],
+        like: Sequence[Tensor],
+        flat: Tensor,
+        offset: int,
+        *,
+        own_storage: bool,
+    ) -> int:
+        """Give the tensors of ``unit`` their places from ``offset`` on; where they end."""
+        base, start = flat, 0
+        if own_storage:
+            size, start = flat.element_size(), offset
+            stop = offset + sum(like[i].numel() for i in unit)
+            storage = flat.untyped_storage()[offset * size : stop * size]
+            base = flat.new_empty(0).set_(storage, 0, (stop - offset,), (1,))
+        for i in unit:
+            stop = offset + like[i].numel()
+            strides = torch.empty_like(like[i], device="meta").stride()
+            self.views[i] = base.as_strided(like[i].shape, strides, offset - start)
+            self.pieces[i] = flat[offset:stop]
+            offset = stop
+        return offset
 
 
 def _power_of_two(size: int) -> int:

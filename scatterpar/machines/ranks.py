@@ -88,9 +88,16 @@ class Ranks:
         """Refuse, before any collective, what would not fit into one.
 
         Raises:
-            ValueError: a buffer that changed its shape.
+            ValueError: a buffer that changed its shape, a parameter that a forward pass wrote.
         """
         _require_same_shapes(outcome.buffers)
+        if outcome.parameters:
+            shape = tuple(outcome.parameters[0][0].shape)
+            raise ValueError(
+                f"the forward pass wrote a parameter of shape {shape}, and what it wrote on each "
+                f"rank cannot be made the same on all; with a process_group, write parameters "
+                f"after the step"
+            )
 
     def exchange(self, outcome: Outcome) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.

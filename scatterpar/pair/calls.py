@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,20 @@ def require_eager(module: Any) -> None:
             )
 
 
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
 def run_each(
-    workers: Workers, plan: Plan, functions: Sequence[Callable[..., Any]], calls: Sequence[Any]
+    workers: Workers,
+    plan: Plan,
+    functions: Sequence[Callable[..., Any]],
+    calls: Sequence[Any],
+    around: contextlib.AbstractContextManager[object] = _NOTHING,
 ) -> list[Any]:
-    """Call each share's function on its device, all at once; what is raised names the replica."""
+    """Call each share's function on its device, all at once; what is raised names the replica.
+
+    What ``around`` raises at its end ends the call likewise, without a trace.
+    """
 
     def apply(task: Task, *, proceed: Callable[[], None]) -> Any:
         args, kwargs = task.inputs
@@ -49,7 +60,8 @@ def run_each(
     tasks = [Task(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     streams = RandomStreams([share.device for share in plan.shares])
     try:
-        results = run_shares(workers, streams, apply, tasks, Clock())
+        with around:
+            results = run_shares(workers, streams, apply, tasks, Clock())
     except BaseException:
         streams.rollback()
         raise

@@ -6,17 +6,19 @@ inputs where those require grad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices import bits
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan
+from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.step import nested
@@ -42,8 +44,33 @@ class PassingReplica:
     def __init__(self, survey: Survey, copies: Sequence[Tensor]) -> None:
         self._survey = survey
         self._copies = dict(zip(survey.tensors, copies, strict=True))
-        self._versions = {id(copy): _version(copy) for copy in copies}
+        self._versions = {id(copy): version(copy) for copy in copies}
+        self._lay_at = {id(copy): copy.detach() for copy in copies}
         self.of = Mirror(survey, self._copies).of
+
+    def parameters(self) -> dict[int, Tensor]:
+        """The copy of each parameter, by the ``id`` of the module's own."""
+        return {
+            i: copy
+            for i, copy in self._copies.items()
+            if isinstance(self._survey.tensors[i], nn.Parameter)
+        }
+
+    def wrote(self, key: int, value: Tensor | None) -> bool:
+        """Whether the forward pass wrote the parameter with this ``id``.
+
+        Args:
+            key: which parameter.
+            value: what it was; without it, versions are all there is to tell.
+        """
+        copy = self._copies[key]
+        home = self._lay_at[id(copy)]
+        if version(copy) != self._versions[id(copy)]:
+            return True
+        if not copy.is_set_to(home):
+            same_kind = copy.shape == home.shape and copy.dtype == home.dtype
+            return not same_kind or bits.changed([copy], [home])[0]
+        return value is not None and bits.changed([copy], [value])[0]
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: where the module's are, and values.
@@ -60,20 +87,23 @@ class PassingReplica:
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:
         if value is None or value is not self._copies.get(id(original)):
             return True
-        return _version(value) != self._versions[id(value)]
+        return version(value) != self._versions[id(value)]
 
 
-def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[PassingReplica]:
+def replicate(
+    module: nn.Module, device_ids: Sequence[torch.device], private: Container[int] = ()
+) -> list[PassingReplica]:
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
     device once, in one message per dtype, and are shared by the replicas there; buffers are
-    each replica's own. A backward pass through the copies adds up their gradients, in
-    replica order, on the master.
+    each replica's own, and so are the parameters whose ``id`` is in ``private``. A backward
+    pass through the copies adds up their gradients, in replica order, on the master.
 
     Args:
         module: a module on ``device_ids[0]``.
         device_ids: one entry per replica.
+        private: parameters that a forward pass may write.
 
     Returns:
         A replica per entry: ``replica.of(module)`` is the copy.
@@ -83,9 +113,13 @@ def replicate(module: nn.Module, device_ids: Sequence[torch.device]) -> list[Pas
     here = physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
+    owned = [not isinstance(t, nn.Parameter) or id(t) in private for t in originals]
     with torch.inference_mode(False), torch.no_grad():
         copies = [
-            [_own(tensor, original) for tensor, original in zip(arrived, originals, strict=True)]
+            [
+                tensor.detach().clone() if is_own else _alias(tensor, original)
+                for tensor, original, is_own in zip(arrived, originals, owned, strict=True)
+            ]
             for arrived in _broadcast(originals, device_ids)
         ]
     for i, original in enumerate(originals):
@@ -171,8 +205,9 @@ class _Attach(torch.autograd.Function):
         ctx.device_ids = device_ids
         ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
-        # A view for every replica, so that each has a gradient of its own.
-        return tuple(copy.view_as(copy) for copy in copies)
+        # An alias for every replica, so that each has a gradient of its own, and no view: a
+        # forward pass may exchange its storage (``set_``, ``flatten_parameters``).
+        return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -200,14 +235,9 @@ class _Cross(torch.autograd.Function):
         return crossed, None, None, None
 
 
-def _own(tensor: Tensor, original: Tensor) -> Tensor:
-    """What one replica gets: parameters are only read, of anything else it needs its own."""
-    return tensor.detach() if isinstance(original, nn.Parameter) else tensor.detach().clone()
-
-
-def _version(tensor: Tensor) -> int:
-    """How often ``tensor`` was written; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def _alias(tensor: Tensor, original: Tensor) -> Tensor:
+    """What a replica shares: on the master with the user's own versions, else with its own."""
+    return tensor.detach() if tensor is original else tensor.data
 
 
 def _broadcast(

@@ -15,10 +15,12 @@ from torch import nn
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
-from scatterpar.plan import make_plan
+from scatterpar.pair.writes import Writers
+from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.step.commit import commit_buffers
+from scatterpar.replicas.writes import once_known
+from scatterpar.step.commit import commit_buffers, write_parameters
 from scatterpar.step.request import check_dim, check_module
 from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
@@ -69,6 +71,7 @@ class DataParallelModel(Wrapper):
 
     def _hire(self) -> None:
         self._workers = Workers(len(self.device_ids), "this DataParallelModel")
+        self._writers = Writers()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs: a tuple with one entry per replica used, each on its device.
@@ -91,10 +94,17 @@ class DataParallelModel(Wrapper):
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
-        with self._workers.exclusive(), Crossing() as crossing:
-            replicas = replicate(self.module, [share.device for share in plan.shares])
+        with self._workers.exclusive():
+            return once_known(lambda: self._run(plan, (inputs, kwargs)))
+
+    def _run(self, plan: Plan, batch: Any) -> tuple[Any, ...]:
+        devices = [share.device for share in plan.shares]
+        with Crossing() as crossing:
+            replicas = replicate(self.module, devices, self._writers.known(self.module))
             modules = [replica.of(self.module) for replica in replicas]
-            calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
-            outputs = run_each(self._workers, plan, modules, calls)
+            calls = scatter_owned(batch, plan, self.dim, crossing)
+            watching = self._writers.watching(self.module, replicas, devices)
+            outputs = run_each(self._workers, plan, modules, calls, watching)
+            write_parameters(self._writers.found)
             commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)

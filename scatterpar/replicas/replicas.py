@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,11 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices import verbs
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
+from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
+from scatterpar.replicas.recurrent import weight_blocks
+from scatterpar.replicas.writes import Writes, renormalised
 
 __all__ = ["Replica", "Replicas", "check_placement", "sum_dtype"]
 
@@ -27,6 +30,8 @@ class Replica:
         roots: the copies of the modules that were replicated.
         tensors: this copy's tensors; those that are trained are leaves.
         of: this copy's counterpart of a module of the master's, or of a method of one.
+        written: positions of the parameters that a forward pass writes.
+        writes: what it writes to them; ``None`` where it writes none.
     """
 
     def __init__(
@@ -36,34 +41,65 @@ class Replica:
         roots: Sequence[nn.Module],
         survey: Survey,
         sources: Sequence[Tensor],
+        written: dict[int, str],
         compiler: Compiler,
     ) -> None:
         self.index = index
         self.device = device
         originals = list(survey.tensors.values())
-        self._private = [i for i, tensor in enumerate(originals) if _is_private(tensor)]
-        own = FlatCopy([originals[i] for i in self._private], device).views
-        self.tensors = [source.detach() for source in sources]
-        for i, view in zip(self._private, own, strict=True):
-            self.tensors[i] = view.detach()
+        self.written = list(written)
+        self._private = [
+            i for i, tensor in enumerate(originals) if _is_state(tensor) or i in written
+        ]
+        self._own = FlatCopy([originals[i] for i in self._private], device).views
+        self._homes = self._homes_at(sources)
+        # ``.data``: an alias that counts its own versions, so that writes can be told apart.
+        self.tensors = [home.data for home in self._homes]
         for i, original in enumerate(originals):
             if isinstance(original, nn.Parameter):
                 self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
                 vars(self.tensors[i]).update(vars(original))
-        mirror = Mirror(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
+        copies = dict(zip(survey.tensors, self.tensors, strict=True))
+        mirror = Mirror(survey, copies, compiler)
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
         self.buffers = [mirror.of(module)._buffers for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
+        self.writes: Writes | None = None
+        if written:
+            self.writes = Writes(
+                [self.tensors[i] for i in written],
+                [self._homes[i] for i in written],
+                list(written.values()),
+            )
 
     def refresh(self, sources: Sequence[Tensor]) -> None:
-        """Undo what a forward pass rebound, and copy in the buffers of ``sources``."""
+        """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
+
+        A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
+        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home.
+        """
         if not self._state.unchanged():
             self._state.restore()
+        self._homes = self._homes_at(sources)
+        for i in self.strays():
+            self.tensors[i].data = self._homes[i]
         if self._private:
             torch._foreach_copy_(
                 [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
             )
+
+    def strays(self) -> list[int]:
+        """Positions of the tensors that do not lie where they did after the last refresh."""
+        at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
+        return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
+
+    def _homes_at(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Where each tensor lies: with ``sources``, or in memory of this replica's own."""
+        homes = list(sources)
+        for i, view in zip(self._private, self._own, strict=True):
+            homes[i] = view
+        return homes
 
     def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
         """Obey attributes that the user rebound on the master."""
@@ -81,14 +117,21 @@ class Replicas:
     """The replicas of some modules on some devices.
 
     Parameters on the master's own device share its storage; every other device has one
-    copy of them, which its replicas share. Buffers are each replica's own. ``refresh``
-    makes all of it equal to the master's, whatever the user did to the module meanwhile.
+    copy of them, which its replicas share. Buffers are each replica's own, and so are
+    parameters that a forward pass writes. ``refresh`` makes all of it equal to the master's,
+    whatever the user did to the module meanwhile.
 
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
         wide: gradients add up in this dtype, where their own is narrower.
         compiler: makes the compiled calls of the replicas.
+
+    Attributes:
+        tensors: the master's.
+        sources: the tensors as each memory has them.
+        shared: positions of the parameters that replicas in one memory share.
+        is_trusted: a step has shown that forward passes write none of these.
     """
 
     def __init__(
@@ -105,9 +148,14 @@ class Replicas:
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []
         self.buffers: list[dict[str, Tensor | None]] = []
+        self.sources: dict[torch.device, Sequence[Tensor]] = {}
+        self.shared: list[int] = []
+        self.is_trusted = False
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []
+        self._written: list[Tensor] = []
+        self._spoilt: set[int] = set()
         self._state: Snapshot | None = None
 
     def refresh(self, ledger: Ledger) -> None:
@@ -115,15 +163,19 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             if not self._follow():
                 self._build()
-            self._broadcast(ledger)
+            self._broadcast.send(ledger, self._spoilt)
+            self._spoilt = set()
             for replica in self.replicas:
-                replica.refresh(self._sources[replica.device])
+                sources = self.sources[replica.device]
+                replica.refresh(sources)
+                if replica.writes is not None:
+                    replica.writes.begin([sources[i] for i in replica.written])
 
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
         replica = self.replicas[number]
         with torch.inference_mode(False), torch.no_grad():
-            replica.refresh(self._sources[replica.device])
+            replica.refresh(self.sources[replica.device])
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
@@ -148,6 +200,23 @@ class Replicas:
             for i in self.trained:
                 replica.tensors[i].grad = None
 
+    def give_copies_of(self, written: Collection[int]) -> None:
+        """From now on each replica has its own copy of the parameters at these positions."""
+        self._spoilt |= set(written)
+        self._written += [self.tensors[i] for i in written]
+        self._state = None  # to be built anew
+
+    def name_of(self, position: int) -> str:
+        """What the user calls the tensor at ``position``."""
+        named = (item for root in self.roots for item in root.named_parameters())
+        names = (name for name, tensor in named if tensor is self.tensors[position])
+        return next(names, "(not registered)")
+
+    @property
+    def sent(self) -> Sequence[Tensor] | None:
+        """Copies of the tensors as the other devices have them; ``None`` without any."""
+        return self._broadcast.kept
+
     @property
     def modules(self) -> list[nn.Module]:
         """Each replica's copy of the first root."""
@@ -171,6 +240,9 @@ class Replicas:
             entries = self._state.rebound()
             if entries is None:
                 return False
+            saved = self._state.saved_dicts
+            if any(_is_switch(saved[place][key], value) for place, key, value in entries):
+                self.is_trusted = False  # it may be what makes a forward pass write parameters
             self._state.assign(entries)
             self.rehearsed.clear()
             for replica in self.replicas:
@@ -197,41 +269,39 @@ class Replicas:
         survey = Survey(self.roots)
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
+        modules = list(survey.modules.values())
         self.tensors = list(survey.tensors.values())
         self._modules = survey.modules
-        self.buffers = [module._buffers for module in survey.modules.values()]
-        self._sources: dict[torch.device, list[Tensor]] = {self.device_ids[0]: self.tensors}
-        self._arrivals = {
-            device: FlatCopy(self.tensors, device)
-            for device in dict.fromkeys(self.device_ids)
-            if device != self.device_ids[0]
-        }
-        needed = self._arrivals and self.tensors
-        self._departure = FlatCopy(self.tensors, self.device_ids[0]) if needed else None
-        self._sources.update({device: arrival.views for device, arrival in self._arrivals.items()})
+        self.buffers = [module._buffers for module in modules]
+        written = self._written_ones(survey)
+        self.shared = [
+            i for i, t in enumerate(self.tensors) if not _is_state(t) and i not in written
+        ]
+        blocks = weight_blocks(modules, survey.tensors)
+        self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+        self.sources = {d: self._broadcast.at(d) for d in dict.fromkeys(self.device_ids)}
         self.replicas = [
-            Replica(index, device, self.roots, survey, self._sources[device], self.compiler)
+            Replica(index, device, self.roots, survey, self.sources[device], written, self.compiler)
             for index, device in enumerate(self.device_ids)
         ]
         self._sum_dtypes = self._wanted()
         self.rehearsed.clear()
         for replica in self.replicas:
             replica.train_like(self._sum_dtypes)
+        self.is_trusted = False
         self._state = Snapshot(survey.containers)
         self._signed = self._signature()
 
-    def _broadcast(self, ledger: Ledger) -> None:
-        """One message per dtype to each device other than the master."""
-        if self._departure is None:
-            return
-        torch._foreach_copy_(self._departure.views, self.tensors)
-        for arrival in self._arrivals.values():
-            for target, source in zip(arrival.flats, self._departure.flats, strict=True):
-                ledger.copy_into(target, source, "replicate")
+    def _written_ones(self, survey: Survey) -> dict[int, str]:
+        """Positions and names of the parameters that forward passes are known to write."""
+        position = {key: i for i, key in enumerate(survey.tensors)}
+        known = [*self._written, *renormalised(list(survey.modules.values()))]
+        self._written = [t for t in known if id(t) in position]
+        return {i: self.name_of(i) for i in sorted({position[id(t)] for t in self._written})}
 
     def _signature(self) -> list[Any]:
-        """What ``.data`` edits, ``.to()`` and ``.half()`` change, and the modules' classes."""
-        tensors = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
+        """What ``.to()``, ``.half()`` and other shapes change, and the modules' classes."""
+        tensors = [(t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
         return [*tensors, *map(type, self._modules.values())]
 
 
@@ -273,6 +343,11 @@ def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     return own if wide is None else torch.promote_types(own, wide)
 
 
-def _is_private(tensor: Tensor) -> bool:
+def _is_state(tensor: Tensor) -> bool:
     """Whether every replica needs its own copy: all but parameters, which a step only reads."""
     return not isinstance(tensor, nn.Parameter)
+
+
+def _is_switch(before: Any, after: Any) -> bool:
+    """Whether an attribute is more than a number that was turned, as schedules do every step."""
+    return not {type(before), type(after)} <= {int, float}

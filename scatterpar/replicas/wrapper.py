@@ -43,7 +43,7 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = ("_crew", "_workers")
+    _transient = ("_crew", "_workers", "_writers")
 
     def __init__(self) -> None:
         super().__init__()

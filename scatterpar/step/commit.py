@@ -11,7 +11,7 @@ from torch import Tensor
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.torch_private import has_gradient_hooks
 
-__all__ = ["commit", "commit_buffers"]
+__all__ = ["commit", "commit_buffers", "write_parameters"]
 
 
 def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
@@ -25,11 +25,13 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
         settle: called last; if it raises, as a hook may, everything is put back.
     """
     gradients = [(root, gradient) for root, gradient in outcome.gradients if gradient is not None]
-    undo = [
+    undo: list[Callable[[], object]] = [
         *_remember_gradients([root for root, _ in gradients]),
         *_remember_buffers(outcome.buffers),
+        *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
     ]
     try:
+        write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
         if gradients:
             roots, values = zip(*gradients, strict=True)
             torch.autograd.backward(roots, values)
@@ -43,6 +45,13 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
                 put_back()
         outcome.streams.rollback()
         raise
+
+
+def write_parameters(parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Give parameters the values that the forward passes wrote."""
+    with torch.no_grad():
+        for parameter, value in parameters:
+            parameter.copy_(value)
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:

@@ -17,7 +17,13 @@ from scatterpar.step.outcome import BufferValue
 from scatterpar.step.scatter import join_rows
 from scatterpar.torch_private import flatten, unflatten
 
-__all__ = ["collect", "mean_buffers", "reduce_buffers", "reduce_gradients", "sum_in_order"]
+__all__ = [
+    "collect",
+    "mean_buffers",
+    "reduce_buffers",
+    "reduce_gradients",
+    "sum_in_order",
+]
 
 
 def reduce_gradients(

@@ -110,8 +110,10 @@ def hand_out(
         own = weights[i] if weights else ()
         # A compiled module's graphs hold for rows that begin where the memory does.
         copies = is_borrowed(batch, share.device) or any(part.compiler.is_used for part in parts)
-        module = parts[0].modules[i]
-        tasks.append(Task(share, module, inputs, targets, criterion, own, copies))
+        replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
+        module = replicas[0].roots[0]
+        writes = [replica.writes for replica in replicas if replica.writes is not None]
+        tasks.append(Task(share, module, inputs, targets, criterion, own, copies, writes))
     return tasks
 
 

@@ -89,7 +89,7 @@ def train(
     for number, weight in enumerate(task.weights[:most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-        with noted(share, number):
+        with noted(share, number), task.substep():
             output = forward(task, number, dim)
             targets = rows_of(task, task.targets, number, dim)
             loss = loss_of(output, targets, task.criterion)
@@ -122,7 +122,7 @@ def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
     for number in range(len(rows)):
         if number:
             proceed()
-        with noted(task.share, number), torch.no_grad():
+        with noted(task.share, number), task.substep(), torch.no_grad():
             outputs.append(predict(task, number, dim))
     with noted(task.share):
         return join_rows(outputs, dim, rows, rows, lists=has_entries(task.inputs))

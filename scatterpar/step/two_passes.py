@@ -162,7 +162,8 @@ def first_pass(
         with noted(share, number):
             positions.append(streams.now(share.replica))
             output = None  # its graph goes before the next one comes
-            output = forward(task, number, dim)
+            with task.substep():
+                output = forward(task, number, dim)
             pieces.append(nested.transform(_leaf, output))
     if autocast_types():
         torch.clear_autocast_cache()  # what it holds is part of graphs that are gone
@@ -219,7 +220,7 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with noted(share, last):
+    with noted(share, last), task.substep(resumed=True):
         _pull(nested.tensors(own.kept), _gradients(own.pieces[last]))
     own.kept = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
@@ -229,7 +230,7 @@ def second_pass(
     changes: list[Tensor] = []
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
-        with noted(share, number):
+        with noted(share, number), task.substep():
             streams.rewind(share.replica, own.positions[number])
             output = forward(task, number, dim)
             changes.append(_change(output, own.pieces[number]))

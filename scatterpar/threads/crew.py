@@ -17,6 +17,7 @@ from scatterpar.plan import Share
 from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.writes import Writes
 from scatterpar.threads.randomness import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
 
@@ -38,6 +39,7 @@ class Task:
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         copies: micro-batches are copies of their rows: where these are the caller's own, which
             must not be written, and where compiled code would be made anew for every view.
+        writes: the replica's own copies of parameters that a forward pass writes.
     """
 
     share: Share
@@ -47,6 +49,14 @@ class Task:
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
     copies: bool = False
+    writes: Sequence[Writes] = ()
+
+    def substep(self, *, resumed: bool = False) -> contextlib.ExitStack:
+        """What is around every sub-step, or around the rest of one."""
+        stack = contextlib.ExitStack()
+        for writes in self.writes:
+            stack.enter_context(writes.substep(resumed=resumed))
+        return stack
 
 
 class Crew:

@@ -1,0 +1,129 @@
+"""Notice when a forward pass writes parameters that replicas share, and put them back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices import bits
+from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.writes import FirstWrite
+
+__all__ = ["guarded"]
+
+
+@contextlib.contextmanager
+def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
+    """Leave the parameters that replicas share as they are, whatever the body does to them.
+
+    Raises:
+        FirstWrite: one was written: from now on each replica has a copy of its own.
+        RuntimeError: likewise, by a forward pass that left it alone so far, so that no
+            copy of its values was kept.
+    """
+    guards = [_Guard(part) for part in parts]
+    try:
+        yield
+    except BaseException as error:
+        written = [name for guard in guards for name in guard.settle()]
+        if written and isinstance(error, RuntimeError):  # perhaps torch's, because of the writing
+            raise FirstWrite(*written) from error
+        raise
+    written = [name for guard in guards for name in guard.settle()]
+    for guard in guards:
+        guard.require_values()
+    if written:
+        raise FirstWrite(*written)
+    for part in parts:
+        part.is_trusted = True
+
+
+class _Guard:
+    """The parameters of one part as they were before the body.
+
+    In a part's first step they are copied, in every memory, since writes through ``.data``
+    leave no version behind. Later steps look at versions and storages only.
+    """
+
+    def __init__(self, part: Replicas) -> None:
+        self._part = part
+        self._versions = [self._versions_of(replica) for replica in part.replicas]
+        self._kept: dict[torch.device, Sequence[Tensor]] = {}
+        self._lost: list[str] = []
+        master = part.device_ids[0]
+        if not part.is_trusted:
+            self._kept = {
+                device: [part.sources[device][i].detach().clone() for i in part.shared]
+                for device in part.sources
+            }
+        elif part.sent is not None:
+            self._kept = {master: [part.sent[i] for i in part.shared]}
+
+    def settle(self) -> list[str]:
+        """Put back what was written to the master's memory; the names of what was written."""
+        part = self._part
+        touched = self._touched()
+        edited = {} if part.is_trusted and not touched else self._edited()
+        written = touched.union(*edited.values())
+        if not written:
+            return []
+        master = part.device_ids[0]
+        for i, kept in zip(part.shared, self._kept.get(master, ()), strict=False):
+            if i in edited.get(master, ()):
+                with torch.no_grad():
+                    part.tensors[i].copy_(kept)
+        if master not in self._kept:
+            here = [replica for replica in part.replicas if replica.device == master]
+            lost = {i for replica in here for i in self._written_in_place(replica)}
+            self._lost = [part.name_of(i) for i in sorted(lost)]
+        part.give_copies_of(written)
+        return [part.name_of(i) for i in sorted(written)]
+
+    def require_values(self) -> None:
+        """Refuse to go on with values that could not be put back."""
+        if self._lost:
+            raise RuntimeError(
+                f"the forward pass wrote the parameter {self._lost[0]!r}, which it had not done "
+                f"in this engine's steps before: no gradient was added, but its earlier values "
+                f"are lost; the next step gives each replica a copy of it"
+            )
+
+    def _touched(self) -> set[int]:
+        """Positions that were written in place, or whose storage was exchanged for other values."""
+        found = set()
+        for replica in self._part.replicas:
+            found.update(self._written_in_place(replica))
+            for i in replica.strays():
+                tensor, home = replica.tensors[i], self._part.sources[replica.device][i]
+                same_kind = tensor.shape == home.shape and tensor.dtype == home.dtype
+                if not same_kind or bits.changed([tensor], [home])[0]:
+                    found.add(i)
+        return found & set(self._part.shared)
+
+    def _written_in_place(self, replica: Replica) -> list[int]:
+        before = self._versions[replica.index]
+        now = self._versions_of(replica)
+        if now == before:
+            return []
+        strays = set(replica.strays())
+        return [
+            i
+            for i, old, new in zip(self._part.shared, before, now, strict=True)
+            if old != new and i not in strays
+        ]
+
+    def _edited(self) -> dict[torch.device, set[int]]:
+        """Positions whose bits are not those that were kept, by memory."""
+        found = {}
+        for device, kept in self._kept.items():
+            now = [self._part.sources[device][i] for i in self._part.shared]
+            flags = bits.changed(now, kept)
+            found[device] = {i for i, flag in zip(self._part.shared, flags, strict=True) if flag}
+        return found
+
+    def _versions_of(self, replica: Replica) -> list[int]:
+        return [version(replica.tensors[i]) for i in self._part.shared]

@@ -125,12 +125,10 @@ def check_module(module: Any) -> None:
     """Refuse what cannot be replicated.
 
     Raises:
-        TypeError: no ``nn.Module``, or a ``ScriptModule``.
+        TypeError: no ``nn.Module``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
 
 
 def check_dim(dim: Any) -> None:

@@ -454,6 +454,7 @@ class ScatterOnceParallel(Wrapper):
         with Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
             streams = self._streams(plan)
+            workers = self._crew.workers
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
                 parts, _ = self._crew.refresh(self.module, None, ledger)

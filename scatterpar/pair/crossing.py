@@ -19,6 +19,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.step import nested
@@ -78,7 +79,7 @@ class PassingReplica:
         The others are left alone: a graph of the user's own may still need them as they are.
         """
         for module in self._survey.modules.values():
-            holder, own = module._buffers, self.of(module)._buffers
+            holder, own = buffers_of(module), buffers_of(self.of(module))
             for name in dict.fromkeys([*holder, *own]):
                 # Batch normalisation writes its statistics behind autograd's back.
                 if module.training or self._is_changed(holder.get(name), own.get(name)):

@@ -20,6 +20,7 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.replicas import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
+from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers, write_parameters
 from scatterpar.step.request import check_dim, check_module
 from scatterpar.step.rows import count_rows
@@ -105,6 +106,7 @@ class DataParallelModel(Wrapper):
             calls = scatter_owned(batch, plan, self.dim, crossing)
             watching = self._writers.watching(self.module, replicas, devices)
             outputs = run_each(self._workers, plan, modules, calls, watching)
+            nested.refuse_generators(outputs)
             write_parameters(self._writers.found)
             commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)

@@ -21,6 +21,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
+from scatterpar.replicas.kinds import (
+    is_script,
+    new_like,
+    rebind_script,
+    script_tensors,
+    slots_of,
+)
+from scatterpar.replicas.sparse import assembled, is_sparse, pieces_of
 from scatterpar.torch_private import is_compiled_module
 
 __all__ = ["Mirror", "Snapshot", "Survey", "owner_of"]
@@ -46,6 +54,8 @@ class Survey:
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
         self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
+        self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.slots: list[tuple[nn.Module, types.MemberDescriptorType, Any]] = []
         self._seen: set[int] = set()
         self.roots = tuple(roots)
         for root in self.roots:
@@ -53,7 +63,12 @@ class Survey:
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            self.tensors.setdefault(id(value), value)
+            self._visit_tensor(value)
+        elif is_script(value):
+            if id(value) not in self.modules:
+                self.modules[id(value)] = value
+                for tensor in script_tensors(value).values():
+                    self._visit_tensor(tensor)
         elif is_compiled_module(value):
             original, how = unwrapped(value)
             assert how is not None
@@ -63,6 +78,7 @@ class Survey:
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
                 self._visit_container(vars(value))
+                self._visit_slots(value)
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
@@ -73,6 +89,22 @@ class Survey:
             self._visit((value.func, value.args, *value.keywords.values()))
         elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
             self._visit(value.__self__)
+
+    def _visit_tensor(self, tensor: Tensor) -> None:
+        if not is_sparse(tensor):
+            self.tensors.setdefault(id(tensor), tensor)
+        elif id(tensor) not in self.sparse:
+            pieces = pieces_of(tensor)
+            self.sparse[id(tensor)] = (tensor, pieces)
+            self.tensors.update({id(piece): piece for piece in pieces})
+
+    def _visit_slots(self, module: nn.Module) -> None:
+        kind: Any = type(module)
+        for member in slots_of(kind):
+            if hasattr(module, member.__name__):
+                value = member.__get__(module)
+                self.slots.append((module, member, value))
+                self._visit(value)
 
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
@@ -178,8 +210,16 @@ class Mirror:
         self._compiler = compiler or Compiler()
         self._made: dict[int, Any] = dict(tensors)
         self._kept: list[Any] = []  # so that no id in _made is used again
+        self.sparse: list[tuple[Tensor, list[Tensor]]] = []
+        self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        for original, pieces in survey.sparse.values():
+            own = [self._made.get(id(piece), piece) for piece in pieces]
+            self._made[id(original)] = assembled(original, own)
+            self.sparse.append((self._made[id(original)], own))
         for module in survey.modules.values():
             self.of(module)
+        self._slots = [(self.of(m), member, self.of(value)) for m, member, value in survey.slots]
+        self.rebind()
         self.containers = [self.of(container) for container in survey.containers]
 
     def of(self, value: Any) -> Any:
@@ -214,9 +254,20 @@ class Mirror:
             )
         return value
 
+    def rebind(self) -> None:
+        """Undo what a forward pass rebound where no snapshot sees it."""
+        for module, member, value in self._slots:
+            member.__set__(module, value)
+        for script, tensors in self._scripts:
+            rebind_script(script, tensors)
+
     def _module(self, module: nn.Module) -> nn.Module:
-        replica: nn.Module = module._replicate_for_data_parallel()
+        replica = new_like(module)
         self._made[id(module)] = replica
+        if is_script(module):
+            tensors = script_tensors(module)
+            self._scripts.append((replica, {path: self.of(t) for path, t in tensors.items()}))
+            return replica
         original, state = vars(module), vars(replica)
         self._made[id(original)] = state
         for name, item in state.items():

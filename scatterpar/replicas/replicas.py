@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.kinds import buffers_of, is_script, script_state
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 from scatterpar.replicas.recurrent import weight_blocks
+from scatterpar.replicas.sparse import pieces_of
 from scatterpar.replicas.writes import Writes, renormalised
 
 __all__ = ["Replica", "Replicas", "check_placement", "sum_dtype"]
@@ -61,9 +63,10 @@ class Replica:
                 vars(self.tensors[i]).update(vars(original))
         copies = dict(zip(survey.tensors, self.tensors, strict=True))
         mirror = Mirror(survey, copies, compiler)
+        self._mirror = mirror
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
-        self.buffers = [mirror.of(module)._buffers for module in survey.modules.values()]
+        self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
         self.writes: Writes | None = None
         if written:
@@ -81,6 +84,7 @@ class Replica:
         """
         if not self._state.unchanged():
             self._state.restore()
+        self._mirror.rebind()
         self._homes = self._homes_at(sources)
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
@@ -88,6 +92,13 @@ class Replica:
             torch._foreach_copy_(
                 [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
             )
+
+    def is_whole(self) -> bool:
+        """Whether sparse tensors still lie on the pieces that are refreshed."""
+        return all(
+            all(map(Tensor.is_set_to, pieces_of(tensor), pieces))
+            for tensor, pieces in self._mirror.sparse
+        )
 
     def strays(self) -> list[int]:
         """Positions of the tensors that do not lie where they did after the last refresh."""
@@ -147,7 +158,7 @@ class Replicas:
         self.device_ids = tuple(device_ids)
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []
-        self.buffers: list[dict[str, Tensor | None]] = []
+        self.buffers: list[MutableMapping[str, Tensor | None]] = []
         self.sources: dict[torch.device, Sequence[Tensor]] = {}
         self.shared: list[int] = []
         self.is_trusted = False
@@ -240,6 +251,8 @@ class Replicas:
         """Obey what can be obeyed in place; whether that was all."""
         if self._state is None or self._signature() != self._signed:
             return False
+        if not all(replica.is_whole() for replica in self.replicas):
+            return False
         if not self._state.unchanged():
             entries = self._state.rebound()
             if entries is None:
@@ -276,7 +289,9 @@ class Replicas:
         modules = list(survey.modules.values())
         self.tensors = list(survey.tensors.values())
         self._modules = survey.modules
-        self.buffers = [module._buffers for module in modules]
+        self._sparse = list(survey.sparse.values())
+        self._slots = survey.slots
+        self.buffers = [buffers_of(module) for module in modules]
         written = self._written_ones(survey)
         self.shared = [
             i for i, t in enumerate(self.tensors) if not _is_state(t) and i not in written
@@ -306,7 +321,14 @@ class Replicas:
     def _signature(self) -> list[Any]:
         """What ``.to()``, ``.half()`` and other shapes change, and the modules' classes."""
         tensors = [(t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
-        return [*tensors, *map(type, self._modules.values())]
+        signature: list[Any] = [*tensors, *map(type, self._modules.values())]
+        for tensor, _ in self._sparse:
+            signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
+        for script in filter(is_script, self._modules.values()):
+            signature += script_state(script)
+        for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
+            signature.append(id(getattr(module, member.__name__, None)))
+        return signature
 
 
 def check_placement(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices import bits
+from scatterpar.replicas.sparse import is_sparse, pieces_of
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.torch_private import has_gradient_hooks
 
@@ -60,7 +62,10 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
     values: list[Tensor] = []
     for holder, name, value in buffers:
         target = holder.get(name)
-        if value is not None and target is not None and _fits(target, value):
+        if value is not None and target is not None and is_sparse(value) and is_sparse(target):
+            if not _same(target, value):
+                holder[name] = value.detach().clone()
+        elif value is not None and target is not None and _fits(target, value):
             into.append(target)
             values.append(value)
         elif value is not target:
@@ -72,6 +77,14 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
 
 def _fits(target: Tensor, value: Tensor) -> bool:
     return target.shape == value.shape and target.dtype == value.dtype
+
+
+def _same(target: Tensor, value: Tensor) -> bool:
+    """Whether two sparse tensors are made of the same pieces."""
+    pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
+    if target.layout != value.layout or any(not _fits(one, other) for one, other in pairs):
+        return False
+    return not any(bits.changed(*zip(*pairs, strict=True)))
 
 
 def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]:
@@ -109,7 +122,10 @@ def _remember_buffers(buffers: Iterable[BufferValue]) -> Iterable[Callable[[], N
 
 
 def _put_back_buffer(
-    holder: dict[str, Tensor | None], name: str, target: Tensor | None, kept: Tensor | None
+    holder: MutableMapping[str, Tensor | None],
+    name: str,
+    target: Tensor | None,
+    kept: Tensor | None,
 ) -> None:
     holder[name] = target
     if target is not None and kept is not None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["leaves", "merge", "tensors", "transform"]
+__all__ = ["leaves", "merge", "refuse_generators", "tensors", "transform"]
 
 
 def transform(function: Callable[[Any], Any], value: Any) -> Any:
@@ -73,6 +73,19 @@ def tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
+def refuse_generators(output: Any) -> None:
+    """Refuse what has not been computed yet: it would run later, in no replica's context.
+
+    Raises:
+        TypeError: a module's output is a generator or holds one.
+    """
+    if any(isinstance(leaf, Generator) for leaf in leaves(output)):
+        raise TypeError(
+            "the module's output holds a generator, which nobody has run yet; return a list or "
+            "tuple of what it yields"
+        )
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -85,8 +98,19 @@ def _alike(values: Sequence[Any]) -> bool:
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
     if isinstance(first, Mapping):
-        return all(value.keys() == first.keys() for value in values)
+        _require_same_keys(values)
     return True
+
+
+def _require_same_keys(values: Sequence[Mapping[Any, Any]]) -> None:
+    keys = values[0].keys()
+    for number, value in enumerate(values):
+        if value.keys() != keys:
+            raise ValueError(
+                f"mappings with different keys cannot be joined: {sorted(map(str, keys))} in the "
+                f"first, {sorted(map(str, value))} in number {number}, counted from 0; return "
+                f"the same keys for all rows"
+            )
 
 
 def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from scatterpar.threads.randomness import RandomStreams
 
 __all__ = ["BufferValue", "Outcome"]
 
-BufferValue = tuple["dict[str, Tensor | None]", str, "Tensor | None"]
+BufferValue = tuple["MutableMapping[str, Tensor | None]", str, "Tensor | None"]
 
 
 @dataclass

@@ -123,7 +123,7 @@ def mean_buffers(
         (m, name): buffer.detach().clone()
         for m, buffers in enumerate(first.buffers)
         for name, buffer in buffers.items()
-        if buffer is not None and buffer.is_floating_point()
+        if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
     }
     for replica, share in zip(others, shares[1:], strict=True):
         found = {

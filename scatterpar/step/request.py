@@ -153,7 +153,7 @@ def check_module(module: Any) -> None:
     """Refuse what cannot be replicated.
 
     Raises:
-        TypeError: no ``nn.Module``, or a ``ScriptModule``.
+        TypeError: no ``nn.Module``.
     """
     if isinstance(module, type) and issubclass(module, nn.Module):
         name = module.__name__
@@ -171,8 +171,6 @@ def check_module(module: Any) -> None:
             "backward pass; pass the model itself, which is its .module, and process_group= for "
             "several processes"
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("a ScriptModule cannot be replicated; pass the module it was made from")
 
 
 def check_dim(dim: Any) -> None:

@@ -103,6 +103,12 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     if not isinstance(leaf, Tensor):
         _refuse_foreign(name, leaf)
         return None
+    if leaf.is_nested:
+        raise ValueError(
+            f"{name}: a nested tensor (torch.nested) cannot be split into rows; pass "
+            f"Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins, or "
+            f"torch.nested.to_padded_tensor and the lengths"
+        )
     shape = tuple(leaf.shape)
     if leaf.layout != torch.strided:
         raise ValueError(

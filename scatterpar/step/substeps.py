@@ -146,7 +146,9 @@ def forward(task: Task, number: int, dim: int) -> Any:
 def predict(task: Task, number: int, dim: int) -> Any:
     """The module's output for one micro-batch of inference."""
     args, kwargs = rows_of(task, task.inputs, number, dim)
-    return task.module(*args, **kwargs)
+    output = task.module(*args, **kwargs)
+    nested.refuse_generators(output)
+    return output
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -240,6 +242,7 @@ def _require_trainable(module: Any) -> None:
 def _kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
     output = nested.transform(_detached, output)
     if not callable(keep):
+        nested.refuse_generators(output)
         return output
     with torch.no_grad():
         return nested.transform(_detached, keep(output))

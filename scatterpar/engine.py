@@ -235,9 +235,8 @@ class ScatterOnceParallel(Wrapper):
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
-                grad, outputs that cannot be joined, a loss that is not 0-dim,
-                ``reduction="none"``; with ``whole_batch`` no criterion, or ``reduction=`` or
-                ``count=``.
+                grad, outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``;
+                with ``whole_batch`` no criterion, or ``reduction=`` or ``count=``.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
                 ``whole_batch``, a module that computes something else the second time.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
@@ -375,7 +374,7 @@ class ScatterOnceParallel(Wrapper):
                     with guarded(parts):
                         rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)
                         if whole:
-                            peers = None
+                            peers = None if most else self._ranks  # a try is this process's own
                             on_master = criteria[0], request.targets, peers, ledger
                             results = train_whole(
                                 workers, streams, tasks, clock, parts, *on_master, **options

@@ -414,6 +414,59 @@ def test_checkpointing_draws_the_same_numbers_again(device_ids, where, again, lo
     assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+def of_pairs(scores, labels):
+    """A loss of all pairs of rows, which draws too."""
+    scores = nn.functional.dropout(scores, 0.2)
+    return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
+
+
+def test_a_loss_over_the_whole_batch(device_ids):
+    def criterion(scores, labels):
+        return (scores @ scores.T)[labels == 0].logsumexp(1).sum()
+
+    model, inputs, targets = problem()
+    other = copy.deepcopy(model)
+    loss = criterion(other(inputs.to(kind())), targets.to(kind()))
+    loss.backward()
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        found = engine.forward_backward(inputs, targets, criterion, whole_batch=True)
+    assert_close(gradients(model), gradients(other), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("again", [None, "reentrant", "not reentrant"])
+def test_both_passes_draw_the_same_numbers(device_ids, where, again):
+    """What is drawn is written down in the outputs: the loss is of them, and so is the gradient."""
+    found = []
+    for accum in (1, 4):  # in one pass, and in two
+        model, inputs, targets = problem(Remembers(where, again))
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            losses = []
+            for _ in range(2):
+                model.zero_grad()
+                torch.manual_seed(5)
+                losses.append(engine.forward_backward(inputs, targets, of_pairs, whole_batch=True))
+            states = [torch.get_rng_state(), random_state()]
+            assert torch.equal(*losses)
+            found.append((gradients(model), states))
+            shares = engine.last_step.plan.shares
+    assert max(len(share.micro_batches) for share in shares) == 4
+    if len(device_ids) == 1:  # what a plain loop draws, sub-step by sub-step
+        model, inputs, targets = problem(Remembers(where, again))
+        torch.manual_seed(5)
+        rows = shares[0].micro_batches
+        scores = torch.cat([model(inputs[a:b].to(kind())) for a, b in rows])
+        of_pairs(scores, targets.to(kind())).backward()
+        assert_close(found[1][0], gradients(model), rtol=1e-10, atol=1e-12)
+        assert_close(found[1][1], [torch.get_rng_state(), random_state()], rtol=0, atol=0)
+
+
+def random_state():
+    return torch.get_device_module(kind()).get_rng_state(torch.device(kind(), 0))
+
+
 def test_by_default_every_accelerator_has_a_replica():
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)

@@ -220,3 +220,22 @@ def test_forward_in_training_mode_updates_statistics_as_a_module_does(devices):
 def test_unknown_policies_are_refused():
     with pytest.raises(ValueError, match='buffers must be "master" or "mean", got \'sum\''):
         ScatterOnceParallel(normalised(), buffers="sum")
+
+
+def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
+    """Buffers of a replica once shared one version counter, so that autograd refused this."""
+
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(FEATURES)
+            self.register_buffer("queue", torch.zeros(2, FEATURES))
+
+        def forward(self, inputs):
+            outputs = self.norm(inputs)
+            self.queue.copy_(outputs.detach()[:2])
+            return outputs
+
+    with ScatterOnceParallel(build(Queue), 1, devices(2)) as engine:
+        engine.forward_backward(randn(8, FEATURES), criterion=lambda out, _: out.square().mean())
+        assert engine.module.queue.any()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
@@ -212,3 +213,17 @@ def test_the_guard_sees_a_forgotten_copy(monkeypatch):
             (randn(4, FEATURES), randint(CLASSES, 4)),
             nn.CrossEntropyLoss(),
         )
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_a_criterion_of_the_whole_batch(monkeypatch, accum):
+    model = two_views()
+    rows, views = 11, (randn(11, 5, seed=3), randn(11, 5, seed=4))
+    expected = whole_batch(model, views, torch.arange(rows), clip)
+    with (
+        ScatterOnceParallel(model, accum, VIRTUAL) as engine,
+        guarded(monkeypatch, model) as memories,
+    ):
+        engine.forward_backward(views, torch.arange(rows), clip, whole_batch=True)
+    assert_gradients(model, expected[1])
+    assert len(memories.checked) == len(VIRTUAL)

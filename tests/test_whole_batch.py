@@ -2,16 +2,82 @@
 
 from __future__ import annotations
 
-import pytest
-from helpers.contrastive import FEATURES, LOSSES, two_views
-from helpers.oracle import assert_step, randint, randn
+import copy
+import random
+import threading
 
-from scatterpar import ScatterOnceParallel
+import pytest
+import torch
+from helpers.contrastive import FEATURES, LOSSES, clip, nt_xent, two_views
+from helpers.noise import NUMBERED, VARIANTS, Masks, Noisy
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.utils.parametrizations import spectral_norm
+
+from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar.step.scatter import join
 
 
 def batch(rows):
     views = randn(rows, FEATURES, seed=rows), randn(rows, FEATURES, seed=rows + 1)
     return views, randint(4, rows, seed=rows)
+
+
+def pairs(outputs, _):
+    """A loss of all pairs of rows: no micro-batch's is any part of it."""
+    z = normalize(outputs, dim=1)
+    return (z @ z.T).exp().mean().log() + outputs.square().mean()
+
+
+def program(module, plan, inputs, targets, criterion):
+    """What the engine computes, in plain torch: forward in micro-batches, join, criterion, back.
+
+    Every share starts from the state that the module has now. The twin, after its backward, and
+    with the state that the first share left.
+    """
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+    pieces, rows, end = [], [], {}
+    for share in plan.shares:
+        set_buffers(twin, start)
+        vars(twin).update(calls=getattr(module, "calls", None))
+        for low, high in share.micro_batches:
+            pieces.append(twin(inputs[low:high]))
+            rows.append(high - low)
+        if share.replica == 0:
+            end = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+    loss = criterion(join(pieces, 0, rows), targets)
+    loss.backward()
+    set_buffers(twin, end)
+    return loss.detach(), twin
+
+
+def set_buffers(module, values):
+    for name, value in values.items():
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path)._buffers[last] = value.clone()
+
+
+def assert_program(engine, inputs, targets=None, criterion=pairs):
+    """One step is that program: the loss, every gradient, every buffer."""
+    model = engine.module
+    model.zero_grad()
+    expected, twin = program(model, engine.plan(len(inputs)), inputs, targets, criterion)
+    loss = engine.forward_backward(inputs, targets, criterion, whole_batch=True)
+    assert_close(loss, expected, "loss")
+    assert_gradients(model, gradients(twin))
+    for name, buffer in twin.named_buffers():
+        assert_close(dict(model.named_buffers())[name].double(), buffer.double(), name)
 
 
 @pytest.mark.parametrize("accum", [1, 3, 16])
@@ -29,4 +95,722 @@ def test_it_is_not_the_gradient_of_the_micro_batches(devices):
         ScatterOnceParallel(two_views(), 3, devices(2)) as engine,
         pytest.raises(AssertionError, match="off by"),
     ):
-        assert_step(engine, *batch(37), LOSSES["nt_xent"])
+        assert_step(engine, *batch(37), nt_xent)
+
+
+# How often what is computed
+
+
+class Recorder(nn.Module):
+    """Writes down the first row of what it sees, by thread: forward, and backward."""
+
+    calls: list = []  # noqa: RUF012 - shared by the replicas
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, numbers):
+        first = int(numbers[0, 0])
+        Recorder.calls.append(("forward", first))
+        outputs = self.linear(numbers).tanh()
+        outputs.register_hook(lambda _: Recorder.calls.append(("backward", first)))
+        return outputs
+
+
+def recorded(accum, devices, rows):
+    Recorder.calls.clear()
+    numbers = torch.arange(rows, dtype=torch.float64)[:, None]
+    with ScatterOnceParallel(build(Recorder), accum, devices) as engine:
+        assert_close(
+            engine.forward_backward(numbers, None, pairs, whole_batch=True),
+            pairs(engine.module.linear(numbers).tanh(), None).detach(),
+            "loss",
+        )
+    return list(Recorder.calls)
+
+
+def test_with_one_micro_batch_per_replica_nothing_is_computed_twice(devices):
+    calls = recorded(1, devices(3), 6)
+    assert sorted(calls) == [
+        (what, first) for what in ("backward", "forward") for first in (0, 2, 4)
+    ]
+
+
+def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order():
+    assert recorded(3, ["cpu"], 6) == [
+        *(("forward", first) for first in (0, 2, 4)),
+        ("backward", 4),
+        *((what, first) for first in (0, 2) for what in ("forward", "backward")),
+    ]
+
+
+def test_what_has_no_gradient_is_not_computed_again():
+    """Only the criterion is trained: the second pass has nothing to do."""
+    Recorder.calls.clear()
+    model, head = build(Recorder).requires_grad_(False), build(lambda: nn.Linear(2, 2))
+    model.forward = lambda numbers: Recorder.calls.append(0) or model.linear(numbers)
+    numbers = randn(6, 1)
+
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = head
+
+        def forward(self, outputs, targets):
+            return pairs(self.head(outputs), targets)
+
+    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
+        engine.forward_backward(numbers, None, Projected(), whole_batch=True)
+    assert len(Recorder.calls) == 3
+    found = head.weight.grad.clone()
+    head.zero_grad()
+    pairs(head(model.linear(numbers)), None).backward()
+    assert_close(found, head.weight.grad, "head")
+
+
+def test_hooks_on_parameters_run_once_on_the_whole_gradient(devices):
+    model = two_views()
+    seen = []
+    model.first.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        engine.forward_backward(*batch(9), nt_xent, whole_batch=True)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], model.first.weight.grad)
+
+
+# Random numbers
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_passes_draw_the_same_masks(devices, variant):
+    """The masks of the first pass, replayed by plain torch on the whole batch."""
+    model, twin = build(lambda: Noisy(VARIANTS[variant])), build(Noisy)
+    try:
+        with ScatterOnceParallel(model, 3, devices(4)) as engine:
+            for seed in range(3):
+                Masks.drawn.clear()
+                Masks.replay = False
+                torch.manual_seed(seed)
+                model.zero_grad()
+                loss = engine.forward_backward(NUMBERED, None, pairs, whole_batch=True)
+                Masks.replay = True
+                twin.zero_grad()
+                expected = pairs(twin(NUMBERED), None)
+                expected.backward()
+                assert_close(loss, expected.detach(), "loss")
+                assert_gradients(model, gradients(twin))
+    finally:
+        Masks.drawn.clear()
+        Masks.replay = False
+
+
+def noisy():
+    return build(lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4)))
+
+
+@pytest.mark.draws
+def test_one_replica_draws_what_a_plain_loop_draws():
+    with ScatterOnceParallel(noisy(), 3, ["cpu"]) as engine:
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        expected, twin = program(engine.module, engine.plan(11), randn(11, 5), None, pairs)
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        loss = engine.forward_backward(randn(11, 5), None, pairs, whole_batch=True)
+        assert_close(loss, expected, "loss")
+        assert_gradients(engine.module, gradients(twin))
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.draws
+def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(devices):
+    found, states = [], []
+    with ScatterOnceParallel(noisy(), 3, devices(3)) as engine:
+        for whole in (True, True, False):
+            torch.manual_seed(7)
+            engine.module.zero_grad()
+            engine.forward_backward(randn(20, 5), None, pairs, whole_batch=whole)
+            found.append(gradients(engine.module))
+            states.append(torch.get_rng_state())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_criterion_draws_on_from_where_the_module_stopped(devices, replicas):
+    def subsampled(outputs, _):
+        return pairs(outputs[torch.randperm(len(outputs))[:5]], None)
+
+    model = build(lambda: nn.Linear(5, 4))
+    with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
+        torch.manual_seed(3)
+        expected = subsampled(model(randn(12, 5)), None).detach()
+        after = torch.get_rng_state()
+        torch.manual_seed(3)
+        loss = engine.forward_backward(randn(12, 5), None, subsampled, whole_batch=True)
+    assert_close(loss, expected, "loss")
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class Unlucky(nn.Module):
+    """Draws from a generator that torch does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+
+    def forward(self, inputs):
+        return self.linear(inputs) * random.random()
+
+
+def test_what_differs_the_second_time_is_refused(devices):
+    state = random.getstate()
+    model = build(Unlucky)
+    model.linear.weight.grad = kept = torch.ones_like(model.linear.weight)
+    try:
+        with ScatterOnceParallel(model, 2, devices(2)) as engine:
+            with pytest.raises(
+                RuntimeError, match="second forward pass gave other outputs"
+            ) as error:
+                engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
+            assert model.linear.weight.grad is kept
+            assert torch.equal(kept, torch.ones_like(kept))
+            assert model.linear.bias.grad is None
+            assert "sub-step 0 of 2" in error.value.__notes__[0]
+            assert "the random numbers of Python or NumPy" in str(error.value)
+        with ScatterOnceParallel(model, 1, devices(2)) as engine:  # its way out
+            engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
+    finally:
+        random.setstate(state)
+
+
+class OtherShape(nn.Module):
+    """Gives one column less when it sees the same rows again."""
+
+    seen: set = set()  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+
+    def forward(self, inputs):
+        again = inputs[0, 0].item() in OtherShape.seen
+        OtherShape.seen.add(inputs[0, 0].item())
+        return self.linear(inputs)[:, 1:] if again else self.linear(inputs)
+
+
+def test_outputs_of_another_shape_are_refused():
+    OtherShape.seen.clear()
+    with (
+        ScatterOnceParallel(build(OtherShape), 2, ["cpu"]) as engine,
+        pytest.raises(RuntimeError, match="outputs of another kind"),
+    ):
+        engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
+
+
+def test_infinities_and_nan_are_the_same_the_second_time():
+    """A loss may mask them; they are no difference between the passes."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 3)
+
+        def forward(self, inputs):
+            outputs = self.linear(inputs)
+            special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
+            return torch.cat([outputs, special.expand(len(inputs), 2)], 1)
+
+    def criterion(outputs, _):
+        return pairs(outputs[:, :3], None)
+
+    with ScatterOnceParallel(build(Masked), 3, ["cpu"]) as engine:
+        assert_step(engine, randn(9, FEATURES), None, criterion, whole_batch=True)
+
+
+# State
+
+
+class Counted(nn.Module):
+    """Computes otherwise in every second call: a plain counter, and one in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.seen = self.seen + len(inputs)  # rebound, not written
+        outputs = self.linear(inputs) * (1 + self.calls % 2)
+        return outputs + self.seen
+
+
+STATEFUL = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh()),
+    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh()),
+    "counters": Counted,
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_state_moves_once_and_is_the_same_in_both_passes(devices, kind, replicas, accum):
+    with ScatterOnceParallel(build(STATEFUL[kind]), accum, devices(replicas)) as engine:
+        for step in range(2):
+            assert_program(engine, randn(19, FEATURES, seed=step))
+
+
+def test_mean_buffers_are_those_of_an_ordinary_step(devices):
+    found = []
+    for whole in (True, False):
+        model = build(STATEFUL["batch norm"])
+        with ScatterOnceParallel(model, 3, devices(3), buffers="mean") as engine:
+            engine.forward_backward(randn(19, FEATURES), None, pairs, whole_batch=whole)
+        found.append(model[1])
+    assert torch.equal(found[0].running_var, found[1].running_var)
+    assert torch.equal(found[0].running_mean, found[1].running_mean)
+
+
+class Queued(nn.Module):
+    """A criterion that is a method of the model, and writes to a buffer of the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.linear = nn.Linear(FEATURES, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("queue", torch.ones(3, 4))
+
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs))
+
+    def loss(self, outputs, labels):
+        logits = self.scale.exp() * outputs @ torch.cat([outputs.detach(), self.queue]).T
+        self.queue.copy_(outputs.detach()[:3])
+        return cross_entropy(logits, torch.arange(len(outputs)))
+
+
+def test_a_criterion_that_belongs_to_the_model(devices):
+    model = build(Queued)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        for step in range(2):
+            inputs = randn(13, FEATURES, seed=step)
+            model.zero_grad()
+            twin = copy.deepcopy(model)
+            pieces, start = [], dict(twin.norm.named_buffers())
+            for share in engine.plan(13).shares:
+                set_buffers(twin.norm, start)
+                pieces += [twin(inputs[low:high]) for low, high in share.micro_batches]
+                if share.replica == 0:
+                    end = {name: buffer.clone() for name, buffer in twin.norm.named_buffers()}
+            twin.loss(torch.cat(pieces), None).backward()
+            engine.forward_backward(inputs, None, model.loss, whole_batch=True)
+            assert_gradients(model, gradients(twin))
+            assert_close(model.queue, twin.queue, "queue")
+            for name, buffer in end.items():
+                found = dict(model.norm.named_buffers())[name]
+                assert_close(found.double(), buffer.double(), name)
+
+
+class Tempered(nn.Module):
+    """A criterion with a parameter, a projection head and a queue of its own."""
+
+    def __init__(self, tied=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.head = nn.Linear(4, 4) if tied is None else tied
+        self.register_buffer("queue", torch.ones(2, 4))
+
+    def forward(self, outputs, labels):
+        z = self.head(outputs)
+        logits = self.scale.exp() * z @ torch.cat([outputs, self.queue]).T
+        self.queue.copy_(z.detach()[:2])
+        return cross_entropy(logits, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_criterion_with_parameters_and_buffers(devices, tied):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4)))
+    criterion = build(lambda: Tempered(model[2] if tied else None))
+    seen = []
+    criterion.scale.register_hook(lambda gradient: seen.append(gradient))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        for step in range(2):
+            inputs = randn(13, FEATURES, seed=step)
+            expected, expected_criterion = copy.deepcopy((model, criterion))
+            for module in (model, criterion, expected, expected_criterion):
+                module.zero_grad()
+            expected_criterion(expected(inputs), None).backward()
+            seen.clear()
+            engine.forward_backward(inputs, None, criterion, whole_batch=True)
+            assert_gradients(model, gradients(expected))
+            assert_gradients(criterion, gradients(expected_criterion))
+            assert_close(criterion.queue, expected_criterion.queue, "queue")
+            assert len(seen) == 1
+        elements = sum(p.numel() for p in model.parameters())
+        away = 0 if devices(2)[0] == devices(2)[1] else elements * 8
+        assert engine.last_step.bytes["replicate"] == away  # the criterion's do not cross
+
+
+def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices):
+    """Replicated everywhere for one, on the master alone for the other."""
+    model, criterion = build(lambda: nn.Linear(FEATURES, 4)), build(Tempered)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for whole in (True, False, True):
+            engine.forward_backward(randn(8, FEATURES), None, criterion, whole_batch=whole)
+    assert criterion.scale.grad is not None
+
+
+def test_a_closure_over_the_user_s_own_parameter(devices):
+    model, scale = build(lambda: nn.Linear(FEATURES, 4)), torch.tensor(0.5, dtype=torch.float64)
+    model.scale = nn.Parameter(scale)
+
+    def criterion(outputs, _):
+        return pairs(outputs * model.scale, None)
+
+    expected = copy.deepcopy(model)
+    pairs(expected(randn(9, FEATURES)) * expected.scale, None).backward()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(randn(9, FEATURES), None, criterion, whole_batch=True)
+    assert_gradients(model, gradients(expected))
+
+
+def test_a_module_computes_in_grad_mode_in_the_first_pass_too(devices):
+    """A TransformerEncoder in eval mode takes another way under no_grad, with other outputs."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+        def forward(self, tokens, padding):
+            return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
+
+    padding = torch.arange(6) >= randint(5, 10)[:, None] + 1
+    model = build(Encoder).eval()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, (randn(10, 6, 8), padding), None, pairs, whole_batch=True)
+
+
+# Outputs
+
+
+class Everything(nn.Module):
+    """Outputs of all kinds, some of them unused, some in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 4)
+        self.log_scale = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, inputs):
+        z = self.linear(inputs).mul_(2).tanh_()
+        return {
+            "z": z,
+            "again": z,
+            "nested": (z.square(), [z.argmax(1), "text", None]),
+            "scale": self.log_scale.exp(),
+            "itself": self.log_scale,
+            "unused": z * 3,
+            "doubled": torch.cat([z, -z]),
+            "constant": torch.ones(len(inputs), 2),
+        }
+
+
+def of_everything(outputs, _):
+    square, (classes, text, nothing) = outputs["nested"]
+    assert (text, nothing) == ("text", None)
+    assert classes.dtype == torch.long
+    assert outputs["doubled"].shape[0] == 2 * len(classes)
+    total = pairs(outputs["z"] + outputs["again"], None) * outputs["scale"]
+    total = total + (square * classes[:, None]).mean() * outputs["itself"]
+    return (
+        total + (outputs["doubled"] @ outputs["doubled"].T).sin().mean() + outputs["constant"].sum()
+    )
+
+
+def test_outputs_of_all_kinds(devices):
+    def ordered(outputs, _):  # "doubled" comes micro-batch by micro-batch: order must not matter
+        return of_everything(outputs, _)
+
+    with ScatterOnceParallel(build(Everything), 3, devices(2)) as engine:
+        assert_step(engine, randn(17, FEATURES), None, ordered, whole_batch=True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_criterion_may_work_in_place(devices, replicas, accum):
+    def in_place(outputs, labels):
+        labels += 1
+        outputs.mul_(2).sub_(outputs.mean(0, keepdim=True).detach())
+        return cross_entropy(outputs @ outputs.T, labels)
+
+    model = build(lambda: nn.Linear(FEATURES, 4))
+    labels = torch.arange(9) - 1
+    loss, expected = in_place, copy.deepcopy(model)
+    loss(expected(randn(9, FEATURES)), labels.clone()).backward()
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        _, outputs = engine.forward_backward(
+            randn(9, FEATURES), labels, in_place, whole_batch=True, return_outputs=True
+        )
+    assert_gradients(model, gradients(expected))
+    assert torch.equal(labels, torch.arange(9) - 1), "the caller's tensors are never written"
+    assert_close(torch.cat(outputs), model(randn(9, FEATURES)).detach(), "returned outputs")
+
+
+def test_transformers_outputs():
+    pytest.importorskip("transformers")
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model = build(lambda: BertModel(config)).eval()
+
+    def criterion(outputs, _):
+        return pairs(outputs.pooler_output, None) + outputs["last_hidden_state"].std()
+
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        assert_step(engine, {"input_ids": randint(20, 9, 5)}, None, criterion, whole_batch=True)
+
+
+def test_return_outputs(devices):
+    model = two_views()
+    views, labels = batch(11)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        options = {"whole_batch": True}
+        _, outputs = engine.forward_backward(views, labels, clip, return_outputs=True, **options)
+        joined = torch.cat([output["one"] for output in outputs])
+        assert_close(joined, model(*views)["one"].detach(), "outputs")
+        assert all(output["scale"].shape == () for output in outputs)
+        assert not any(output["one"].requires_grad for output in outputs)
+        _, norms = engine.forward_backward(
+            views, labels, clip, return_outputs=lambda output: output["one"].norm(dim=1), **options
+        )
+        assert_close(torch.cat(norms), joined.norm(dim=1), "norms")
+
+
+def test_rows_along_another_dimension(devices):
+    class ColumnsAreRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 3)
+
+        def forward(self, columns):
+            return self.linear(columns.T).T
+
+    def criterion(outputs, labels):
+        return cross_entropy(outputs.T @ outputs, labels[0])
+
+    with ScatterOnceParallel(build(ColumnsAreRows), 2, devices(2), dim=1) as engine:
+        inputs, labels = randn(FEATURES, 11), torch.arange(11)[None]
+        assert_step(engine, inputs, labels, criterion, whole_batch=True)
+
+
+def test_markers_in_inputs_and_targets(devices):
+    """Targets with one entry per row, and what has no rows, as the criterion is told."""
+
+    def criterion(outputs, targets):
+        names, anchors = targets
+        assert names == [f"row {n}" for n in range(7)]
+        return pairs(outputs @ anchors, None)
+
+    model = build(lambda: nn.Linear(FEATURES, 4))
+    names, anchors = [f"row {n}" for n in range(7)], randn(4, 3)
+    expected = copy.deepcopy(model)
+    criterion(expected(randn(7, FEATURES)), (names, anchors)).backward()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        targets = (Rows(names), Replicated(anchors))
+        engine.forward_backward(randn(7, FEATURES), targets, criterion, whole_batch=True)
+    assert_gradients(model, gradients(expected))
+
+
+def test_several_batches_are_joined_in_row_order(devices):
+    """A window of a loader's batches, of other lengths each: one loss over all of them."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4)
+
+        def forward(self, tokens):
+            return self.embedding(tokens).mean(1)
+
+    def criterion(outputs, labels):
+        return cross_entropy(outputs @ outputs.T, labels)
+
+    window = [randint(9, 7, 5, seed=1), randint(9, 4, 3, seed=2)]
+    labels = [torch.arange(7), torch.arange(7, 11)]
+    model = build(Pooled)
+    expected = copy.deepcopy(model)
+    criterion(torch.cat([expected(tokens) for tokens in window]), torch.cat(labels)).backward()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(
+            Rows.from_batches(window), Rows.from_batches(labels), criterion, whole_batch=True
+        )
+    assert_gradients(model, gradients(expected))
+
+
+def test_outputs_that_cannot_be_joined():
+    class Averaging(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).mean(0)
+
+    with (
+        ScatterOnceParallel(build(lambda: Averaging(FEATURES, 5)), 2, ["cpu"] * 2) as engine,
+        pytest.raises(ValueError, match="cannot be joined"),
+    ):
+        engine.forward_backward(randn(9, FEATURES), None, pairs, whole_batch=True)
+
+
+# What goes along
+
+
+def test_autocast_is_that_of_a_plain_loop(devices):
+    model = two_views().float()
+    views = tuple(view.float() for view in batch(12)[0])
+    dtypes = []
+
+    def criterion(outputs, labels):
+        dtypes.append((outputs["one"].dtype, (outputs["one"] @ outputs["one"].T.float()).dtype))
+        return nt_xent({name: value.float() for name, value in outputs.items()}, labels)
+
+    found = []
+    for whole in (True, False):
+        model.zero_grad()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            ScatterOnceParallel(model, 3, devices(2)) as engine,
+        ):
+            if whole:
+                engine.forward_backward(views, batch(12)[1], criterion, whole_batch=True)
+        if not whole:
+            with torch.autocast("cpu", torch.bfloat16):
+                pieces = [
+                    model(*(view[low:high] for view in views))
+                    for share in engine.plan(12).shares
+                    for low, high in share.micro_batches
+                ]
+                loss = criterion(join(pieces, 0, [2] * 6), batch(12)[1])
+            loss.backward()
+        found.append(gradients(model))
+    assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
+    for name, gradient in found[1].items():
+        if gradient is not None:
+            assert_close(found[0][name], gradient, name, relative=1e-2)
+
+
+def test_a_scaler_scales_the_gradients(devices):
+    model = two_views()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        loss = engine.forward_backward(*batch(9), nt_xent, whole_batch=True)
+        plain = gradients(model)
+        model.zero_grad()
+        scaled_loss = engine.forward_backward(*batch(9), nt_xent, scaler=scaler, whole_batch=True)
+    assert torch.equal(loss, scaled_loss)
+    for name, gradient in plain.items():
+        if gradient is not None:
+            assert_close(dict(model.named_parameters())[name].grad, 1024 * gradient, name)
+
+
+def test_a_wide_sum(devices):
+    model = two_views().bfloat16()
+    views = tuple(view.bfloat16() for view in batch(12)[0])
+    with ScatterOnceParallel(model, 3, devices(2), accumulate_dtype=torch.float32) as engine:
+        engine.forward_backward(views, batch(12)[1], nt_xent, whole_batch=True)
+    assert model.first.weight.grad.dtype == torch.bfloat16
+
+
+def test_there_is_no_noise_scale_to_measure():
+    """The replicas' gradients are parts of one loss, not means over rows of their own."""
+    with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, measure_noise=True) as engine:
+        engine.forward_backward(*batch(9), nt_xent, whole_batch=True)
+        assert engine.last_step.noise.scale != engine.last_step.noise.scale  # NaN
+
+
+def test_check_finite(devices):
+    model = two_views()
+    with ScatterOnceParallel(model, 2, devices(2), check_finite=True) as engine:
+        with pytest.raises(FloatingPointError, match="the loss is nan; nothing was changed"):
+            engine.forward_backward(
+                *batch(9), lambda *both: nt_xent(*both) * torch.nan, whole_batch=True
+            )
+        assert all(p.grad is None for p in model.parameters())
+        assert_step(engine, *batch(9), nt_xent, whole_batch=True)
+
+
+def test_bytes_outputs_cross_once_and_their_gradients_once():
+    def criterion(outputs, labels):
+        return pairs(outputs["z"], None)  # and none of the others
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 4)
+
+        def forward(self, inputs):
+            z = self.linear(inputs)
+            return {"z": z, "classes": z.argmax(1)}
+
+    rows, away = 12, 8  # of three replicas on two other devices
+    model = build(Two)
+    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:2"]) as engine:
+        engine.forward_backward(
+            randn(rows, FEATURES), randint(3, rows), criterion, whole_batch=True
+        )
+        moved, messages = engine.last_step.bytes, engine.last_step.messages
+    assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
+    assert messages["compute"] == 2 * 2 + 2
+    assert moved["scatter"] == rows * FEATURES * 8 + rows * 8  # targets go to the master alone
+    elements = sum(p.numel() for p in model.parameters())
+    assert moved["replicate"] == moved["reduce"] == 2 * elements * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduction": "mean"}, "reduction= says how the losses of micro-batches combine"),
+        ({"count": lambda *_: 1}, "count= says how the losses of micro-batches combine"),
+        ({"criterion": None, "targets": None}, "whole_batch=True without a criterion"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_in_words(options, words):
+    arguments = {"targets": batch(4)[1], "criterion": nt_xent, **options}
+    with (
+        ScatterOnceParallel(two_views(), 2, ["cpu"]) as engine,
+        pytest.raises(ValueError, match=words),
+    ):
+        engine.forward_backward(batch(4)[0], **arguments, whole_batch=True)
+
+
+def test_the_criterion_runs_once_in_the_caller_s_thread(devices):
+    seen = []
+
+    def criterion(outputs, labels):
+        seen.append(threading.current_thread())
+        return nt_xent(outputs, labels)
+
+    with ScatterOnceParallel(two_views(), 3, devices(2)) as engine:
+        engine.forward_backward(*batch(9), criterion, whole_batch=True)
+    assert seen == [threading.current_thread()]
+
+
+def test_the_criterion_s_error_is_the_user_s_with_a_note():
+    with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2) as engine:
+        with pytest.raises(ZeroDivisionError) as error:
+            engine.forward_backward(*batch(9), lambda *_: 1 / 0, whole_batch=True)
+        assert error.value.__notes__ == ["in the criterion, with the outputs of all 9 rows"]
+        with pytest.raises(ValueError, match="0-dim loss, got shape"):
+            engine.forward_backward(*batch(9), lambda o, _: o["one"], whole_batch=True)
+        assert_step(engine, *batch(9), nt_xent, whole_batch=True)

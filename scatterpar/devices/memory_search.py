@@ -10,7 +10,9 @@ import torch
 
 from scatterpar.devices import verbs
 
-__all__ = ["is_out_of_memory", "smallest_that_fits"]
+__all__ = ["IN_VAIN", "is_out_of_memory", "smallest_that_fits"]
+
+IN_VAIN = "more sub-steps do not help"  # in a note on an error: the search ends with it
 
 _Result = TypeVar("_Result")
 
@@ -101,7 +103,8 @@ class _Search(Generic[_Result]):
         try:
             run()
         except BaseException as error:
-            if not is_out_of_memory(error):
+            notes = getattr(error, "__notes__", ())
+            if not is_out_of_memory(error) or any(IN_VAIN in note for note in notes):
                 raise
             self.retries += 1
             if number >= self.most:

@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
+from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.noise import Spread
@@ -27,9 +29,13 @@ from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
 
-_FIELDS = 7  # see _talk; then come the flags of those that failed
+_SUMS = 4  # numbers of which all ranks need the sum
 _FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in float64
 _LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
+
+
+_OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
+_OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 
 
 class Ranks:
@@ -72,6 +78,7 @@ class Ranks:
         self._wide = wide
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if on_host else physical(device)
         policy = "mean" if mean_buffers else "master"
@@ -146,12 +153,47 @@ class Ranks:
         ]
         shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
         text = f"{outcome.is_mean} {len(sparse)} {';'.join(shapes)}"
-        return _Exchange(dense, sparse, parcels, zlib.crc32(text.encode()) % 2**_LAYOUT_BITS)
+        return _Exchange(dense, sparse, parcels, _checksum(text))
+
+    def outputs_of_all(
+        self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
+    ) -> tuple[tuple[list[Any], list[int], Any], int]:
+        """The outputs and targets of all ranks, for a criterion that sees them all.
+
+        Args:
+            pieces: this rank's outputs in row order, on the master.
+            rows: the rows of each piece.
+            targets: this rank's, on the master.
+            dim: the dimension that holds the rows.
+            seed: this rank's, for what the criterion draws.
+
+        Returns:
+            Pieces in rank order, this rank's own as they are; their rows; all targets; and
+            rank 0's seed.
+
+        Raises:
+            RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
+                another kind.
+        """
+        shown = Shown(pieces, rows, targets, dim)
+        parcel = shown.pack(seed)
+        layout = _checksum(f"outputs {shown.kind}")
+        self._all_know = True  # what is raised from here on, every rank raises
+        _, sizes = self._agree([0.0] * _SUMS, layout, parcel.numel(), _OTHER_OUTPUTS)
+        everything = parcel.new_zeros(sum(sizes))
+        parcels = everything.split(sizes)
+        parcels[self.rank].copy_(parcel)
+        self._sum(everything)
+        self._all_know = False
+        return shown.of_all(parcels, self.rank)
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed; they raise in this step too."""
+        all_know, self._all_know = self._all_know, False
+        if all_know:
+            return
         with contextlib.suppress(Exception):
-            _, failed = self._exchange_words([0.0] * _FIELDS, True)
+            _, failed = self._exchange_words([0.0] * (2 + _SUMS + self.size), True)
             others = [str(rank) for rank in failed if rank != self.rank]
             if others:
                 note(error, f"rank {', '.join(others)} failed in this step too")
@@ -159,10 +201,26 @@ class Ranks:
     def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float, Spread]:
         """All ranks' terms, losses, rows and spread, once it is sure that nobody failed."""
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
-        mine = [outcome.terms, loss, outcome.plan.rows, layout, layout**2]
-        mine += [outcome.spread.squares, outcome.spread.replicas]
-        everyones, failed = self._exchange_words(mine, False)
-        terms, total, rows, layouts, squares, spread, replicas = everyones
+        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
+        sums, each = self._agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
+        terms, total, spread, replicas = sums
+        rows = sum(each)
+        of = terms if outcome.is_mean else rows
+        return terms, total, rows, Spread(spread, replicas, of, rows)
+
+    def _agree(
+        self, mine: Sequence[float], layout: int, number: int, otherwise: str
+    ) -> tuple[list[float], list[int]]:
+        """The sums over all ranks of ``mine``, and each rank's ``number``.
+
+        Raises:
+            RuntimeError: on every rank alike: one failed, or ``layout`` is not the same on all.
+        """
+        numbers = [0.0] * self.size
+        numbers[self.rank] = number
+        (layouts, squares, *values), failed = self._exchange_words(
+            [layout, layout**2, *mine, *numbers], False
+        )
         if failed:
             raise RuntimeError(
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
@@ -170,11 +228,10 @@ class Ranks:
             )
         if not _all_equal(int(layouts), int(squares), self.size):
             raise RuntimeError(
-                "the ranks disagree on which tensors are trained, on their shapes, or on "
-                "reduction=; make the same changes and the same calls on every rank"
+                f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
+                f"every rank"
             )
-        of = terms if outcome.is_mean else rows
-        return terms, total, rows, Spread(spread, replicas, of, rows)
+        return values[:_SUMS], [int(value) for value in values[_SUMS:]]
 
     def _exchange_words(self, mine: Sequence[float], failed: bool) -> tuple[list[float], list[int]]:
         flags = [0.0] * -(-self.size // _FLAGS)
@@ -182,9 +239,9 @@ class Ranks:
         words = torch.tensor([*mine, *flags], dtype=torch.float64, device=self._control)
         self._sum(words)
         values: list[float] = words.tolist()
-        sums = [int(value) for value in values[_FIELDS:]]
+        sums = [int(value) for value in values[len(mine) :]]
         those = [r for r in range(self.size) if sums[r // _FLAGS] >> (r % _FLAGS) & 1]
-        return values[:_FIELDS], those
+        return values[: len(mine)], those
 
     def _sum(self, tensor: Tensor) -> None:
         group = self._group()
@@ -228,6 +285,11 @@ def _all_equal(total: int, squares: int, count: int) -> bool:
     The mean of squares is the square of the mean exactly where nothing deviates from it.
     """
     return count * squares == total**2
+
+
+def _checksum(text: str) -> int:
+    checksum: int = zlib.crc32(text.encode()) % 2**_LAYOUT_BITS
+    return checksum
 
 
 def _to_dense(gradient: Tensor | None) -> Tensor | None:

@@ -27,6 +27,7 @@ __all__ = [
     "Result",
     "forward",
     "infer",
+    "kept",
     "loss_of",
     "noted",
     "predict",
@@ -101,7 +102,7 @@ def train(
             targets = rows_of(task, task.targets, number, dim)
             loss = loss_of(output, targets, task.criterion)
             if keep_outputs:
-                outputs.append(_kept(output, keep_outputs))
+                outputs.append(kept(output, keep_outputs))
             del output, targets
             if weight:
                 if not loss.requires_grad:
@@ -239,7 +240,8 @@ def _require_trainable(module: Any) -> None:
         )
 
 
-def _kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
+def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
+    """An output without its graph, or what the function ``keep`` makes of it."""
     output = nested.transform(_detached, output)
     if not callable(keep):
         nested.refuse_generators(output)

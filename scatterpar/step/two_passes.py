@@ -21,42 +21,36 @@ same state. With one micro-batch per replica nothing is computed twice. This is 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
+from scatterpar.step.markers import has_entries
 from scatterpar.step.outcome import BufferValue
-from scatterpar.step.scatter import join
-from scatterpar.step.substeps import Result, forward, noted, pull, scalar_loss
+from scatterpar.step.scatter import join_rows
+from scatterpar.step.substeps import Result, forward, kept, noted, pull
+from scatterpar.step.whole_batch import Peers, WholeBatch
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.crew import Task, run_shares
 from scatterpar.threads.randomness import Position, RandomStreams
 from scatterpar.threads.workers import Workers, note
 
-__all__ = ["Peers", "train_whole"]
+__all__ = ["train_whole"]
 
 Criterion = Callable[[Any, Any], Any]
-Whole = tuple["Sequence[Any]", "Sequence[int]", Any]  # outputs in order, rows of each, targets
-
-
-class Peers(Protocol):
-    """Other processes, whose outputs the criterion sees too."""
-
-    rank: int
-
-    def outputs_of_all(
-        self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
-    ) -> tuple[Whole, int]:
-        """All ranks' outputs and targets, this rank's own pieces as they are; rank 0's seed."""
 
 
 @dataclass
@@ -65,15 +59,18 @@ class Seen:
 
     Attributes:
         pieces: the outputs of each micro-batch, without their graph, ready to take gradients.
-        joined: the pieces joined, so that its gradient is cut into theirs.
-        kept: the last micro-batch's output, with its graph.
+        joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
+            one is cut into those of its pieces.
+        last: the last micro-batch's output, with its graph.
         positions: where the random stream was before each micro-batch.
+        outputs: what is returned of them, where they were asked for.
     """
 
     pieces: list[Any]
-    joined: Any
-    kept: Any
+    joined: list[Any]
+    last: Any
     positions: list[Position]
+    outputs: Any
 
 
 def train_whole(
@@ -90,7 +87,7 @@ def train_whole(
     dim: int,
     scale: float,
     check_finite: bool,
-    keep_outputs: bool,
+    keep_outputs: bool | Callable[[Any], Any],
     most: int | None,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
@@ -108,45 +105,47 @@ def train_whole(
         dim: the dimension that holds the rows.
         scale: the gradient scaler's factor.
         check_finite: refuse a loss that is NaN or infinite.
-        keep_outputs: keep the module's outputs.
+        keep_outputs: keep the module's outputs, or what this function makes of them.
         most: leave it at so many sub-steps in the second pass.
 
     Returns:
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    first = partial(first_pass, streams=streams, dim=dim)
+    first = partial(first_pass, streams=streams, dim=dim, keep_outputs=keep_outputs)
     seen = run_shares(workers, streams, first, tasks, clock)
     shares = [task.share for task in tasks]
-    master = shares[0].device
-    outputs = [
-        _at_home(one.joined, share, master, ledger) for one, share in zip(seen, shares, strict=True)
-    ]
-    whole: Whole = outputs, [share.rows for share in shares], _own(targets, master, ledger)
-    seed = None
-    if peers is not None:
-        whole, seed = peers.outputs_of_all(*whole, dim, streams.seed_of_criterion())
-    judged = partial(judge, streams=streams, seed=seed, dim=dim, scale=scale)
-    call = criterion, whole, check_finite
-    (loss,) = workers.parallel_apply([judged], [call], devices=[master])
-    if peers is not None and peers.rank:
-        _forget_gradients(parts)  # the criterion's: rank 0 has the same ones, and they count once
-    gradients = [
-        _sent_back(output, share, master, ledger)
-        for output, share in zip(outputs, shares, strict=True)
-    ]
-    second = partial(second_pass, seen=seen, gradients=gradients, model=parts[0], streams=streams)
-    run_shares(workers, streams, partial(second, dim=dim, most=most), tasks, clock)
-    kept = [nested.transform(_detached, one.joined) if keep_outputs else None for one in seen]
+    lists = has_entries(tasks[0].inputs)
+    batch = WholeBatch([one.joined for one in seen], shares, targets, dim, lists, ledger)
+    seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
+
+    def judge() -> Tensor:
+        with streams.of_criterion(seed):
+            return batch.judge(criterion, scale=scale, check_finite=check_finite)
+
+    try:
+        loss = _on(shares[0].device, workers, judge, seen)
+        if peers is not None and peers.rank:
+            _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
+        second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
+        second = partial(second, streams=streams, dim=dim, most=most)
+        run_shares(workers, streams, second, tasks, clock)
+    except BaseException as error:
+        if peers is not None and is_out_of_memory(error):
+            note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
+        raise
     value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
-    return [
-        Result(value if replica == 0 else 0.0, loss.dtype, outputs=output)
-        for replica, output in enumerate(kept)
-    ]
+    losses = [value] + [0.0] * (len(seen) - 1)
+    return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
 def first_pass(
-    task: Task, *, streams: RandomStreams, dim: int, proceed: Callable[[], None]
+    task: Task,
+    *,
+    streams: RandomStreams,
+    dim: int,
+    keep_outputs: bool | Callable[[Any], Any],
+    proceed: Callable[[], None],
 ) -> Seen:
     """The module's outputs on a share, each without its graph but the last.
 
@@ -154,6 +153,7 @@ def first_pass(
     """
     share = task.share
     pieces: list[Any] = []
+    returned: list[Any] = []
     positions: list[Position] = []
     output = None
     for number in range(len(share.micro_batches)):
@@ -165,38 +165,45 @@ def first_pass(
             with task.substep():
                 output = forward(task, number, dim)
             pieces.append(nested.transform(_leaf, output))
+            if keep_outputs:
+                returned.append(kept(output, keep_outputs))
     if autocast_types():
         torch.clear_autocast_cache()  # what it holds is part of graphs that are gone
-    joined = join(pieces, dim, [stop - start for start, stop in share.micro_batches])
-    return Seen(pieces, joined, output, positions)
+    rows = [stop - start for start, stop in share.micro_batches]
+    with noted(share):
+        joined = [
+            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(task.inputs))
+            for few in _of_each_span(share)
+        ]
+        outputs = join_rows(returned, dim, rows, rows, strict=True) if keep_outputs else None
+    return Seen(pieces, joined, output, positions, outputs)
 
 
-def judge(
-    criterion: Criterion,
-    whole: Whole,
-    check_finite: bool,
-    *,
-    streams: RandomStreams,
-    seed: int | None,
-    dim: int,
-    scale: float,
+def _on(
+    master: torch.device, workers: Workers, judge: Callable[[], Tensor], seen: Sequence[Seen]
 ) -> Tensor:
-    """The loss; its gradients are then in the leaves of the outputs and of the criterion."""
-    outputs, rows, targets = whole
-    output = join(outputs, dim, rows)
-    if len(outputs) == 1:  # a criterion may work in place, on what it would on a module's output
-        output = nested.transform(_copied, output)
+    """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
+
+    It shares the memory with the graphs that were kept, which are smaller with more sub-steps.
+    """
     try:
-        with streams.of_criterion(seed):
-            loss = scalar_loss(criterion(output, targets), "the criterion")
-            del output
-            if check_finite and not torch.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
-            pull([loss], [torch.full_like(loss, scale, requires_grad=False)], autocast_types())
-    except Exception as error:
-        note(error, f"in the criterion, with the outputs of all {sum(rows)} rows")
+        (loss,) = workers.parallel_apply([judge], [()], devices=[master])
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        for one in seen:
+            one.last = None
+        verbs.release()
+        try:
+            workers.parallel_apply([judge], [()], devices=[master])
+        except BaseException as again:
+            if not is_out_of_memory(again):
+                raise
+            note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
         raise
-    return loss.detach()
+    result: Tensor = loss
+    return result
 
 
 def second_pass(
@@ -221,8 +228,8 @@ def second_pass(
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
     with noted(share, last), task.substep(resumed=True):
-        _pull(nested.tensors(own.kept), _gradients(own.pieces[last]))
-    own.kept = None
+        _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
+    own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     position, buffers = streams.now(share.replica), _buffers(model.replicas[share.replica])
@@ -307,41 +314,10 @@ _WHY = (
 )
 
 
-def _at_home(joined: Any, share: Share, master: torch.device, ledger: Ledger) -> Any:
-    """A share's outputs as leaves in the master's memory, ready to take gradients."""
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        here = leaf.detach()
-        if share.device != master:
-            here = ledger.copy(here, master, "compute")
-        return here.requires_grad_(leaf.requires_grad)
-
-    return nested.transform(one, joined)
-
-
-def _sent_back(
-    output: Any, share: Share, master: torch.device, ledger: Ledger
-) -> list[Tensor | None]:
-    """The gradients of a share's outputs, where its replica is."""
-    return [
-        gradient
-        if gradient is None or share.device == master
-        else ledger.copy(gradient, share.device, "compute")
-        for gradient in _gradients(output)
-    ]
-
-
-def _own(targets: Any, master: torch.device, ledger: Ledger) -> Any:
-    """The targets in the master's memory, for the criterion to write to if it likes."""
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.clone() if leaf.device == master else ledger.copy(leaf, master, "scatter")
-
-    return nested.transform(one, targets)
+def _of_each_span(share: Share) -> list[slice]:
+    """Which micro-batches make each span of a share: one slice of all, but for several batches."""
+    starts = [n for n, (start, _) in enumerate(share.micro_batches) if start in dict(share.spans)]
+    return [slice(*ends) for ends in pairwise([*starts, len(share.micro_batches)])]
 
 
 def _buffers(replica: Replica) -> list[BufferValue]:
@@ -364,11 +340,3 @@ def _leaf(value: Any) -> Any:
     return (
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
     )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -71,7 +71,7 @@ class RandomStreams:
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
         """Let the current thread draw from the stream of ``replica``."""
-        if self._alone or os.environ.get(_SWITCH) == "0":
+        if self._alone:
             yield
             return
         with self._drawing(partial(self._generator, replica)):
@@ -80,6 +80,9 @@ class RandomStreams:
     @contextlib.contextmanager
     def _drawing(self, make: Callable[[], torch.Generator]) -> Iterator[None]:
         """Let what this thread draws on the CPU come from the generator that ``make`` gives."""
+        if os.environ.get(_SWITCH) == "0":
+            yield
+            return
         _install_kernels()
         with _thread_aware_default_generator(), torch_private.switched_on():
             _thread.generator = make

@@ -2,7 +2,8 @@
 
 ``python -m faults.everywhere shared 300`` counts the instructions of one step and then takes
 300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
-that of before the step or that of a whole step, and the next step is exact.
+that of before the step or that of a whole step, and the next step is exact. A third argument
+names another place of ``places.py``, whose steps are taken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from faults.grid import SECONDS_EACH, Bench, bench_on
 from faults.places import PLACES
 from faults.state import capture, differences, values_differ
 
-PLACE = PLACES["forward, first line"]
 WATCHED = (str(Path(scatterpar.__file__).parent), contextlib.__file__, threading.__file__)
 
 
@@ -68,23 +68,24 @@ def _is_under(frame: FrameType | None, *names: str) -> bool:
     return False
 
 
-def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
+def run(layout: str, times: int, name: str = "forward, first line") -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
+    place = PLACES[name]
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = bench_on(layout)
     bench.back_to_start(bench.subject, accumulate=True)
     with At(-1) as count:
-        bench.step(bench.engine, PLACE)
+        bench.step(bench.engine, place)
     for i in range(times):
         faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
         accumulate = i % 2 == 0
-        bench.expected(PLACE, accumulate)
+        bench.expected(place, accumulate)
         bench.back_to_start(bench.subject, accumulate=accumulate)
         before = capture(bench.subject)
         raised = "nothing"
         with At(count.seen * i // times) as at:
             try:
-                bench.step(bench.engine, PLACE)
+                bench.step(bench.engine, place)
             except BaseException as error:
                 raised = type(error).__name__
         if at.where == "nowhere":  # this step executed fewer instructions than the counted one
@@ -93,12 +94,12 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
         undone = differences(before, capture(bench.subject))
         if at.forked:  # cut off, torch's fork_rng puts back what it found once the error is let go
             undone = [path for path in undone if path != "torch's generator"]
-        done = values_differ(bench.expected(PLACE, accumulate)[0], bench.subject)
+        done = values_differ(bench.expected(place, accumulate)[0], bench.subject)
         if undone and done:
             wrong.append(f"half a step: {undone[:3]} changed, {done[:3]} did not")
         bench.back_to_start(bench.subject, accumulate=accumulate)
         try:
-            wrong += [f"next step: {name}" for name in bench.good_step(PLACE, accumulate)]
+            wrong += [f"next step: {name}" for name in bench.good_step(place, accumulate)]
         except BaseException as error:
             wrong.append(f"next step: {error!r}")
             bench = Bench(bench.devices)
@@ -108,6 +109,6 @@ def run(layout: str, times: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for found in run(sys.argv[1], int(sys.argv[2])):
+    for found in run(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]):
         print(json.dumps(found), flush=True)
     print("end", flush=True)

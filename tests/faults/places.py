@@ -76,15 +76,20 @@ def _function(subject: Subject, step: Step, name: str) -> Iterator[None]:
 class Centred(nn.Module):
     """A criterion with a parameter and a buffer of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: str | None = None) -> None:
         super().__init__()
+        self.counted = counted
         self.shift = nn.Parameter(torch.zeros(3, dtype=torch.float64))
         self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, output: Tensor, targets: Tensor) -> Tensor:
         self.centre += output.detach().mean(0)
         loss = nn.functional.cross_entropy(output + self.shift - self.centre, targets)
-        trap.at("criterion, a module with buffers")
+        if self.counted is None:
+            trap.at("criterion, a module with buffers")
+        else:
+            trap.count(self.counted)
+            loss.register_hook(lambda _: trap.count(str(self.counted)))
         return loss
 
 
@@ -250,3 +255,35 @@ def _outputs(subject: Subject, step: Step, name: str) -> Iterator[None]:
     step.criterion = criterion
     step.options["return_outputs"] = True
     yield
+
+
+@place("whole batch: forward, either pass", counted=True)
+def _either_pass(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.criterion = _of_all_rows
+    step.options["whole_batch"] = True
+    with _removed(subject.leave.register_forward_hook(lambda *_: trap.count(name))):
+        yield
+
+
+@place("whole batch: backward", counted=True)
+def _backward_of_whole(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    step.criterion = _of_all_rows
+    step.options["whole_batch"] = True
+    with _removed(subject.leave.register_full_backward_hook(lambda *_: trap.count(name))):
+        yield
+
+
+@place("whole batch: criterion", counted=True)
+def _whole_criterion(subject: Subject, step: Step, name: str) -> Iterator[None]:
+    """A criterion that draws, with buffers, before the loss and in its backward."""
+    step.criterion = centred = Centred(name).to(subject.enter.weight.device)
+    step.options["whole_batch"] = True
+    yield
+    if trap.sprung:
+        assert centred.shift.grad is None
+        assert not centred.centre.any()
+
+
+def _of_all_rows(output: Tensor, targets: Tensor) -> Tensor:
+    z = nn.functional.normalize(output + 0.1 * torch.rand_like(output), dim=1)
+    return (z @ z.T - (targets[:, None] == targets).double()).square().mean()

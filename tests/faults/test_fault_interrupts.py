@@ -27,6 +27,12 @@ def struck(simulated_accelerator):
     return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.ctrl_c", STRIKES)
 
 
+@pytest.fixture(scope="module", params=["30", pytest.param("400", marks=pytest.mark.slow)])
+def in_two_passes(request, simulated_accelerator):
+    place = "whole batch: forward, either pass"
+    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", request.param, place)
+
+
 def judged(outcome):
     """Every line of a script, after it was seen to have come to its end."""
     assert outcome.code == 0, outcome.err
@@ -41,6 +47,13 @@ def judged(outcome):
 def test_between_any_two_instructions(everywhere, positions, layout):
     found = judged(of(everywhere, layout))
     assert len(found) > int(positions) // 2
+    assert not all(line["whole"] for line in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_between_any_two_instructions_of_two_passes(in_two_passes, layout):
+    found = judged(of(in_two_passes, layout))
+    assert len(found) > 15
     assert not all(line["whole"] for line in found)
 
 

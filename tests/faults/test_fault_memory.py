@@ -255,3 +255,75 @@ def test_a_failed_try_has_freed_what_it_held_when_the_next_begins(replicas):
     sizes = sorted(model.alive, reverse=True)
     assert len(sizes) > 2
     assert all(model.alive[size] < replicas for size in sizes if size > 3), model.alive
+
+
+def of_pairs(outputs, _):
+    return (outputs @ outputs.T).sigmoid().mean()
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_two_passes_find_the_sub_steps_that_fit(devices, where):
+    """The result is that of the same fixed ``accum``, bit for bit."""
+    found = []
+    for rows, accum in ((10**9, 4), (3, "auto")):
+        model = budget(rows, where=where)
+        with ScatterOnceParallel(model, accum, devices(2)) as engine, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1)
+            loss = engine.forward_backward(randn(24, FEATURES), None, of_pairs, whole_batch=True)
+            found.append((loss, model, torch.get_rng_state()))
+            assert (engine.last_step.retries > 0) == (accum == "auto")
+            assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+    assert torch.equal(found[0][0], found[1][0])
+    assert values_differ(found[0][1], found[1][1]) == []
+    assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize("accum", ["auto", 2])
+def test_a_criterion_that_does_not_fit_says_so_at_once(devices, accum):
+    """The master holds all outputs, however many sub-steps there are."""
+    calls = []
+
+    def criterion(outputs, _):
+        calls.append(len(outputs))
+        raise FORMS["torch"]()
+
+    model = budget().eval()
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        before = capture(model)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+            engine.forward_backward(randn(24, FEATURES), None, criterion, whole_batch=True)
+        assert differences(before, capture(model)) == []
+    notes = "\n".join(caught.value.__notes__)
+    assert "in the criterion, with the outputs of all 24 rows" in notes
+    assert "with nothing else: more sub-steps do not help" in notes
+    assert calls == [24, 24]  # the second time without the graphs that were kept
+
+
+def test_a_criterion_that_fits_beside_smaller_graphs(devices):
+    """It shares the memory with the last graphs, which more sub-steps make smaller."""
+    held = []
+
+    class Held(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            held.append(weakref.ref(outputs))
+            return outputs
+
+    def criterion(outputs, _):
+        kept = [output() for output in held if output() is not None]
+        if sum(len(output) for output in kept) > 8:
+            raise FORMS["torch"]()
+        return of_pairs(outputs, None)
+
+    model = build(lambda: Held(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, "auto", devices(2)) as engine:
+        with pytest.warns(UserWarning, match="accum=3 is the smallest that fits"):
+            engine.forward_backward(randn(24, FEATURES), None, criterion, whole_batch=True)
+        expected = copy.deepcopy(model)
+        expected.zero_grad()
+        of_pairs(
+            nn.functional.linear(randn(24, FEATURES), expected.weight, expected.bias), None
+        ).backward()
+        assert torch.allclose(model.weight.grad, expected.weight.grad, rtol=1e-12, atol=0)

@@ -1,0 +1,107 @@
+"""docs/contrastive.md does what it says, with losses of other libraries as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from torch import nn
+
+from scatterpar import ScatterOnceParallel
+
+PAGE = (Path(__file__).parent.parent / "docs" / "contrastive.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, one, other):
+        return self.body(one), self.body(other)
+
+
+class Texts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).mean(1)
+
+
+def namespace():
+    """What the page takes for granted."""
+    encoder, model, texts = build(Views), build(lambda: nn.Linear(5, 4)), build(Texts)
+    one, other, labels = randn(24, 5, seed=1), randn(24, 5, seed=2), randint(3, 24)
+    return {
+        "encoder": encoder,
+        "loader": [((one, other), labels)],
+        "optimizer": torch.optim.SGD(encoder.parameters(), 0.0),
+        "engine": ScatterOnceParallel(model, 3, ["cpu"] * 2),
+        "pairs": ScatterOnceParallel(encoder, 3, ["cpu"] * 2),
+        "texts": ScatterOnceParallel(texts, 2, ["cpu"] * 2),
+        "spread": lambda embeddings, _: (embeddings @ embeddings.T).logsumexp(1).mean(),
+        "batches": iter([randint(9, 6, length, seed=length) for length in (3, 5, 4, 7)]),
+        "images": randn(24, 5),
+        "labels": labels,
+        "one": one,
+        "other": other,
+    }
+
+
+def run(*parts):
+    """The blocks that have these words, and their names."""
+    names = namespace()
+    for part in parts:
+        (block,) = [block for block in BLOCKS if part in block]
+        exec(block, names)
+    return names
+
+
+def test_the_first_example():
+    names = run("def nt_xent", "for (one, other), labels in loader")
+    names["engine"].close()
+    expected, gradients = whole_batch(
+        names["encoder"], (names["one"], names["other"]), None, names["nt_xent"]
+    )
+    assert_close(names["loss"], expected, "loss")
+    assert_gradients(names["encoder"], gradients)
+
+
+def test_texts_of_other_lengths():
+    names = run("Rows.from_batches")
+    module = names["texts"].module
+    expected = names["spread"](torch.cat([module(tokens) for tokens in names["window"]]), None)
+    assert_close(names["loss"], expected.detach(), "loss")
+
+
+@pytest.mark.draws
+def test_pytorch_metric_learning():
+    pytest.importorskip("pytorch_metric_learning")
+    names = run("pytorch_metric_learning")
+    engine, batch = names["engine"], (names["images"], names["labels"])
+    for criterion in (names["criterion"], names["batch_hard"]):
+        expected, gradients = whole_batch(engine.module, *batch, criterion)
+        engine.module.zero_grad()
+        loss = engine.forward_backward(*batch, criterion, whole_batch=True)
+        assert_close(loss, expected, "loss")
+        assert_gradients(engine.module, gradients)
+    assert names["proxies"].proxies.grad is not None
+
+
+def test_info_nce():
+    pytest.importorskip("info_nce")
+    names = run("InfoNCE")
+    expected, gradients = whole_batch(
+        names["encoder"],
+        (names["one"], names["other"]),
+        None,
+        lambda outputs, _: names["info_nce"](*outputs),
+    )
+    assert_close(names["loss"], expected, "loss")
+    assert_gradients(names["encoder"], gradients)

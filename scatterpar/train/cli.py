@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
 from scatterpar.train.machines import run_id
+from scatterpar.train.optimizers import keyword
 from scatterpar.train.options import Options
 from scatterpar.train.run import run
 
@@ -59,6 +60,13 @@ def parse(arguments: Sequence[str]) -> Options:
         raise UsageError(
             f"--warmup-epochs {given.warmup_epochs} must be less than --epochs {given.epochs}"
         )
+    for earlier, epoch in zip((given.warmup_epochs, *given.drop_at), given.drop_at, strict=False):
+        if not max(earlier, given.warmup_epochs) < epoch < given.epochs:
+            raise UsageError(
+                f"--drop-at: {epoch} must be after the {max(earlier, given.warmup_epochs)} before "
+                f"it (the warm-up's end included) and below --epochs {given.epochs}"
+            )
+    given.optimizer_options = dict(given.optimizer_options)
     if given.accum is None:
         given.accum = _DEFAULT_ACCUM if given.micro_batch_size is None else 1
     if given.out is None:
@@ -78,30 +86,90 @@ def _parser() -> _Parser:
         prog=f"python -m {_PROGRAM}",
         description="Train a network on large batches with ScatterOnceParallel, in one process; "
         "on several machines with torchrun, one process each.",
-        epilog="Writes metrics.jsonl (one JSON object a line), curves.png and checkpoint.pt into "
-        "--out. What torchrun starts again goes on from the checkpoint by itself. "
+        epilog="Writes into --out: report.html (look at it in a browser), metrics.jsonl (one JSON "
+        "object a line), curves.png, run.json (options, versions, commit), checkpoint.pt, best.pt, "
+        "and TensorBoard's event file where that is installed. What torchrun starts again goes on "
+        "from the checkpoint by itself. "
         "Exit codes: 0 finished, 1 failed check or diverged training, 2 wrong argument or data, "
         "130 interrupted.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    _add_data(parser.add_argument_group("data").add_argument)
+    _add_training(parser.add_argument_group("training").add_argument)
+    _add_work(parser.add_argument_group("how the work is done").add_argument)
+    _add_results(parser.add_argument_group("results").add_argument)
+    return parser
+
+
+def _add_data(add: Callable[..., object]) -> None:
     add(
         "--data",
         default=EMBEDDED,
         metavar="DIR",
-        help="folder (or folder/prefix) of MNIST-family IDX files, gzip or not; or of images in "
-        f"train/CLASS/ and test/CLASS/ (needs torchvision). Names: {EMBEDDED} (default; "
+        help="folder of images in train/CLASS/ and test/CLASS/ (or val); or folder (or "
+        "folder/prefix) of MNIST-family IDX files, gzip or not; or torchvision:NAME, a set of "
+        f"torchvision.datasets such as torchvision:CIFAR10. Names: {EMBEDDED} (default; "
         "Fashion-MNIST's test set, 8,192 to train on and 1,808 to test), "
         f"{INSTALLED_NAME} (all of it, from Debian's package dataset-fashion-mnist). "
         "A folder of that name comes first",
     )
     add(
+        "--data-root",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="where torchvision's sets lie (default data)",
+    )
+    add("--download", action="store_true", help="fetch torchvision's set where it is missing")
+    add(
         "--image-size",
         type=_count,
-        default=64,
         metavar="PIXELS",
-        help="size that the images of an image folder are brought to (default 64)",
+        help="height and width that pictures are brought to (default 224, or the shorter side of "
+        "the first picture where that is smaller)",
     )
+    add(
+        "--augment",
+        choices=("none", "crop", "trivial", "rand"),
+        help="how training pictures are varied: random crop and flip (default), that and "
+        "TrivialAugment or RandAugment, or not at all",
+    )
+    add(
+        "--smallest-crop",
+        type=_number(above=0.0, most=1.0),
+        default=0.08,
+        metavar="PART",
+        help="smallest part of a picture's area that a random crop shows (default 0.08)",
+    )
+    add(
+        "--erase",
+        type=_number(least=0.0, most=1.0),
+        default=0.0,
+        metavar="P",
+        help="how often a rectangle is erased (default 0)",
+    )
+    for name in ("mixup", "cutmix"):
+        add(
+            f"--{name}",
+            type=_number(least=0.0),
+            default=0.0,
+            metavar="ALPHA",
+            help=f"mix pictures and labels by {name} (default 0: no)",
+        )
+    add(
+        "--workers",
+        type=_whole,
+        metavar="N",
+        help="processes that read pictures (default: one for each core, at most 16; 0: none)",
+    )
+    add(
+        "--skip-broken",
+        action="store_true",
+        help="leave out pictures that cannot be read, and count them, rather than stop",
+    )
+
+
+def _add_training(add: Callable[..., object]) -> None:
     add(
         "--model",
         default="cnn",
@@ -116,25 +184,6 @@ def _parser() -> _Parser:
         metavar="N",
         help="images of a step, over all machines (default 4096)",
     )
-    add(
-        "--accum",
-        type=_count,
-        metavar="N",
-        help="sub-steps of each replica (default 16)",
-    )
-    add(
-        "--micro-batch-size",
-        type=_count,
-        metavar="N",
-        help="the other way to say it: images of a sub-step",
-    )
-    add(
-        "--replicas",
-        type=_count,
-        metavar="N",
-        help="number of replicas (default: one for every GPU; without any, 4 on the CPU)",
-    )
-    add("--devices", metavar="LIST", help="a device for each replica, such as cuda:0,cuda:1")
     add("--epochs", type=_count, default=20, metavar="N", help="default 20")
     add(
         "--base-lr",
@@ -166,11 +215,107 @@ def _parser() -> _Parser:
     )
     add("--seed", type=_seed, default=0, metavar="N", help="default 0")
     add(
+        "--drop-at",
+        type=_epochs,
+        default=(),
+        metavar="EPOCHS",
+        help="let the rate fall to a tenth after these epochs, such as 30,60,80, in place of the "
+        "cosine",
+    )
+    add(
+        "--optimizer",
+        default="SGD",
+        metavar="NAME",
+        help="class of torch.optim (default SGD, with --momentum)",
+    )
+    add(
+        "--optimizer-option",
+        action="append",
+        default=[],
+        type=_keyword,
+        dest="optimizer_options",
+        metavar="NAME=VALUE",
+        help="keyword of that class, such as betas=(0.9,0.95); may be given several times",
+    )
+    add(
+        "--label-smoothing",
+        type=_number(least=0.0, below=1.0),
+        default=0.0,
+        metavar="PART",
+        help="part of a label that is spread over all classes (default 0)",
+    )
+    add(
+        "--clip",
+        type=_number(above=0.0),
+        metavar="NORM",
+        help="scale gradients down to at most this norm",
+    )
+    add(
+        "--ema",
+        type=_number(above=0.0, below=1.0),
+        metavar="DECAY",
+        help="keep a moving average of the weights, such as 0.999, and test with it",
+    )
+    add(
+        "--zero-init-residual",
+        action="store_true",
+        help="let residual blocks start as the identity",
+    )
+    add(
+        "--init",
+        type=Path,
+        metavar="FILE",
+        help="start from the weights in a state dict or checkpoint, as far as they fit",
+    )
+
+
+def _add_work(add: Callable[..., object]) -> None:
+    add(
+        "--accum",
+        type=_count,
+        metavar="N",
+        help="sub-steps of each replica (default 16)",
+    )
+    add(
+        "--micro-batch-size",
+        type=_count,
+        metavar="N",
+        help="the other way to say it: images of a sub-step",
+    )
+    add(
+        "--replicas",
+        type=_count,
+        metavar="N",
+        help="number of replicas (default: one for every GPU; without any, 4 on the CPU)",
+    )
+    add("--devices", metavar="LIST", help="a device for each replica, such as cuda:0,cuda:1")
+    add(
+        "--autocast",
+        choices=("bfloat16", "float16"),
+        metavar="DTYPE",
+        help="compute in bfloat16 or float16 where that is safe; float16 with a gradient scaler",
+    )
+    add(
+        "--channels-last",
+        action="store_true",
+        help="keep images with their channels last in memory, which convolutions like",
+    )
+
+
+def _add_results(add: Callable[..., object]) -> None:
+    add(
         "--out",
         type=Path,
         metavar="DIR",
         help="folder for what is written (default: a new one in runs/; with torchrun "
         "runs/train-ID, after its --rdzv-id)",
+    )
+    add(
+        "--eval-every",
+        type=_count,
+        default=1,
+        metavar="EPOCHS",
+        help="epochs between tests; the last one always has one (default 1)",
     )
     add(
         "--checkpoint-every",
@@ -190,7 +335,6 @@ def _parser() -> _Parser:
         help="first compare the first step's gradients with a plain whole-batch backward; needs "
         "the memory for that, in float64",
     )
-    return parser
 
 
 def _whole(text: str) -> int:
@@ -212,10 +356,24 @@ def _seed(text: str) -> int:
     return seed
 
 
+def _epochs(text: str) -> tuple[int, ...]:
+    return tuple(_count(part.strip()) for part in text.split(","))
+
+
+def _keyword(text: str) -> tuple[str, Any]:
+    try:
+        return keyword(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _number(
-    above: float = -math.inf, least: float = -math.inf, below: float = math.inf
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
 ) -> Callable[[str], float]:
-    limits = {"above": above, "at least": least, "below": below}
+    limits = {"above": above, "at least": least, "below": below, "at most": most}
     wanted = " and ".join(f"{word} {x:g}" for word, x in limits.items() if math.isfinite(x))
 
     def number(text: str) -> float:
@@ -223,7 +381,7 @@ def _number(
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (above < value < below and value >= least):
+        if not (above < value < below and least <= value <= most):
             raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
         return value
 

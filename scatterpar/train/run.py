@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar.engine import ScatterOnceParallel
-from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
+from scatterpar import ScatterOnceParallel, linear_scaled_lr, zero_init_residual
 from scatterpar.train import data as data_sources
 from scatterpar.train.check import check_gradients, make_engine
 from scatterpar.train.checkpoint import FILE, Progress, find, restore
-from scatterpar.train.data import Dataset
 from scatterpar.train.device_choice import choose_devices
-from scatterpar.train.epochs import CRITERION, Run
+from scatterpar.train.ending import finish
+from scatterpar.train.epochs import Run
 from scatterpar.train.errors import UsageError
+from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training
 from scatterpar.train.machines import (
     Machines,
@@ -25,10 +26,18 @@ from scatterpar.train.machines import (
     run_id,
     was_restarted,
 )
-from scatterpar.train.model_choice import build_model
+from scatterpar.train.model_choice import OnPixels, build_model
+from scatterpar.train.opening import open_data
+from scatterpar.train.optimizers import make_optimizer
 from scatterpar.train.options import Options
+from scatterpar.train.pretrained import initialise
+from scatterpar.train.provenance import provenance, record
 from scatterpar.train.random_state import seed_all
-from scatterpar.train.report import Metrics, require_extras
+from scatterpar.train.records import Metrics, open_board, require_extras
+from scatterpar.train.schedule import foresee, make_scheduler
+from scatterpar.train.source import TRAIN, Source
+
+_MOST_WORKERS = 16  # by default
 
 
 def run(options: Options) -> int:
@@ -41,27 +50,139 @@ def run(options: Options) -> int:
     require_extras()
     devices = choose_devices(options.devices, options.replicas)
     require_one_process(devices)
-    data = data_sources.load(options.data, options.image_size)
+    source = open_data(options.data, options.reading)
     with connected() as machines:
-        return _run_on(machines, options, devices, data)
+        return _run_on(machines, options, devices, source)
 
 
 def _run_on(
-    machines: Machines, options: Options, devices: list[torch.device], data: Dataset
+    machines: Machines, options: Options, devices: list[torch.device], source: Source
 ) -> int:
     seed_all(options.seed)
-    model = build_model(options.model, data.image_shape, data.classes).to(devices[0])
+    model, lines = _make_model(options, source)
+    layout = torch.channels_last if options.channels_last else torch.preserve_format
+    model = model.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
     engine = make_engine(model, options.accum, options.micro_batch_size, devices, machines)
     with engine:
-        training = _prepare(engine, model, data, options, machines)
+        training = _prepare(engine, model, source, options, machines)
         progress = _resume(training, options)
         path = options.out / "metrics.jsonl" if machines.is_first else None
-        with Metrics(path, kept=progress.step) as metrics:
+        board = open_board(options.out, progress.step) if machines.is_first else None
+        with (
+            Metrics(path, kept=progress.step, board=board) as metrics,
+            _make_feed(training, source, options, progress) as feed,
+        ):
+            run = Run(
+                training,
+                feed,
+                nn.CrossEntropyLoss(label_smoothing=options.label_smoothing),
+                options,
+                progress,
+                metrics,
+                _about(options, source),
+            )
             if machines.is_first:
-                _announce(training, data, options, progress)
-            if options.check and not _check(model, training, data, options, devices):
+                _announce(training, source, options, progress, lines)
+                record(options.out / "run.json", provenance(options.record(), devices))
+            if not metrics.records:
+                metrics.write("run", machines=machines.size, **options.record())
+            if options.check and not _check(model, run, devices):
                 return 1
-            return Run(training, data, options, progress, metrics).train()
+            code, ending = run.train()
+            finish(run, ending)
+            return code
+
+
+def _make_model(options: Options, source: Source) -> tuple[OnPixels, list[str]]:
+    """Build the model with its first weights, and say what is special about these."""
+    classes = len(source.class_names)
+    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
+    lines = []
+    if options.zero_init_residual:
+        blocks = zero_init_residual(model.network)
+        if not blocks:
+            raise UsageError(f"--zero-init-residual: {options.model} has no residual blocks")
+        lines.append(f"{blocks} residual blocks start as the identity")
+    if options.init is not None:
+        lines.append(initialise(model.network, options.init))
+    return model, lines
+
+
+def _prepare(
+    engine: ScatterOnceParallel,
+    model: OnPixels,
+    source: Source,
+    options: Options,
+    machines: Machines,
+) -> Training:
+    images = len(source.train)
+    for what, number in (("--batch", options.batch), ("the training set", images)):
+        if number < machines.size:
+            raise UsageError(f"{what} has {number} images, fewer than {machines.size} machines")
+    batches = Batches(images, options.batch, options.seed)
+    _require_rows_to_normalise(model, engine, batches, machines)
+    keywords = dict(options.optimizer_options)
+    if options.optimizer == "SGD":
+        keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
+    rate = linear_scaled_lr(options.base_lr, options.batch)
+    optimizer = make_optimizer(options.optimizer, model, rate, options.weight_decay, keywords)
+    epoch = batches.steps_per_epoch
+    scheduler = make_scheduler(
+        optimizer,
+        options.epochs * epoch,
+        options.warmup_epochs * epoch,
+        [number * epoch for number in options.drop_at],
+    )
+    dtype = None if options.autocast is None else getattr(torch, options.autocast)
+    return Training(
+        engine,
+        optimizer,
+        scheduler,
+        batches,
+        machines,
+        scaler=torch.amp.GradScaler(_kind(engine)) if dtype is torch.float16 else None,
+        average=None if options.ema is None else _average(model, options.ema),
+        autocast=dtype,
+        clip=options.clip,
+    )
+
+
+def _average(model: nn.Module, decay: float) -> AveragedModel:
+    function = get_ema_multi_avg_fn(decay)
+    return AveragedModel(model, multi_avg_fn=function, use_buffers=True)
+
+
+def _kind(engine: ScatterOnceParallel) -> str:
+    return str(engine.device_ids[0].type)
+
+
+def _make_feed(training: Training, source: Source, options: Options, progress: Progress) -> Feed:
+    workers = options.workers
+    if source.in_memory:
+        workers = 0
+    elif workers is None:
+        workers = min(_MOST_WORKERS, os.cpu_count() or 1)
+    foreseen = foresee(
+        training.batches,
+        progress.ended,
+        options.epochs,
+        options.eval_every,
+        len(source.test),
+        training.machines,
+    )
+    pin = torch.accelerator.is_available()
+    return Feed(source, foreseen, workers, pin, options.skip_broken, _warn)
+
+
+def _about(options: Options, source: Source) -> dict[str, Any]:
+    """What `predict` needs to know."""
+    return {
+        "model": options.model,
+        "image_shape": list(source.image_shape),
+        "class_names": list(source.class_names),
+        "mean": source.mean.tolist(),
+        "std": source.std.tolist(),
+    }
 
 
 def _resume(training: Training, options: Options) -> Progress:
@@ -86,31 +207,6 @@ def _is_same_job(state: dict[str, Any]) -> bool:
     return run_id() is not None and state["job"] == run_id()
 
 
-def _prepare(
-    engine: ScatterOnceParallel,
-    model: nn.Module,
-    data: Dataset,
-    options: Options,
-    machines: Machines,
-) -> Training:
-    for what, images in (("--batch", options.batch), ("the training set", len(data.train))):
-        if images < machines.size:
-            raise UsageError(f"{what} has {images} images, fewer than {machines.size} machines")
-    batches = Batches(len(data.train), options.batch, options.seed)
-    _require_rows_to_normalise(model, engine, batches, machines)
-    peak = linear_scaled_lr(options.base_lr, options.batch)
-    optimizer = torch.optim.SGD(
-        weight_decay_groups(model, options.weight_decay),
-        lr=peak,
-        momentum=options.momentum,
-        nesterov=options.momentum > 0,
-    )
-    warmup = options.warmup_epochs * batches.steps_per_epoch
-    rest = CosineAnnealingLR(optimizer, options.epochs * batches.steps_per_epoch - warmup)
-    scheduler = gradual_warmup(optimizer, warmup, peak / (warmup + 1), rest) if warmup else rest
-    return Training(engine, optimizer, scheduler, batches, machines)
-
-
 def _require_rows_to_normalise(
     model: nn.Module, engine: ScatterOnceParallel, batches: Batches, machines: Machines
 ) -> None:
@@ -126,8 +222,10 @@ def _require_rows_to_normalise(
             )
 
 
-def _announce(training: Training, data: Dataset, options: Options, progress: Progress) -> None:
-    print(data)
+def _announce(
+    training: Training, source: Source, options: Options, progress: Progress, lines: list[str]
+) -> None:
+    print(source)
     if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
         print(
             f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
@@ -135,25 +233,29 @@ def _announce(training: Training, data: Dataset, options: Options, progress: Pro
         )
     parameters = sum(parameter.numel() for parameter in training.engine.parameters())
     print(f"{options.model}: {parameters:,} parameters")
-    machines, rows = training.machines, min(options.batch, len(data.train))
+    machines, rows = training.machines, min(options.batch, len(source.train))
     if machines.size > 1:
         print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
     print(training.engine.plan(-(-rows // machines.size)), flush=True)
     if progress.step:
         print(f"resumed after {progress.step} steps, {training.batches.consumed:,} images")
+    else:
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
-def _check(
-    model: nn.Module,
-    training: Training,
-    data: Dataset,
-    options: Options,
-    devices: list[torch.device],
-) -> bool:
+def _check(model: nn.Module, run: Run, devices: list[torch.device]) -> bool:
+    training, options = run.training, run.options
     rows = training.batches.order(0)[: options.batch]
-    images, labels = data.standardise(data.train.images[rows]), data.train.labels[rows]
+    found = Feed(run.feed.source).batch(TRAIN, rows)
     cut = (options.accum, options.micro_batch_size, devices)
-    check = check_gradients(model, images, labels, CRITERION, *cut, training.machines)
-    if training.machines.is_first:
+    machines = training.machines
+    check = check_gradients(model, found.images, found.labels, run.criterion, *cut, machines)
+    if machines.is_first:
         print(check)
     return check.passed
+
+
+def _warn(line: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(line)

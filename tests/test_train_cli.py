@@ -114,7 +114,7 @@ def test_a_run_reports_what_it_did(capsys, tmp_path, monkeypatch):
     assert [record["kind"] for record in records] == ["run", *["step"] * 8, "epoch", "summary"]
     step, epoch, summary = records[1], records[-2], records[-1]
     assert step["images"] == 1024
-    assert step["bytes"]["scatter"] == 1024 * (28 * 28 * 4 + 8)
+    assert step["bytes"]["scatter"] == 1024 * (28 * 28 + 8)
     assert summary["test_accuracy"] == epoch["test_accuracy"]
     assert f"test accuracy: {epoch['test_accuracy']:.2%}" in printed.out
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

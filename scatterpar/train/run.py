@@ -72,22 +72,16 @@ def _run_on(
             Metrics(path, kept=progress.step, board=board) as metrics,
             _make_feed(training, source, options, progress) as feed,
         ):
-            run = Run(
-                training,
-                feed,
-                nn.CrossEntropyLoss(label_smoothing=options.label_smoothing),
-                options,
-                progress,
-                metrics,
-                _about(options, source),
-            )
             if machines.is_first:
                 _announce(training, source, options, progress, lines)
                 record(options.out / "run.json", provenance(options.record(), devices))
             if not metrics.records:
                 metrics.write("run", machines=machines.size, **options.record())
-            if options.check and not _check(model, run, devices):
+            criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+            if options.check and not _check(training, source, criterion, options, devices):
                 return 1
+            about = _about(options, source)
+            run = Run(training, feed, criterion, options, progress, metrics, about)
             code, ending = run.train()
             finish(run, ending)
             return code
@@ -243,13 +237,18 @@ def _announce(
         print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
-def _check(model: nn.Module, run: Run, devices: list[torch.device]) -> bool:
-    training, options = run.training, run.options
+def _check(
+    training: Training,
+    source: Source,
+    criterion: nn.Module,
+    options: Options,
+    devices: list[torch.device],
+) -> bool:
     rows = training.batches.order(0)[: options.batch]
-    found = Feed(run.feed.source).batch(TRAIN, rows)
+    found = Feed(source).batch(TRAIN, rows)
     cut = (options.accum, options.micro_batch_size, devices)
-    machines = training.machines
-    check = check_gradients(model, found.images, found.labels, run.criterion, *cut, machines)
+    model, machines = training.engine.module, training.machines
+    check = check_gradients(model, found.images, found.labels, criterion, *cut, machines)
     if machines.is_first:
         print(check)
     return check.passed

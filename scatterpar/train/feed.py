@@ -52,6 +52,9 @@ class Request:
         for rows in torch.split(self.rows, PIECE):
             yield self.part, rows.tolist(), self.epoch
 
+    def __str__(self) -> str:
+        return f"{len(self.rows)} {self.part} images of epoch {self.epoch}"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Request):
             return NotImplemented
@@ -161,7 +164,7 @@ class _Ahead:
         """Return the next batch, which must be the one foreseen, and begin with the one after."""
         foreseen, found = self._next.result()
         if foreseen != wanted:
-            raise RuntimeError(f"{wanted} is wanted, but {foreseen} was foreseen")
+            raise RuntimeError(f"{wanted} are wanted, but {foreseen or 'no more'} were foreseen")
         self._next = self._assembler.submit(self._assemble)
         return found
 

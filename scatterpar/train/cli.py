@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
+from scatterpar.train.arguments import Parser, count, epochs, named_value, number, seed, whole
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
 from scatterpar.train.machines import run_id
-from scatterpar.train.optimizers import keyword
 from scatterpar.train.options import Options
 from scatterpar.train.run import run
 
@@ -76,13 +73,8 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(**vars(given))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see --help)")
-
-
 def _parser() -> _Parser:
-    parser = _Parser(
+    parser = Parser(
         prog=f"python -m {_PROGRAM}",
         description="Train a network on large batches with ScatterOnceParallel, in one process; "
         "on several machines with torchrun, one process each.",
@@ -123,7 +115,7 @@ def _add_data(add: Callable[..., object]) -> None:
     add("--download", action="store_true", help="fetch torchvision's set where it is missing")
     add(
         "--image-size",
-        type=_count,
+        type=count,
         metavar="PIXELS",
         help="height and width that pictures are brought to (default 224, or the shorter side of "
         "the first picture where that is smaller)",
@@ -136,14 +128,14 @@ def _add_data(add: Callable[..., object]) -> None:
     )
     add(
         "--smallest-crop",
-        type=_number(above=0.0, most=1.0),
+        type=number(above=0.0, most=1.0),
         default=0.08,
         metavar="PART",
         help="smallest part of a picture's area that a random crop shows (default 0.08)",
     )
     add(
         "--erase",
-        type=_number(least=0.0, most=1.0),
+        type=number(least=0.0, most=1.0),
         default=0.0,
         metavar="P",
         help="how often a rectangle is erased (default 0)",
@@ -151,14 +143,14 @@ def _add_data(add: Callable[..., object]) -> None:
     for name in ("mixup", "cutmix"):
         add(
             f"--{name}",
-            type=_number(least=0.0),
+            type=number(least=0.0),
             default=0.0,
             metavar="ALPHA",
             help=f"mix pictures and labels by {name} (default 0: no)",
         )
     add(
         "--workers",
-        type=_whole,
+        type=whole,
         metavar="N",
         help="processes that read pictures (default: one for each core, at most 16; 0: none)",
     )
@@ -179,44 +171,44 @@ def _add_training(add: Callable[..., object]) -> None:
     )
     add(
         "--batch",
-        type=_count,
+        type=count,
         default=4096,
         metavar="N",
         help="images of a step, over all machines (default 4096)",
     )
-    add("--epochs", type=_count, default=20, metavar="N", help="default 20")
+    add("--epochs", type=count, default=20, metavar="N", help="default 20")
     add(
         "--base-lr",
-        type=_number(above=0.0),
+        type=number(above=0.0),
         default=0.0125,
         metavar="RATE",
         help="learning rate for batches of 256; scaled with --batch (default 0.0125)",
     )
     add(
         "--warmup-epochs",
-        type=_whole,
+        type=whole,
         metavar="N",
         help="epochs until the rate is reached; a cosine follows (default: a fifth of --epochs, "
         "at most 5)",
     )
     add(
         "--momentum",
-        type=_number(least=0.0, below=1.0),
+        type=number(least=0.0, below=1.0),
         default=0.9,
         metavar="M",
         help="Nesterov momentum (default 0.9)",
     )
     add(
         "--weight-decay",
-        type=_number(least=0.0),
+        type=number(least=0.0),
         default=5e-4,
         metavar="W",
         help="on all but biases and normalisation (default 5e-4)",
     )
-    add("--seed", type=_seed, default=0, metavar="N", help="default 0")
+    add("--seed", type=seed, default=0, metavar="N", help="default 0")
     add(
         "--drop-at",
-        type=_epochs,
+        type=epochs,
         default=(),
         metavar="EPOCHS",
         help="let the rate fall to a tenth after these epochs, such as 30,60,80, in place of the "
@@ -232,27 +224,27 @@ def _add_training(add: Callable[..., object]) -> None:
         "--optimizer-option",
         action="append",
         default=[],
-        type=_keyword,
+        type=named_value,
         dest="optimizer_options",
         metavar="NAME=VALUE",
         help="keyword of that class, such as betas=(0.9,0.95); may be given several times",
     )
     add(
         "--label-smoothing",
-        type=_number(least=0.0, below=1.0),
+        type=number(least=0.0, below=1.0),
         default=0.0,
         metavar="PART",
         help="part of a label that is spread over all classes (default 0)",
     )
     add(
         "--clip",
-        type=_number(above=0.0),
+        type=number(above=0.0),
         metavar="NORM",
         help="scale gradients down to at most this norm",
     )
     add(
         "--ema",
-        type=_number(above=0.0, below=1.0),
+        type=number(above=0.0, below=1.0),
         metavar="DECAY",
         help="keep a moving average of the weights, such as 0.999, and test with it",
     )
@@ -272,19 +264,19 @@ def _add_training(add: Callable[..., object]) -> None:
 def _add_work(add: Callable[..., object]) -> None:
     add(
         "--accum",
-        type=_count,
+        type=count,
         metavar="N",
         help="sub-steps of each replica (default 16)",
     )
     add(
         "--micro-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="the other way to say it: images of a sub-step",
     )
     add(
         "--replicas",
-        type=_count,
+        type=count,
         metavar="N",
         help="number of replicas (default: one for every GPU; without any, 4 on the CPU)",
     )
@@ -312,14 +304,14 @@ def _add_results(add: Callable[..., object]) -> None:
     )
     add(
         "--eval-every",
-        type=_count,
+        type=count,
         default=1,
         metavar="EPOCHS",
         help="epochs between tests; the last one always has one (default 1)",
     )
     add(
         "--checkpoint-every",
-        type=_count,
+        type=count,
         default=100,
         metavar="STEPS",
         help="steps between checkpoints; the last step always has one (default 100)",
@@ -335,54 +327,3 @@ def _add_results(add: Callable[..., object]) -> None:
         help="first compare the first step's gradients with a plain whole-batch backward; needs "
         "the memory for that, in float64",
     )
-
-
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, zero or above")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    seed = _whole(text)
-    if seed >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is too large: seeds are below 2**31")
-    return seed
-
-
-def _epochs(text: str) -> tuple[int, ...]:
-    return tuple(_count(part.strip()) for part in text.split(","))
-
-
-def _keyword(text: str) -> tuple[str, Any]:
-    try:
-        return keyword(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _number(
-    above: float = -math.inf,
-    least: float = -math.inf,
-    below: float = math.inf,
-    most: float = math.inf,
-) -> Callable[[str], float]:
-    limits = {"above": above, "at least": least, "below": below, "at most": most}
-    wanted = " and ".join(f"{word} {x:g}" for word, x in limits.items() if math.isfinite(x))
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (above < value < below and least <= value <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {wanted}")
-        return value
-
-    return number

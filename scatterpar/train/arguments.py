@@ -46,6 +46,11 @@ def epochs(text: str) -> tuple[int, ...]:
     return tuple(count(part.strip()) for part in text.split(","))
 
 
+def shares(text: str) -> tuple[float, ...] | str:
+    """Read `auto`, or numbers above zero with commas in between."""
+    return text if text == "auto" else tuple(number(above=0.0)(part) for part in text.split(","))
+
+
 def named_value(text: str) -> tuple[str, Any]:
     """Read `name=value`."""
     try:

@@ -35,6 +35,7 @@ class Progress:
         loss: training loss of the current epoch so far, weighted by images.
         accuracy: on the test images, when last measured.
         best: the highest accuracy so far.
+        noise: of the gradients, averaged, where it is measured.
     """
 
     step: int = 0
@@ -42,6 +43,7 @@ class Progress:
     loss: float = 0.0
     accuracy: float | None = None
     best: float = -1.0
+    noise: dict[str, float] | None = None
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -7,7 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scatterpar.train.arguments import Parser, count, epochs, named_value, number, seed, whole
+from scatterpar.train.arguments import (
+    Parser,
+    count,
+    epochs,
+    named_value,
+    number,
+    seed,
+    shares,
+    whole,
+)
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
 from scatterpar.train.machines import run_id
@@ -73,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(**vars(given))
 
 
-def _parser() -> _Parser:
+def _parser() -> Parser:
     parser = Parser(
         prog=f"python -m {_PROGRAM}",
         description="Train a network on large batches with ScatterOnceParallel, in one process; "
@@ -281,6 +290,19 @@ def _add_work(add: Callable[..., object]) -> None:
         help="number of replicas (default: one for every GPU; without any, 4 on the CPU)",
     )
     add("--devices", metavar="LIST", help="a device for each replica, such as cuda:0,cuda:1")
+    add(
+        "--shares",
+        type=shares,
+        metavar="LIST",
+        help="relative sizes of the replicas' shares of a batch, such as 2,1,1, or auto: after the "
+        "devices' measured pace (default: equal)",
+    )
+    add(
+        "--measure-noise",
+        action="store_true",
+        help="measure the gradient's noise scale: about the batch beyond which more images buy "
+        "few steps (McCandlish et al. 2018); needs two replicas",
+    )
     add(
         "--autocast",
         choices=("bfloat16", "float16"),

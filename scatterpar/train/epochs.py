@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from scatterpar import StepReport
+from scatterpar.recipe import NoiseScale
 from scatterpar.train.checkpoint import BEST_FILE, FILE, Progress, collect, collect_best, save
 from scatterpar.train.errors import UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
@@ -59,6 +60,9 @@ class Run:
         self.metrics = metrics
         self.about = about
         self.evaluation: Evaluation | None = None
+        self.noise = NoiseScale() if options.measure_noise else None
+        if self.noise is not None and progress.noise is not None:
+            self.noise.load_state_dict(progress.noise)
         self.images = len(feed.source.train)
         row_bytes = 4 * len(feed.source.class_names)
         self.traffic = Traffic(training.engine.module, row_bytes)
@@ -129,6 +133,11 @@ class Run:
         progress.step += 1
         progress.loss += report.loss * images / self.images
         self.traffic.add(report.plan, report.bytes)
+        measured = {}
+        if self.noise is not None:
+            self.noise.update(report)
+            progress.noise = self.noise.state_dict()
+            measured["noise_scale"] = self.noise.scale
         self.metrics.write(
             "step",
             step=progress.step,
@@ -139,6 +148,7 @@ class Run:
             seconds=report.seconds,
             bytes=report.bytes,
             messages=report.messages,
+            **measured,
         )
         self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
         self._bar.update(images)
@@ -191,6 +201,8 @@ class Run:
         parts.append(f"{speed:,.0f} images/s")
         if not self.feed.source.in_memory:
             parts.append(f"waiting {waiting:.0%}")
+        if self.noise is not None:
+            parts.append(f"noise scale {self.noise.scale:,.0f} images")
         if self.feed.broken:
             parts.append(f"{len(self.feed.broken)} broken files left out")
         return ", ".join(parts)

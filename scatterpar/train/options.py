@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scatterpar.train.opening import Reading
 from scatterpar.train.transforms import Augmentation
@@ -51,6 +51,8 @@ class Options:
     label_smoothing: float
     clip: float | None
     ema: float | None
+    shares: tuple[float, ...] | Literal["auto"] | None
+    measure_noise: bool
     autocast: str | None
     channels_last: bool
     seed: int

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -135,24 +136,26 @@ def predict(wanted: Wanted) -> None:
     ):
         top = min(wanted.top, len(classes))
         writer = csv.writer(file, lineterminator="\n")
-        ranks = ["", *(f"_{number}" for number in range(2, top + 1))]
-        writer.writerow(
-            ["file", *(f"{word}{rank}" for rank in ranks for word in ("class", "score"))]
-        )
+        heads = ["class,score", *(f"class_{n},score_{n}" for n in range(2, top + 1))]
+        writer.writerow(["file", *",".join(heads).split(",")])
         for batch in batches:
             found = feed.batch(TEST, batch.rows)
-            if not len(found.rows):
-                continue
-            images = found.images if about["image_shape"][0] == 3 else _grey(found.images)
-            scores = engine(images).float().cpu()[:, : len(classes)].softmax(1).topk(top)
-            for row, values, places in zip(
-                found.rows.tolist(), scores.values.tolist(), scores.indices.tolist(), strict=True
-            ):
-                pairs = zip(places, values, strict=True)
-                cells = [
-                    cell for place, value in pairs for cell in (classes[place], f"{value:.6f}")
-                ]
-                writer.writerow([names[row], *cells])
+            if len(found.rows):
+                images = found.images if about["image_shape"][0] == 3 else _grey(found.images)
+                scores = engine(images).float().cpu()[:, : len(classes)].softmax(1)
+                for row, cells in zip(
+                    found.rows.tolist(), _cells(scores, classes, top), strict=True
+                ):
+                    writer.writerow([names[row], *cells])
+
+
+def _cells(scores: Tensor, classes: Sequence[str], top: int) -> Iterator[list[str]]:
+    """Yield the best classes of each row with their scores."""
+    for values, places in zip(*(part.tolist() for part in scores.topk(top)), strict=True):
+        pairs = (
+            (classes[place], f"{value:.6f}") for place, value in zip(places, values, strict=True)
+        )
+        yield list(chain.from_iterable(pairs))
 
 
 def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:

@@ -62,7 +62,12 @@ def _run_on(
     model, lines = _make_model(options, source)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
     model = model.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
-    engine = make_engine(model, options.accum, options.micro_batch_size, devices, machines)
+    keywords: dict[str, Any] = {"shares": options.shares, "measure_noise": options.measure_noise}
+    cut = (options.accum, options.micro_batch_size, devices)
+    try:
+        engine = make_engine(model, *cut, machines, **keywords)
+    except ValueError as error:  # options that do not go together
+        raise UsageError(str(error)) from error
     with engine:
         training = _prepare(engine, model, source, options, machines)
         progress = _resume(training, options)

@@ -236,13 +236,8 @@ class Residual(Dropping):
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--optimizer", "AdamW", "--optimizer-option", "betas=(0.9,0.95)", "--autocast"]
-    options += [
-        "float16",
-        "--channels-last",
-        "--model",
-        "test_train_runs:Residual",
-        "--zero-init-residual",
-    ]
+    options += ["float16", "--channels-last", "--zero-init-residual"]
+    options += ["--model", "test_train_runs:Residual", "--shares", "2,1", "--measure-noise"]
     options += ["--base-lr", "0.003", "--eval-every", "2", "--drop-at", "1,2", "--workers", "0"]
     options += ["--warmup-epochs", "0", "--augment", "none"]
     assert train(folder, out, *options) == 0

@@ -109,7 +109,7 @@ def _facts(run: Run, tested: Evaluation | None) -> Iterable[tuple[str, str]]:
         yield f"{images / seconds:,.0f}", "images per second, training"
         yield (
             f"{sum(r['seconds_waited'] for r in epochs) / seconds:.1%}",
-            "of it waiting for images",
+            "of that time waiting for images",
         )
     if run.feed.broken:
         yield f"{len(run.feed.broken):,}", "broken files left out"
@@ -126,7 +126,7 @@ def _evaluation(tested: Evaluation, source: Source) -> str:
         "<h2>What was taken for what</h2>",
         "<p class='note'>Rows: the true class. Columns: the one with the highest score.</p>",
         f"<div class='scroll'>{matrix}</div>",
-        f"<p>Most frequent: {escape(_pairs(confusion, names))}.</p>" if tested.worst else "",
+        f"<p>Most often mistaken: {escape(_pairs(confusion, names))}.</p>" if tested.worst else "",
         "<h2>Worst mistakes</h2>",
         "<p class='note'>The test images with the highest loss.</p>",
         f"<div class='mistakes'>{''.join(_mistakes(tested.worst, source))}</div>",
@@ -176,7 +176,7 @@ def _pairs(confusion: Tensor, names: Sequence[str]) -> str:
     wrong = confusion.clone().fill_diagonal_(0).flatten()
     counts, places = wrong.topk(min(_PAIRS, len(wrong)))
     return "; ".join(
-        f"{names[place // len(names)]} for {names[place % len(names)]} ({count:,})"
+        f"{names[place // len(names)]} as {names[place % len(names)]} ({count:,})"
         for count, place in zip(counts.tolist(), places.tolist(), strict=True)
         if count
     )

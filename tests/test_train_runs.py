@@ -19,7 +19,7 @@ from helpers.torchrun import differences, environment, steps
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, feed
+from scatterpar.train import checkpoint, feed, run
 from scatterpar.train.cli import main
 from scatterpar.train.records import Metrics
 
@@ -258,6 +258,23 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert best["model"].keys() == Residual(3).state_dict().keys()
 
 
+def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsys):
+    def refusing(*_, **keywords):
+        raise ValueError(f"{keywords}")
+
+    monkeypatch.setattr(run, "make_engine", refusing)
+    for option, words in [
+        (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
+        (["--shares", "auto"], "'shares': 'auto'"),
+        (["--shares", "3,0.5", "--measure-noise"], "(3.0, 0.5), 'measure_noise': True, 'comp"),
+    ]:
+        assert train(folder, tmp_path, *option) == 2
+        assert words in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["--devices", "cpu", "--measure-noise", "--out", str(tmp_path)]) == 2
+    assert "measure_noise=True compares the gradients of replicas" in capsys.readouterr().err
+
+
 def test_the_average_is_what_is_tested_and_kept(folder, tmp_path):
     options = ["--ema", "0.5", "--workers", "0", "--augment", "none", "--epochs", "1"]
     assert train(folder, tmp_path, *options) == 0
@@ -313,11 +330,11 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     read = feed.Feed._read
 
     def slowly(self, wanted):
-        time.sleep(0.5)
+        time.sleep(0.3)
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
-    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1") == 0
+    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d\d%", printed.out)
     assert re.search(

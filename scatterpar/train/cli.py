@@ -304,6 +304,11 @@ def _add_work(add: Callable[..., object]) -> None:
         "few steps (McCandlish et al. 2018); needs two replicas",
     )
     add(
+        "--compile",
+        action="store_true",
+        help="compile the network with torch.compile",
+    )
+    add(
         "--autocast",
         choices=("bfloat16", "float16"),
         metavar="DTYPE",

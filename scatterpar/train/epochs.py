@@ -118,13 +118,20 @@ class Run:
         batches = self.training.batches
         number, before, used = batches.epoch + 1, batches.consumed, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
-        start, waited = time.perf_counter(), self.feed.waited
+        feed, start = self.feed, time.perf_counter()
+        waited, started = feed.waited, feed.started
         for report, rate in train_epoch(self.training, self.feed, self.criterion):
             images, used = batches.consumed - used, batches.consumed
-            share = (self.feed.waited - waited) / (time.perf_counter() - start)
+            share = (feed.waited - waited) / (time.perf_counter() - start)
             self._after_step(number, rate, images, report, share)
-        seconds = time.perf_counter() - start
-        self._end_epoch(batches.consumed - before, seconds, self.feed.waited - waited)
+        seconds, waited = time.perf_counter() - start, feed.waited - waited
+        steady = waited - (feed.started - started)  # once the workers had started
+        self._end_epoch(batches.consumed - before, seconds, waited)
+        if steady > _LONG_WAIT * seconds and not feed.source.in_memory:
+            self.say(
+                f"  {steady / seconds:.0%} of the time was spent waiting for images: give more "
+                "--workers, or store smaller images"
+            )
 
     def _after_step(
         self, epoch: int, rate: float, images: int, report: StepReport, waiting: float
@@ -178,11 +185,6 @@ class Run:
             left_out=self.feed.broken.total(),
         )
         self.say(self._line(number, loss, tested, speed, waiting))
-        if waiting > _LONG_WAIT and not self.feed.source.in_memory:
-            self.say(
-                f"  {waiting:.0%} of the time was spent waiting for images: give more --workers "
-                f"(now {self.options.workers}), or store smaller images"
-            )
         if tested is not None and tested.top1 > progress.best:
             progress.best = tested.top1
             if self.training.machines.is_first:

@@ -75,6 +75,7 @@ class Feed:
 
     Attributes:
         waited: seconds that whoever asked has waited.
+        started: seconds of it for the first batch, when the workers start.
         broken: how often images were left out, by name.
     """
 
@@ -89,6 +90,7 @@ class Feed:
     ) -> None:
         self.source = source
         self.waited = 0.0
+        self.started = 0.0
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
@@ -103,7 +105,9 @@ class Feed:
         start = time.perf_counter()
         wanted = Request(part, rows, epoch)
         found = self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
-        self.waited += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.started = self.started if self.waited else seconds
+        self.waited += seconds
         for problem in found.broken:
             self._leave_out(problem)
         return found

@@ -53,6 +53,7 @@ class Options:
     ema: float | None
     shares: tuple[float, ...] | Literal["auto"] | None
     measure_noise: bool
+    compile: bool
     autocast: str | None
     channels_last: bool
     seed: int

@@ -62,7 +62,11 @@ def _run_on(
     model, lines = _make_model(options, source)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
     model = model.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
-    keywords: dict[str, Any] = {"shares": options.shares, "measure_noise": options.measure_noise}
+    keywords: dict[str, Any] = {
+        "shares": options.shares,
+        "measure_noise": options.measure_noise,
+        "compile": options.compile or None,
+    }
     cut = (options.accum, options.micro_batch_size, devices)
     try:
         engine = make_engine(model, *cut, machines, **keywords)

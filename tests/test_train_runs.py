@@ -19,7 +19,7 @@ from helpers.torchrun import differences, environment, steps
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, feed, run
+from scatterpar.train import checkpoint, feed, preparation
 from scatterpar.train.cli import main
 from scatterpar.train.records import Metrics
 
@@ -262,7 +262,7 @@ def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsy
     def refusing(*_, **keywords):
         raise ValueError(f"{keywords}")
 
-    monkeypatch.setattr(run, "make_engine", refusing)
+    monkeypatch.setattr(preparation, "make_engine", refusing)
     for option, words in [
         (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
         (["--shares", "auto"], "'shares': 'auto'"),

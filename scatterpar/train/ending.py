@@ -6,6 +6,7 @@ import sys
 
 from scatterpar.train.curves import draw_curves
 from scatterpar.train.epochs import Run
+from scatterpar.train.errors import UsageError
 from scatterpar.train.page import write_page
 
 
@@ -37,8 +38,11 @@ def finish(run: Run, ending: str) -> None:
         left_out=dict(run.feed.broken),
     )
     out = run.options.out
-    draw_curves(run.metrics.records, out / "curves.png")
-    write_page(out / "report.html", run, ending)
+    try:
+        draw_curves(run.metrics.records, out / "curves.png")
+        write_page(out / "report.html", run, ending)
+    except OSError as error:
+        raise UsageError(f"--out: {out} cannot be written: {error.strerror}") from error
     print(f"wrote metrics.jsonl, curves.png and report.html in {out}")
 
 

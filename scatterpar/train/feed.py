@@ -12,6 +12,7 @@ set of workers and one stream for training and testing, which never runs dry in 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from scatterpar.train.source import Broken, Images, Source
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
+_MOST_WORKERS = 16  # by default
 
 NOTHING = Images(torch.empty(0), torch.empty(0), torch.empty(0))
 _Piece = tuple[str, list[int], int]  # part, rows, epoch
@@ -217,6 +219,13 @@ class _Pieces(Dataset[Images]):
     def __getitem__(self, piece: _Piece) -> Images:
         part, rows, epoch = piece
         return self.source.read(part, torch.tensor(rows), epoch)
+
+
+def default_workers() -> int:
+    """A process for each core that this one may use, at most 16."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min(_MOST_WORKERS, cores)
 
 
 def _joined(pieces: Iterable[Images], rows: int, pin: bool) -> Images:

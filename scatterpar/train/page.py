@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from scatterpar.train.epochs import Run
-from scatterpar.train.errors import UsageError
 from scatterpar.train.evaluation import Evaluation, Mistake
 from scatterpar.train.source import TEST, Source
 from scatterpar.train.traffic import PHASES, Traffic
@@ -66,11 +65,7 @@ _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb")  #
 
 
 def write_page(path: Path, run: Run, ending: str) -> None:
-    """Write the page of a run, beside the files that it shows.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Write the page of a run, beside the files that it shows."""
     tested = run.evaluation
     text = _PAGE.substitute(
         title=escape(f"{run.options.model} on {run.feed.source.name}"),
@@ -82,10 +77,7 @@ def write_page(path: Path, run: Run, ending: str) -> None:
         traffic=_traffic(run.traffic),
         provenance=escape(_provenance(path.with_name("run.json"))),
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
+    path.write_text(text, encoding="utf-8")
 
 
 def _subtitle(run: Run, ending: str) -> str:

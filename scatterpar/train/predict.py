@@ -20,7 +20,7 @@ from scatterpar.train.arguments import Parser, count, whole
 from scatterpar.train.checkpoint import load, load_weights
 from scatterpar.train.device_choice import choose_devices
 from scatterpar.train.errors import UsageError
-from scatterpar.train.feed import Feed, Request
+from scatterpar.train.feed import Feed, Request, default_workers
 from scatterpar.train.folder import Files, find_images
 from scatterpar.train.model_choice import BUILT_IN, OnPixels, build_model
 from scatterpar.train.pictures import PictureData
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> Wanted:
     add(
         "--workers",
         type=whole,
-        default=min(16, os.cpu_count() or 1),
+        default=default_workers(),
         metavar="N",
         help="processes that read pictures (default: one for each core, at most 16)",
     )

@@ -24,16 +24,15 @@ class Metrics:
     Args:
         path: the file; made anew, with its folder. None: keep the records in memory alone.
         kept: steps of an earlier attempt whose records in the file stay.
-        board: gets the numbers too: a `SummaryWriter` of torch's.
 
     Raises:
         UsageError: the file cannot be written.
     """
 
-    def __init__(self, path: Path | None, kept: int = 0, board: Any = None) -> None:
+    def __init__(self, path: Path | None, kept: int = 0) -> None:
         self.records: list[dict[str, Any]] = []
         self._path = path
-        self._board = board
+        self.board: Any = None  # gets the numbers too: a `SummaryWriter` of torch's
         self._file: TextIO | None = None
         if path is None:
             return
@@ -55,10 +54,10 @@ class Metrics:
         """
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
         self._append(record)
-        if self._board is not None and kind in ("step", "epoch"):
+        if self.board is not None and kind in ("step", "epoch"):
             for name, value in record.items():
                 if isinstance(value, float):
-                    self._board.add_scalar(f"{kind}/{name}", value, record["step"])
+                    self.board.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def _append(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -81,8 +80,8 @@ class Metrics:
         with contextlib.suppress(OSError):  # of a full disk: it was said before
             if self._file is not None:
                 self._file.close()
-            if self._board is not None:
-                self._board.close()
+            if self.board is not None:
+                self.board.close()
 
 
 def open_board(folder: Path, step: int) -> Any:

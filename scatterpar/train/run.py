@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar import ScatterOnceParallel, linear_scaled_lr, zero_init_residual
 from scatterpar.train import data as data_sources
-from scatterpar.train.check import check_gradients, make_engine
+from scatterpar.train.check import check_gradients
 from scatterpar.train.checkpoint import FILE, Progress, find, restore
 from scatterpar.train.device_choice import choose_devices
 from scatterpar.train.ending import finish
 from scatterpar.train.epochs import Run
 from scatterpar.train.errors import UsageError
 from scatterpar.train.feed import Feed
-from scatterpar.train.loop import Batches, Training
+from scatterpar.train.loop import Training
 from scatterpar.train.machines import (
     Machines,
     connected,
@@ -26,18 +23,13 @@ from scatterpar.train.machines import (
     run_id,
     was_restarted,
 )
-from scatterpar.train.model_choice import OnPixels, build_model
 from scatterpar.train.opening import open_data
-from scatterpar.train.optimizers import make_optimizer
 from scatterpar.train.options import Options
-from scatterpar.train.pretrained import initialise
+from scatterpar.train.preparation import hire_engine, make_feed, make_model, prepare
 from scatterpar.train.provenance import provenance, record
 from scatterpar.train.random_state import seed_all
 from scatterpar.train.records import Metrics, open_board, require_extras
-from scatterpar.train.schedule import foresee, make_scheduler
 from scatterpar.train.source import TRAIN, Source
-
-_MOST_WORKERS = 16  # by default
 
 
 def run(options: Options) -> int:
@@ -59,29 +51,18 @@ def _run_on(
     machines: Machines, options: Options, devices: list[torch.device], source: Source
 ) -> int:
     seed_all(options.seed)
-    model, lines = _make_model(options, source)
-    layout = torch.channels_last if options.channels_last else torch.preserve_format
-    model = model.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
-    keywords: dict[str, Any] = {
-        "shares": options.shares,
-        "measure_noise": options.measure_noise,
-        "compile": options.compile or None,
-    }
-    cut = (options.accum, options.micro_batch_size, devices)
-    try:
-        engine = make_engine(model, *cut, machines, **keywords)
-    except ValueError as error:  # options that do not go together
-        raise UsageError(str(error)) from error
+    model, lines = make_model(options, source)
+    engine = hire_engine(model, options, devices, machines)
     with engine:
-        training = _prepare(engine, model, source, options, machines)
+        training = prepare(engine, model, source, options, machines)
         progress = _resume(training, options)
         path = options.out / "metrics.jsonl" if machines.is_first else None
-        board = open_board(options.out, progress.step) if machines.is_first else None
         with (
-            Metrics(path, kept=progress.step, board=board) as metrics,
-            _make_feed(training, source, options, progress) as feed,
+            Metrics(path, kept=progress.step) as metrics,
+            make_feed(training, source, options, progress) as feed,
         ):
             if machines.is_first:
+                metrics.board = open_board(options.out, progress.step)
                 _announce(training, source, options, progress, lines)
                 record(options.out / "run.json", provenance(options.record(), devices))
             if not metrics.records:
@@ -94,87 +75,6 @@ def _run_on(
             code, ending = run.train()
             finish(run, ending)
             return code
-
-
-def _make_model(options: Options, source: Source) -> tuple[OnPixels, list[str]]:
-    """Build the model with its first weights, and say what is special about these."""
-    classes = len(source.class_names)
-    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
-    lines = []
-    if options.zero_init_residual:
-        blocks = zero_init_residual(model.network)
-        if not blocks:
-            raise UsageError(f"--zero-init-residual: {options.model} has no residual blocks")
-        lines.append(f"{blocks} residual blocks start as the identity")
-    if options.init is not None:
-        lines.append(initialise(model.network, options.init))
-    return model, lines
-
-
-def _prepare(
-    engine: ScatterOnceParallel,
-    model: OnPixels,
-    source: Source,
-    options: Options,
-    machines: Machines,
-) -> Training:
-    images = len(source.train)
-    for what, number in (("--batch", options.batch), ("the training set", images)):
-        if number < machines.size:
-            raise UsageError(f"{what} has {number} images, fewer than {machines.size} machines")
-    batches = Batches(images, options.batch, options.seed)
-    _require_rows_to_normalise(model, engine, batches, machines)
-    keywords = dict(options.optimizer_options)
-    if options.optimizer == "SGD":
-        keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
-    rate = linear_scaled_lr(options.base_lr, options.batch)
-    optimizer = make_optimizer(options.optimizer, model, rate, options.weight_decay, keywords)
-    epoch = batches.steps_per_epoch
-    scheduler = make_scheduler(
-        optimizer,
-        options.epochs * epoch,
-        options.warmup_epochs * epoch,
-        [number * epoch for number in options.drop_at],
-    )
-    dtype = None if options.autocast is None else getattr(torch, options.autocast)
-    return Training(
-        engine,
-        optimizer,
-        scheduler,
-        batches,
-        machines,
-        scaler=torch.amp.GradScaler(_kind(engine)) if dtype is torch.float16 else None,
-        average=None if options.ema is None else _average(model, options.ema),
-        autocast=dtype,
-        clip=options.clip,
-    )
-
-
-def _average(model: nn.Module, decay: float) -> AveragedModel:
-    function = get_ema_multi_avg_fn(decay)
-    return AveragedModel(model, multi_avg_fn=function, use_buffers=True)
-
-
-def _kind(engine: ScatterOnceParallel) -> str:
-    return str(engine.device_ids[0].type)
-
-
-def _make_feed(training: Training, source: Source, options: Options, progress: Progress) -> Feed:
-    workers = options.workers
-    if source.in_memory:
-        workers = 0
-    elif workers is None:
-        workers = min(_MOST_WORKERS, os.cpu_count() or 1)
-    foreseen = foresee(
-        training.batches,
-        progress.ended,
-        options.epochs,
-        options.eval_every,
-        len(source.test),
-        training.machines,
-    )
-    pin = torch.accelerator.is_available()
-    return Feed(source, foreseen, workers, pin, options.skip_broken, _warn)
 
 
 def _about(options: Options, source: Source) -> dict[str, Any]:
@@ -208,21 +108,6 @@ def _resume(training: Training, options: Options) -> Progress:
 
 def _is_same_job(state: dict[str, Any]) -> bool:
     return run_id() is not None and state["job"] == run_id()
-
-
-def _require_rows_to_normalise(
-    model: nn.Module, engine: ScatterOnceParallel, batches: Batches, machines: Machines
-) -> None:
-    if not any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules()):
-        return
-    full = min(batches.batch, batches.rows)
-    for rows in {full, batches.rows % batches.batch or full}:
-        shares = engine.plan(max(1, rows // machines.size)).shares  # those of the last rank
-        if min(stop - start for share in shares for start, stop in share.micro_batches) == 1:
-            raise UsageError(
-                f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
-                "cannot train on: choose another --batch, or fewer --accum or --replicas"
-            )
 
 
 def _announce(
@@ -261,9 +146,3 @@ def _check(
     if machines.is_first:
         print(check)
     return check.passed
-
-
-def _warn(line: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(line)

@@ -19,13 +19,19 @@ from helpers.torchrun import differences, environment, steps
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, feed, preparation
+from scatterpar.train import checkpoint, ending, feed, preparation
 from scatterpar.train.cli import main
 from scatterpar.train.records import Metrics
 
 pytestmark = pytest.mark.draws
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch):
+    """Only the run whose page is looked at draws its curves, which takes longer than to train."""
+    monkeypatch.setattr(ending, "draw_curves", lambda records, path: path.touch())
 
 
 @pytest.fixture(scope="module")

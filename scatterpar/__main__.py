@@ -1,4 +1,4 @@
-"""The command line: `python -m scatterpar train`."""
+"""The command line: `python -m scatterpar train` and `python -m scatterpar predict`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-_USAGE = "usage: python -m scatterpar train [options] (see: python -m scatterpar train --help)"
+_USAGE = "usage: python -m scatterpar {train, predict} [options] (each has a --help)"
 
 
 def main(arguments: list[str]) -> int:
@@ -16,6 +16,10 @@ def main(arguments: list[str]) -> int:
             from scatterpar.train.cli import main as train
 
             return train(options)
+        case ["predict", *options]:
+            from scatterpar.train.predict import main as predict
+
+            return predict(options)
         case ["-h" | "--help", *_]:
             print(_USAGE)
             return 0

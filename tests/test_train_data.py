@@ -4,8 +4,6 @@ import gzip
 import hashlib
 import re
 import struct
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -56,7 +54,7 @@ def test_the_embedded_files_are_the_published_bytes():
 
 
 def test_the_embedded_data_are_split_and_standardised():
-    data = load("embedded", image_size=64)
+    data = load("embedded")
     assert (len(data.train), len(data.test), data.classes) == (8192, 1808, 10)
     images = data.standardise(data.train.images)
     assert images.shape == (8192, 1, 28, 28)
@@ -76,14 +74,14 @@ def test_statistics_are_those_of_each_channel():
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("test", ["t10k", "test"])
 def test_a_folder_is_read_gzip_or_not(tmp_path, ending, test):
-    data = load(str(write_set(tmp_path, ending=ending, test=test)), image_size=64)
+    data = load(str(write_set(tmp_path, ending=ending, test=test)))
     assert data.train.images.tolist() == [[image] for image in PIXELS]
     assert data.test.labels.tolist() == [0, 1]
 
 
 def test_emnist_is_turned_upright_and_its_labels_counted_from_zero(tmp_path):
     folder = write_set(tmp_path, "emnist-letters-", labels=(1, 26), test="test")
-    data = load(str(folder), image_size=64)
+    data = load(str(folder))
     assert data.train.images[0, 0].tolist() == [[0, 3], [1, 4], [2, 5]]
     assert data.train.labels.tolist() == [0, 1]
     assert data.classes == 2
@@ -93,36 +91,36 @@ def test_of_several_sets_one_must_be_chosen(tmp_path):
     write_set(tmp_path, "emnist-letters-")
     write_set(tmp_path, "emnist-digits-", labels=(3, 4))
     choices = f"holds 2 data sets; choose one: --data {tmp_path}/emnist-digits, {tmp_path}/emnist-l"
-    refused(choices, load, str(tmp_path), 64)
-    assert load(f"{tmp_path}/emnist-digits", image_size=64).train.labels.tolist() == [0, 1]
+    refused(choices, load, str(tmp_path))
+    assert load(f"{tmp_path}/emnist-digits").train.labels.tolist() == [0, 1]
 
 
 def test_a_missing_file_is_named(tmp_path):
     write_set(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    refused("lacks t10k-labels-idx1-ubyte", load, str(tmp_path), 64)
+    refused("lacks t10k-labels-idx1-ubyte", load, str(tmp_path))
 
 
 def test_a_folder_without_data_says_what_was_looked_for(tmp_path):
-    refused("neither MNIST-family files .* nor image folders", load, str(tmp_path), 64)
+    refused("neither MNIST-family files .* nor image folders", load, str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    refused("nowhere: there is no such folder", load, str(tmp_path / "nowhere"), 64)
+    refused("nowhere: there is no such folder", load, str(tmp_path / "nowhere"))
 
 
 def test_the_installed_set_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_module, "INSTALLED", tmp_path / "installed")
-    refused("install Debian's package dataset-fashion-mnist", load, "fashion-mnist", 64)
+    refused("install Debian's package dataset-fashion-mnist", load, "fashion-mnist")
     write_set(tmp_path / "installed")
-    assert len(load("fashion-mnist", image_size=64).train) == 2
+    assert len(load("fashion-mnist").train) == 2
 
 
 def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_set(tmp_path / "embedded")
-    assert len(load("embedded", image_size=64).train) == 2
+    assert len(load("embedded").train) == 2
 
 
 GOOD = idx_bytes(PIXELS)
@@ -170,7 +168,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path):
 def test_labels_and_images_must_be_as_many(tmp_path):
     write_set(tmp_path, labels=(0, 1, 2))
     words = "train-labels-idx1-ubyte has 3 labels, but .*train-images-idx3-ubyte has 2 images"
-    refused(words, load, str(tmp_path), 64)
+    refused(words, load, str(tmp_path))
 
 
 def test_a_test_label_that_is_never_trained_is_refused():
@@ -185,69 +183,3 @@ def test_images_of_two_sizes_are_refused():
     test = Split(torch.zeros(2, 1, 5, 4, dtype=torch.uint8), labels)
     words = r"training images are \(1, 4, 4\), but test images \(1, 5, 4\)"
     refused(words, make_dataset, "odd", train, test)
-
-
-class FakeImageFolder:
-    """As `torchvision.datasets.ImageFolder`, with files that hold one number, a grey value."""
-
-    def __init__(self, root, transform):
-        self.classes = sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir())
-        if not self.classes:
-            raise FileNotFoundError(f"Couldn't find any class folder in {root}.")
-        self.transform = transform
-        self.samples = [
-            (str(file), label)
-            for label, name in enumerate(self.classes)
-            for file in sorted((Path(root) / name).iterdir())
-        ]
-
-    def __getitem__(self, row):
-        file, label = self.samples[row]
-        return self.transform(int(Path(file).read_text())), label
-
-
-@pytest.fixture
-def fake_torchvision(monkeypatch):
-    datasets, transforms = types.ModuleType("datasets"), types.ModuleType("transforms")
-    datasets.ImageFolder = FakeImageFolder
-    transforms.Resize = lambda size: size
-    transforms.CenterCrop = lambda size: size
-    transforms.PILToTensor = lambda: None
-    transforms.Compose = lambda steps: (
-        lambda grey: torch.full((3, steps[0], steps[1]), grey, dtype=torch.uint8)
-    )
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
-    monkeypatch.setitem(sys.modules, "torchvision.transforms", transforms)
-
-
-def write_images(folder, classes=("cat", "dog"), held_out="test"):
-    for part in ("train", held_out):
-        for value, name in enumerate(classes):
-            (folder / part / name).mkdir(parents=True)
-            (folder / part / name / "a.png").write_text(str(value))
-    return folder
-
-
-@pytest.mark.usefixtures("fake_torchvision")
-@pytest.mark.parametrize("held_out", ["test", "val"])
-def test_an_image_folder_is_decoded_into_memory(tmp_path, held_out):
-    data = load(str(write_images(tmp_path, held_out=held_out)), image_size=8)
-    assert data.image_shape == (3, 8, 8)
-    assert data.train.images[:, 0, 0, 0].tolist() == data.test.labels.tolist() == [0, 1]
-
-
-@pytest.mark.usefixtures("fake_torchvision")
-def test_an_image_folder_that_is_not_whole_is_refused(tmp_path):
-    write_images(tmp_path)
-    (tmp_path / "test" / "eel").mkdir()
-    refused(r"train and test have different classes \(eel\)", load, str(tmp_path), 8)
-    (tmp_path / "test" / "eel").rmdir()
-    (tmp_path / "train" / "cat" / "a.png").write_text("not a number")
-    refused("a.png cannot be read as an image: invalid literal", load, str(tmp_path), 8)
-
-
-def test_an_image_folder_asks_for_torchvision(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
-    refused("needs torchvision: pip install torchvision", load, str(write_images(tmp_path)), 8)

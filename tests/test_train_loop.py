@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from scatterpar.engine import ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 from scatterpar.plan import make_plan
 from scatterpar.train.check import check_gradients, largest_difference
+from scatterpar.train.curves import draw_curves
 from scatterpar.train.data import make_dataset
 from scatterpar.train.errors import UsageError
-from scatterpar.train.loop import Batches, Training, evaluate, train_epoch
-from scatterpar.train.report import Metrics, draw_curves, require_extras
+from scatterpar.train.evaluation import evaluate
+from scatterpar.train.feed import Feed
+from scatterpar.train.loop import Batches, Training, train_epoch
+from scatterpar.train.model_choice import OnPixels
+from scatterpar.train.records import Metrics, require_extras
 from scatterpar.train.split import Split
 from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
@@ -67,9 +71,10 @@ def test_training_is_that_of_a_plain_loop():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    with ScatterOnceParallel(model, accum=2, device_ids=VIRTUAL) as engine:
+    on_pixels = OnPixels(model, data.mean, data.std)
+    with ScatterOnceParallel(on_pixels, accum=2, device_ids=VIRTUAL) as engine:
         training = Training(engine, optimizer, scheduler, batches)
-        steps = list(train_epoch(training, data, criterion))
+        steps = list(train_epoch(training, Feed(data), criterion))
     assert [report.loss for report, _ in steps] == pytest.approx(losses, rel=1e-5)
     assert [rate for _, rate in steps] == [0.5] * 3
     assert batches.consumed == 10
@@ -80,12 +85,20 @@ def test_training_is_that_of_a_plain_loop():
 
 def test_evaluation_counts_every_row_the_same_in_uneven_batches():
     data, model, criterion = toy_data(), toy_model(), nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, device_ids=VIRTUAL) as engine:
-        loss, accuracy = evaluate(engine, data, data.test, 4, criterion)
+    on_pixels = OnPixels(model, data.mean, data.std)
+    with ScatterOnceParallel(on_pixels, device_ids=VIRTUAL) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        training = Training(engine, optimizer, scheduler, Batches(10, 4, 0))
+        found = evaluate(training, Feed(data), 4)
     scores = model(data.standardise(data.test.images))
-    assert loss == pytest.approx(criterion(scores, data.test.labels).item(), rel=1e-6)
-    right = (scores.argmax(1) == data.test.labels).double().mean().item()
-    assert accuracy == pytest.approx(right, abs=1e-12)
+    assert found.loss == pytest.approx(criterion(scores, data.test.labels).item(), rel=1e-6)
+    wrong = (scores.argmax(1) != data.test.labels).nonzero().flatten().tolist()
+    assert found.top1 == 1 - len(wrong) / 10
+    assert found.top5 == 1.0
+    assert sorted(mistake.row for mistake in found.worst) == wrong
+    assert found.confusion.sum(1).tolist() == [5, 5]
+    assert found.confusion.diag().sum() == 10 - len(wrong)
 
 
 def check(model, rows=9):

@@ -135,6 +135,6 @@ def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 @cache
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
-    data = load("fashion-mnist", image_size=28)
+    data = load("fashion-mnist")
     train_images, test_images = (data.standardise(s.images) for s in (data.train, data.test))
     return train_images, data.train.labels, test_images, data.test.labels

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,7 @@ def make_engine(
     micro_batch_size: int | None,
     devices: Sequence[torch.device],
     machines: Machines,
+    **keywords: Any,
 ) -> ScatterOnceParallel:
     """Build the engine that trains, with losses that must be finite."""
     return ScatterOnceParallel(
@@ -100,6 +102,7 @@ def make_engine(
         micro_batch_size=micro_batch_size,
         check_finite=True,
         process_group=machines.group,
+        **keywords,
     )
 
 

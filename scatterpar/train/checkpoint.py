@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -9,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from scatterpar.train.errors import UsageError
+from scatterpar.train.evaluation import averaged
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
+from scatterpar.train.model_choice import OnPixels
 from scatterpar.train.random_state import random_states, set_random_states
 
 FILE = "checkpoint.pt"
-_FORMAT = 1
+BEST_FILE = "best.pt"
+_FORMAT = 2
 
 
 @dataclass
@@ -25,13 +31,19 @@ class Progress:
 
     Attributes:
         step: optimizer steps made.
+        ended: epochs that are done with, their tests included.
         loss: training loss of the current epoch so far, weighted by images.
         accuracy: on the test images, when last measured.
+        best: the highest accuracy so far.
+        noise: of the gradients, averaged, where it is measured.
     """
 
     step: int = 0
+    ended: int = 0
     loss: float = 0.0
     accuracy: float | None = None
+    best: float = -1.0
+    noise: dict[str, float] | None = None
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -51,8 +63,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
             folder = os.open(path.parent, os.O_DIRECTORY)
             os.fsync(folder)
             os.close(folder)
-    except OSError as error:
-        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:  # the latter from torch, where a write fails
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UsageError(f"--out: {path} cannot be written: {words}") from error
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -72,7 +87,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def collect(
-    training: Training, progress: Progress, settings: dict[str, Any], job: str | None
+    training: Training,
+    progress: Progress,
+    settings: dict[str, Any],
+    job: str | None,
+    about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that changes while training; all ranks call it, as it asks each.
 
@@ -81,18 +100,16 @@ def collect(
         progress: what the report needs.
         settings: the options that decide the run; they must be the same when it goes on.
         job: torchrun's name of the run, if any.
+        about: what `predict` needs to know of the model.
     """
-    model = training.engine.module.state_dict()
-    versions = getattr(model, "_metadata", {})
-    scaler = training.scaler
+    scaler, average = training.scaler, training.average
     return {
-        "format": _FORMAT,
+        **_weights(training, about),
         "job": job,
         "settings": settings,
         "progress": asdict(progress),
         "consumed": training.batches.consumed,
-        "model": dict(model),
-        "versions": {name: dict(entry) for name, entry in versions.items()},
+        "average": None if average is None else dict(average.state_dict()),
         "optimizer": training.optimizer.state_dict(),
         "scheduler": training.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -100,11 +117,46 @@ def collect(
     }
 
 
+def collect_best(training: Training, accuracy: float, about: dict[str, Any]) -> dict[str, Any]:
+    """The weights that were tested (the averaged ones, where these are kept), and no more."""
+    with averaged(training.engine.module, training.average):
+        return copy.deepcopy({**_weights(training, about), "accuracy": accuracy})
+
+
+def _weights(training: Training, about: dict[str, Any] | None) -> dict[str, Any]:
+    module = training.engine.module
+    model = (module.network if isinstance(module, OnPixels) else module).state_dict()
+    versions = getattr(model, "_metadata", {})
+    return {
+        "format": _FORMAT,
+        "about": about,
+        "model": dict(model),
+        "versions": {name: dict(entry) for name, entry in versions.items()},
+    }
+
+
+def load_weights(network: nn.Module, state: dict[str, Any]) -> None:
+    """Give a network the weights of a checkpoint, those that a run would test with.
+
+    Raises:
+        RuntimeError: they are another network's.
+    """
+    model = OrderedDict(state["model"])
+    if state.get("average") is not None:
+        start = "module.network."
+        found = {n.removeprefix(start): x for n, x in state["average"].items() if n != "n_averaged"}
+        model.update(found)
+    model._metadata = state["versions"]  # type: ignore[attr-defined]
+    network.load_state_dict(model)
+
+
 def restore(state: dict[str, Any], training: Training) -> Progress:
     """Continue from what `collect` returned, on as many ranks as before or others."""
-    model = OrderedDict(state["model"])
-    model._metadata = state["versions"]  # type: ignore[attr-defined]
-    training.engine.module.load_state_dict(model)
+    module = training.engine.module
+    network = module.network if isinstance(module, OnPixels) else module
+    load_weights(network, {**state, "average": None})
+    if training.average is not None and state["average"] is not None:
+        training.average.load_state_dict(state["average"])
     training.optimizer.load_state_dict(state["optimizer"])
     training.scheduler.load_state_dict(state["scheduler"])
     if training.scaler is not None and state["scaler"] is not None:

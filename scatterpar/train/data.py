@@ -1,4 +1,4 @@
-"""The data to train and test on: images in host memory, standardised as they are used."""
+"""Small sets of images, which stay in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scatterpar.train import mnist
 from scatterpar.train.errors import UsageError
-from scatterpar.train.imagefolder import load_image_folder
+from scatterpar.train.source import TRAIN, Images
 from scatterpar.train.split import Split
 
 EMBEDDED = "embedded"
@@ -18,11 +18,15 @@ INSTALLED_NAME = "fashion-mnist"
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 _EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 _EMBEDDED_TRAIN_ROWS = 8192
+_FASHION = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images and labels to train and to test on.
+    """Images and labels to train and to test on, in memory.
 
     `mean` and `std` are those of the training pixels, per channel: float32, shape (channels,).
     """
@@ -30,15 +34,26 @@ class Dataset:
     name: str
     train: Split
     test: Split
-    classes: int
+    class_names: tuple[str, ...]
     mean: Tensor
     std: Tensor
+    in_memory = True
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """The images' channels, height and width."""
         _, channels, height, width = self.train.images.shape
         return channels, height, width
+
+    def read(self, part: str, rows: Tensor, epoch: int) -> Images:
+        """Return rows of a part; they are the same in every epoch."""
+        split = self.train if part == TRAIN else self.test
+        return Images(split.images[rows], split.labels[rows], rows)
 
     def standardise(self, images: Tensor) -> Tensor:
         """Compute `(images - mean) / std`: uint8 to float32, both (rows, channels, height, width).
@@ -58,24 +73,21 @@ class Dataset:
         )
 
 
-def load(source: str, image_size: int) -> Dataset:
-    """Load what `--data` names.
+def load(source: str) -> Dataset:
+    """Load a small set into memory.
 
     Args:
-        source: a folder (or folder/prefix) of MNIST-family IDX files, a folder of images in
-            train/CLASS/ and test/CLASS/, or, where no such folder exists, `"embedded"` or
-            `"fashion-mnist"` (the installed Debian package dataset-fashion-mnist).
-        image_size: height and width that the images of an image folder are brought to.
+        source: a folder (or folder/prefix) of MNIST-family IDX files, or, where no such folder
+            exists, `"embedded"` or `"fashion-mnist"` (the installed Debian package
+            dataset-fashion-mnist).
 
     Raises:
         UsageError: there is no such data, or it is not whole and consistent.
 
-    >>> str(load("embedded", image_size=64))
+    >>> str(load("embedded"))
     'embedded Fashion-MNIST: 8,192 images to train on, 1,808 to test, 10 classes, 1 x 28 x 28'
     """
     path = Path(source).expanduser()
-    if path.is_dir() and _is_image_folder(path):
-        return make_dataset(source, *load_image_folder(path, image_size))
     if path.is_dir() or mnist.is_prefix(path):
         return make_dataset(source, *mnist.load_sets(path))
     if source == EMBEDDED:
@@ -83,12 +95,14 @@ def load(source: str, image_size: int) -> Dataset:
     if source == INSTALLED_NAME:
         return _load_installed()
     raise UsageError(
-        f"--data {source}: there is no such folder; "
-        f"{EMBEDDED} and {INSTALLED_NAME} (Debian's package) are known by name"
+        f"--data {source}: there is no such folder; known by name are {EMBEDDED}, "
+        f"{INSTALLED_NAME} (Debian's package) and torchvision:NAME"
     )
 
 
-def make_dataset(name: str, train: Split, test: Split) -> Dataset:
+def make_dataset(
+    name: str, train: Split, test: Split, class_names: tuple[str, ...] | None = None
+) -> Dataset:
     """Put the two splits together, with their labels counted from 0 and the pixels' statistics.
 
     Labels become 0, 1, … in the order of the training labels' values, so that a set that counts
@@ -109,7 +123,7 @@ def make_dataset(name: str, train: Split, test: Split) -> Dataset:
         name=name,
         train=Split(train.images, torch.searchsorted(values, train.labels)),
         test=Split(test.images, torch.searchsorted(values, test.labels)),
-        classes=len(values),
+        class_names=class_names or tuple(str(value) for value in values.tolist()),
         mean=mean,
         std=std,
     )
@@ -121,7 +135,7 @@ def _load_embedded() -> Dataset:
         _EMBEDDED_FOLDER / "t10k-labels-idx1-ubyte.gz",
     )
     train, test = whole.split(_EMBEDDED_TRAIN_ROWS)
-    return make_dataset("embedded Fashion-MNIST", train, test)
+    return make_dataset("embedded Fashion-MNIST", train, test, _FASHION)
 
 
 def _load_installed() -> Dataset:
@@ -130,11 +144,7 @@ def _load_installed() -> Dataset:
             f"--data {INSTALLED_NAME}: {INSTALLED} is not there; install Debian's package "
             "dataset-fashion-mnist, or name the folder that holds the IDX files"
         )
-    return make_dataset("Fashion-MNIST", *mnist.load_sets(INSTALLED))
-
-
-def _is_image_folder(path: Path) -> bool:
-    return (path / "train").is_dir() and ((path / "test").is_dir() or (path / "val").is_dir())
+    return make_dataset("Fashion-MNIST", *mnist.load_sets(INSTALLED), _FASHION)
 
 
 def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:

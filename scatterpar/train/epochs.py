@@ -1,23 +1,27 @@
-"""The epochs of a run: train, test, record, and keep a checkpoint."""
+"""The epochs of a run: train, test, record, and keep checkpoints."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
+from typing import Any
 
 from torch import nn
 
-from scatterpar.report import StepReport
-from scatterpar.train.checkpoint import FILE, Progress, collect, save
-from scatterpar.train.data import Dataset
-from scatterpar.train.loop import Training, evaluate, train_epoch
+from scatterpar import StepReport
+from scatterpar.recipe import NoiseScale
+from scatterpar.train.checkpoint import BEST_FILE, FILE, Progress, collect, collect_best, save
+from scatterpar.train.errors import UsageError
+from scatterpar.train.evaluation import Evaluation, evaluate
+from scatterpar.train.feed import Feed, FeedError
+from scatterpar.train.loop import Training, train_epoch
 from scatterpar.train.machines import run_id
 from scatterpar.train.options import Options
-from scatterpar.train.report import Metrics, draw_curves
+from scatterpar.train.records import Metrics
+from scatterpar.train.schedule import is_tested
 from scatterpar.train.traffic import Traffic
 
-CRITERION = nn.CrossEntropyLoss()
+_LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 
 
 class Run:
@@ -25,32 +29,48 @@ class Run:
 
     Args:
         training: what changes.
-        data: what it is trained and tested on.
+        feed: what it is trained and tested on.
+        criterion: the loss to train with.
         options: the command line's.
         progress: what an earlier attempt has reached.
         metrics: where steps and epochs are recorded.
+        about: what `predict` needs to know of the model.
+
+    Attributes:
+        evaluation: the last test, if there was one.
     """
 
     def __init__(
         self,
         training: Training,
-        data: Dataset,
+        feed: Feed,
+        criterion: nn.Module,
         options: Options,
         progress: Progress,
         metrics: Metrics,
+        about: dict[str, Any],
     ) -> None:
         from tqdm import tqdm
 
         self.training = training
-        self.data = data
+        self.feed = feed
+        self.criterion = criterion
         self.options = options
         self.progress = progress
         self.metrics = metrics
-        self.traffic = Traffic(training.engine.module, row_bytes=4 * data.classes)
-        self.saved = progress.step
+        self.about = about
+        self.evaluation: Evaluation | None = None
+        self.noise = NoiseScale() if options.measure_noise else None
+        if self.noise is not None and progress.noise is not None:
+            self.noise.load_state_dict(progress.noise)
+        self.images = len(feed.source.train)
+        row_bytes = 4 * len(feed.source.class_names)
+        self.traffic = Traffic(training.engine.module, row_bytes)
+        self.seconds = 0.0
+        self._saved = progress.step
         tqdm.monitor_interval = 0  # no thread that watches over the bar: every step updates it
-        self.bar = tqdm(
-            total=options.epochs * len(data.train),
+        self._bar = tqdm(
+            total=options.epochs * self.images,
             initial=training.batches.consumed,
             disable=not training.machines.is_first,
             unit=" images",
@@ -59,72 +79,72 @@ class Run:
             miniters=1,
         )
 
-    def train(self) -> int:
-        """Train all epochs, and report also when that ends early; return the exit code."""
-        if not self.metrics.records:
-            options = {**dataclasses.asdict(self.options), "out": str(self.options.out)}
-            self.metrics.write("run", machines=self.training.machines.size, **options)
+    def train(self) -> tuple[int, str]:
+        """Train all epochs; return the exit code, and in words how it ended.
+
+        Raises:
+            UsageError: an image cannot be read, or a file cannot be written.
+        """
         start = time.perf_counter()
-        code, ending = 0, "finished"
         try:
+            if self.progress.ended < self.training.batches.epoch:
+                self._end_epoch(images=0, seconds=0.0, waited=0.0)
             while self.training.batches.epoch < self.options.epochs:
                 self._train_epoch()
-            if self.saved < self.progress.step:
+            if self._saved < self.progress.step:
                 self._save()
         except KeyboardInterrupt:
-            code, ending = 130, "interrupted"
+            return 130, "interrupted"
         except FloatingPointError as error:
-            code, ending = 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
+            return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
+        except FeedError as error:
+            if self.training.machines.size == 1:  # others would have to take part
+                self._save()
+            raise self._with_what_is_kept(error) from error
+        except UsageError as error:
+            raise self._with_what_is_kept(error) from error
         finally:
-            self.bar.close()
-        self._summarise(ending, time.perf_counter() - start)
-        return code
+            self.seconds = time.perf_counter() - start
+            self._bar.close()
+        return 0, "finished"
+
+    def say(self, line: str) -> None:
+        """Print a line, beside the progress bar."""
+        if self.training.machines.is_first:
+            self._bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
 
     def _train_epoch(self) -> None:
         batches = self.training.batches
-        number, before = batches.epoch + 1, batches.consumed
-        self.bar.set_description(f"epoch {number}/{self.options.epochs}")
-        start, used = time.perf_counter(), before
-        for report, rate in train_epoch(self.training, self.data, CRITERION):
+        number, before, used = batches.epoch + 1, batches.consumed, batches.consumed
+        self._bar.set_description(f"epoch {number}/{self.options.epochs}")
+        feed, start = self.feed, time.perf_counter()
+        waited, started = feed.waited, feed.started
+        for report, rate in train_epoch(self.training, self.feed, self.criterion):
             images, used = batches.consumed - used, batches.consumed
-            self._after_step(number, rate, images, report)
-        seconds = time.perf_counter() - start
-        progress, loss = self.progress, self.progress.loss
-        test_loss, progress.accuracy = evaluate(
-            self.training.engine,
-            self.data,
-            self.data.test,
-            self.options.batch,
-            CRITERION,
-            self.training.machines,
-        )
-        progress.loss = 0.0
-        speed = (batches.consumed - before) / seconds
-        self.metrics.write(
-            "epoch",
-            epoch=number,
-            step=progress.step,
-            train_loss=loss,
-            test_loss=test_loss,
-            test_accuracy=progress.accuracy,
-            images_per_second=speed,
-            seconds=seconds,
-        )
-        if self.training.machines.is_first:
-            self.bar.write(
-                f"epoch {number}/{self.options.epochs}: loss {loss:.4f}, "
-                f"test loss {test_loss:.4f}, test accuracy {progress.accuracy:.2%}, "
-                f"{speed:,.0f} images/s",
-                file=sys.stdout,
+            share = (feed.waited - waited) / (time.perf_counter() - start)
+            self._after_step(number, rate, images, report, share)
+        seconds, waited = time.perf_counter() - start, feed.waited - waited
+        steady = waited - (feed.started - started)  # once the workers had started
+        self._end_epoch(batches.consumed - before, seconds, waited)
+        if steady > _LONG_WAIT * seconds and not feed.source.in_memory:
+            self.say(
+                f"  {steady / seconds:.0%} of the time was spent waiting for images: give more "
+                "--workers, or store smaller images"
             )
-            sys.stdout.flush()
-        self._save_if_due()
 
-    def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
+    def _after_step(
+        self, epoch: int, rate: float, images: int, report: StepReport, waiting: float
+    ) -> None:
         progress = self.progress
         progress.step += 1
-        progress.loss += report.loss * images / len(self.data.train)
+        progress.loss += report.loss * images / self.images
         self.traffic.add(report.plan, report.bytes)
+        measured = {}
+        if self.noise is not None:
+            self.noise.update(report)
+            progress.noise = self.noise.state_dict()
+            measured["noise_scale"] = self.noise.scale
         self.metrics.write(
             "step",
             step=progress.step,
@@ -135,52 +155,74 @@ class Run:
             seconds=report.seconds,
             bytes=report.bytes,
             messages=report.messages,
+            **measured,
         )
-        self.bar.set_postfix(loss=f"{report.loss:.4f}", refresh=False)
-        self.bar.update(images)
-        if self.training.batches.consumed % len(self.data.train):
+        self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
+        self._bar.update(images)
+        if self.training.batches.consumed % self.images:
             self._save_if_due()  # at the end of an epoch once it has been tested
 
+    def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
+        progress, number = self.progress, self.training.batches.epoch
+        loss, speed = progress.loss, images / seconds if seconds else 0.0
+        waiting = waited / seconds if seconds else 0.0
+        tested = None
+        if is_tested(number, self.options.epochs, self.options.eval_every):
+            tested = evaluate(self.training, self.feed, self.options.batch)
+            progress.accuracy, self.evaluation = tested.top1, tested
+        progress.ended, progress.loss = number, 0.0
+        self.metrics.write(
+            "epoch",
+            epoch=number,
+            step=progress.step,
+            train_loss=loss,
+            test_loss=tested and tested.loss,
+            test_accuracy=tested and tested.top1,
+            test_accuracy_top5=tested and tested.top5,
+            images_per_second=speed,
+            seconds=seconds,
+            seconds_waited=waited,
+            left_out=self.feed.broken.total(),
+        )
+        self.say(self._line(number, loss, tested, speed, waiting))
+        if tested is not None and tested.top1 > progress.best:
+            progress.best = tested.top1
+            if self.training.machines.is_first:
+                best = collect_best(self.training, tested.top1, self.about)
+                save(self.options.out / BEST_FILE, best)
+        self._save_if_due()
+
+    def _line(
+        self, number: int, loss: float, tested: Evaluation | None, speed: float, waiting: float
+    ) -> str:
+        parts = [f"epoch {number}/{self.options.epochs}: loss {loss:.4f}"]
+        if tested is not None:
+            parts.append(f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}")
+            if len(tested.confusion) > 5:
+                parts.append(f"top-5 {tested.top5:.2%}")
+        parts.append(f"{speed:,.0f} images/s")
+        if not self.feed.source.in_memory:
+            parts.append(f"waiting {waiting:.0%}")
+        if self.noise is not None:
+            parts.append(f"noise scale {self.noise.scale:,.0f} images")
+        if self.feed.broken:
+            parts.append(f"{len(self.feed.broken)} broken files left out")
+        return ", ".join(parts)
+
     def _save_if_due(self) -> None:
-        if self.progress.step - self.saved >= self.options.checkpoint_every:
+        if self.progress.step - self._saved >= self.options.checkpoint_every:
             self._save()
 
     def _save(self) -> None:
         settings = self.options.settings()
-        state = collect(self.training, self.progress, settings, run_id())
+        state = collect(self.training, self.progress, settings, run_id(), self.about)
         if self.training.machines.is_first:
             save(self.options.out / FILE, state)
-        self.saved = self.progress.step
+        self._saved = self.progress.step
 
-    def _summarise(self, ending: str, seconds: float) -> None:
-        machines, progress = self.training.machines, self.progress
-        epochs = self.training.batches.epoch
-        if not machines.is_first:
-            if ending != "finished":
-                print(f"rank {machines.rank}: {ending}", file=sys.stderr)
-            return
-        print(
-            f"{ending} after {epochs} of {self.options.epochs} epochs, {progress.step} steps, "
-            f"{seconds:.1f} s"
+    def _with_what_is_kept(self, error: UsageError) -> UsageError:
+        if not self._saved:
+            return UsageError(f"{error}; no checkpoint was written yet")
+        return UsageError(
+            f"{error}; the checkpoint after step {self._saved} is kept: --resume goes on from it"
         )
-        if progress.accuracy is None:
-            print("test accuracy: not measured, no epoch was finished")
-        else:
-            print(f"test accuracy: {progress.accuracy:.2%}")
-        if self.traffic.steps:
-            if machines.size > 1:
-                print("within the first machine, without what machines told each other:")
-            print(self.traffic)
-        self.metrics.write(
-            "summary",
-            ending=ending,
-            epochs=epochs,
-            steps=progress.step,
-            seconds=seconds,
-            test_accuracy=progress.accuracy,
-            bytes_counted=self.traffic.counted,
-            bytes_data_parallel_computed=self.traffic.computed,
-        )
-        picture = self.options.out / "curves.png"
-        draw_curves(self.metrics.records, picture)
-        print(f"wrote {self.options.out / 'metrics.jsonl'} and {picture}")

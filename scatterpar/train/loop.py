@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
-from scatterpar.engine import ScatterOnceParallel
-from scatterpar.report import StepReport
-from scatterpar.train.data import Dataset
+from scatterpar import ScatterOnceParallel, StepReport
+from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
-from scatterpar.train.split import Split
+from scatterpar.train.source import TRAIN
 
 IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
@@ -66,7 +67,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that changes while training, in one place."""
+    """Everything that changes while training, in one place, and how a step is made."""
 
     engine: ScatterOnceParallel
     optimizer: Optimizer
@@ -74,62 +75,63 @@ class Training:
     batches: Batches
     machines: Machines = field(default_factory=Machines)
     scaler: torch.amp.GradScaler | None = None
+    average: AveragedModel | None = None
+    autocast: torch.dtype | None = None
+    clip: float | None = None
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """Compute in `autocast`'s dtype where that is safe, within the context."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.engine.device_ids[0].type, self.autocast)
 
 
 def train_epoch(
-    training: Training, data: Dataset, criterion: nn.Module
+    training: Training, feed: Feed, criterion: nn.Module
 ) -> Iterator[tuple[StepReport, float]]:
     """Train to the end of the epoch; yield each step's report and learning rate once it is done."""
+    batches, epoch = training.batches, training.batches.epoch
     training.engine.train()
-    for rows in training.batches.rest_of_epoch():
-        images, labels = _share(training.machines, rows, data)
+    for rows in batches.rest_of_epoch():
+        images, labels = _share(training.machines, rows, feed, epoch)
         training.optimizer.zero_grad()
-        training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
-        if training.scaler is None:
-            training.optimizer.step()
-        else:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
+        with training.precision():
+            training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
+        _update(training)
         rate = training.optimizer.param_groups[0]["lr"]
         training.scheduler.step()
-        training.batches.consumed += len(rows)
+        batches.consumed += len(rows)
         report = training.engine.last_step
         assert report is not None, "a step was made"
         yield report, rate
 
 
-def _share(machines: Machines, rows: Tensor, data: Dataset) -> tuple[Tensor, Tensor]:
+def _share(machines: Machines, rows: Tensor, feed: Feed, epoch: int) -> tuple[Tensor, Tensor]:
     """Return this rank's images and labels of a batch.
 
-    A rank takes part in every step: where a batch has fewer rows than there are ranks, those
-    without one pass an image whose label the criterion ignores, which adds nothing.
+    A rank takes part in every step: one without images (fewer rows than ranks, or all of them
+    broken) passes one that is black, whose label the criterion ignores: it adds nothing.
     """
     mine = machines.share(rows)
     if len(mine):
-        return data.standardise(data.train.images[mine]), data.train.labels[mine]
-    filler = rows[:1]
-    ignored = torch.full_like(data.train.labels[filler], IGNORED_LABEL)
-    return data.standardise(data.train.images[filler]), ignored
+        found = feed.batch(TRAIN, mine, epoch)
+        if len(found.labels):
+            return found.images, found.labels
+    black = torch.zeros(1, *feed.source.image_shape, dtype=torch.uint8)
+    return black, torch.tensor([IGNORED_LABEL])
 
 
-@torch.no_grad()
-def evaluate(
-    engine: ScatterOnceParallel,
-    data: Dataset,
-    split: Split,
-    batch: int,
-    criterion: nn.Module,
-    machines: Machines | None = None,
-) -> tuple[float, float]:
-    """Compute the mean loss and the share of right answers over a split, each rank its part."""
-    machines = Machines() if machines is None else machines
-    engine.eval()
-    loss, right = 0.0, 0
-    mine = machines.share(torch.arange(len(split)))
-    for rows in torch.split(mine, -(-batch // machines.size)) if len(mine) else ():
-        images, labels = split.images[rows], split.labels[rows]
-        scores = engine(data.standardise(images)).cpu()
-        loss += criterion(scores, labels).item() * len(labels)
-        right += int((scores.argmax(dim=1) == labels).sum())
-    loss, answers = machines.sum(loss, right)
-    return loss / len(split), answers / len(split)
+def _update(training: Training) -> None:
+    """Take the optimizer's step, and what belongs to it."""
+    optimizer, scaler, model = training.optimizer, training.scaler, training.engine.module
+    if training.clip is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    if training.average is not None:
+        training.average.update_parameters(model)

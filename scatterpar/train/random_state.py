@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,3 +49,20 @@ def set_random_states(states: dict[str, Any]) -> None:
         module = torch.get_device_module(device) if torch.accelerator.is_available() else None
         if module is not None and (device.index or 0) < module.device_count():
             module.set_rng_state(state, device)
+
+
+def seed_of(seed: int, epoch: int, number: int) -> int:
+    """Make one seed of three numbers, of 32 bits: torch's CPU generator ignores higher ones."""
+    return random.Random(f"{seed} {epoch} {number}").getrandbits(32)
+
+
+@contextlib.contextmanager
+def drawing_from(seed: int) -> Iterator[Callable[[int], object]]:
+    """Let torch's CPU generator start from a seed, and put it back; yields what seeds it anew."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield generator.manual_seed
+    finally:
+        generator.set_state(before)

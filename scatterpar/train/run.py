@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from scatterpar.engine import ScatterOnceParallel
-from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train import data as data_sources
-from scatterpar.train.check import check_gradients, make_engine
+from scatterpar.train.check import check_gradients
 from scatterpar.train.checkpoint import FILE, Progress, find, restore
-from scatterpar.train.data import Dataset
 from scatterpar.train.device_choice import choose_devices
-from scatterpar.train.epochs import CRITERION, Run
+from scatterpar.train.ending import finish
+from scatterpar.train.epochs import Run
 from scatterpar.train.errors import UsageError
-from scatterpar.train.loop import Batches, Training
+from scatterpar.train.feed import Feed
+from scatterpar.train.loop import Training
 from scatterpar.train.machines import (
     Machines,
     connected,
@@ -25,10 +23,13 @@ from scatterpar.train.machines import (
     run_id,
     was_restarted,
 )
-from scatterpar.train.model_choice import build_model
+from scatterpar.train.opening import open_data
 from scatterpar.train.options import Options
+from scatterpar.train.preparation import hire_engine, make_feed, make_model, prepare
+from scatterpar.train.provenance import provenance, record
 from scatterpar.train.random_state import seed_all
-from scatterpar.train.report import Metrics, require_extras
+from scatterpar.train.records import Metrics, open_board, require_extras
+from scatterpar.train.source import TRAIN, Source
 
 
 def run(options: Options) -> int:
@@ -41,27 +42,50 @@ def run(options: Options) -> int:
     require_extras()
     devices = choose_devices(options.devices, options.replicas)
     require_one_process(devices)
-    data = data_sources.load(options.data, options.image_size)
+    source = open_data(options.data, options.reading)
     with connected() as machines:
-        return _run_on(machines, options, devices, data)
+        return _run_on(machines, options, devices, source)
 
 
 def _run_on(
-    machines: Machines, options: Options, devices: list[torch.device], data: Dataset
+    machines: Machines, options: Options, devices: list[torch.device], source: Source
 ) -> int:
     seed_all(options.seed)
-    model = build_model(options.model, data.image_shape, data.classes).to(devices[0])
-    engine = make_engine(model, options.accum, options.micro_batch_size, devices, machines)
+    model, lines = make_model(options, source)
+    engine = hire_engine(model, options, devices, machines)
     with engine:
-        training = _prepare(engine, model, data, options, machines)
+        training = prepare(engine, model, source, options, machines)
         progress = _resume(training, options)
         path = options.out / "metrics.jsonl" if machines.is_first else None
-        with Metrics(path, kept=progress.step) as metrics:
+        with (
+            Metrics(path, kept=progress.step) as metrics,
+            make_feed(training, source, options, progress) as feed,
+        ):
             if machines.is_first:
-                _announce(training, data, options, progress)
-            if options.check and not _check(model, training, data, options, devices):
+                metrics.board = open_board(options.out, progress.step)
+                _announce(training, source, options, progress, lines)
+                record(options.out / "run.json", provenance(options.record(), devices))
+            if not metrics.records:
+                metrics.write("run", machines=machines.size, **options.record())
+            criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+            if options.check and not _check(training, source, criterion, options, devices):
                 return 1
-            return Run(training, data, options, progress, metrics).train()
+            about = _about(options, source)
+            run = Run(training, feed, criterion, options, progress, metrics, about)
+            code, ending = run.train()
+            finish(run, ending)
+            return code
+
+
+def _about(options: Options, source: Source) -> dict[str, Any]:
+    """What `predict` needs to know."""
+    return {
+        "model": options.model,
+        "image_shape": list(source.image_shape),
+        "class_names": list(source.class_names),
+        "mean": source.mean.tolist(),
+        "std": source.std.tolist(),
+    }
 
 
 def _resume(training: Training, options: Options) -> Progress:
@@ -86,48 +110,10 @@ def _is_same_job(state: dict[str, Any]) -> bool:
     return run_id() is not None and state["job"] == run_id()
 
 
-def _prepare(
-    engine: ScatterOnceParallel,
-    model: nn.Module,
-    data: Dataset,
-    options: Options,
-    machines: Machines,
-) -> Training:
-    for what, images in (("--batch", options.batch), ("the training set", len(data.train))):
-        if images < machines.size:
-            raise UsageError(f"{what} has {images} images, fewer than {machines.size} machines")
-    batches = Batches(len(data.train), options.batch, options.seed)
-    _require_rows_to_normalise(model, engine, batches, machines)
-    peak = linear_scaled_lr(options.base_lr, options.batch)
-    optimizer = torch.optim.SGD(
-        weight_decay_groups(model, options.weight_decay),
-        lr=peak,
-        momentum=options.momentum,
-        nesterov=options.momentum > 0,
-    )
-    warmup = options.warmup_epochs * batches.steps_per_epoch
-    rest = CosineAnnealingLR(optimizer, options.epochs * batches.steps_per_epoch - warmup)
-    scheduler = gradual_warmup(optimizer, warmup, peak / (warmup + 1), rest) if warmup else rest
-    return Training(engine, optimizer, scheduler, batches, machines)
-
-
-def _require_rows_to_normalise(
-    model: nn.Module, engine: ScatterOnceParallel, batches: Batches, machines: Machines
+def _announce(
+    training: Training, source: Source, options: Options, progress: Progress, lines: list[str]
 ) -> None:
-    if not any(isinstance(layer, nn.BatchNorm1d) for layer in model.modules()):
-        return
-    full = min(batches.batch, batches.rows)
-    for rows in {full, batches.rows % batches.batch or full}:
-        shares = engine.plan(max(1, rows // machines.size)).shares  # those of the last rank
-        if min(stop - start for share in shares for start, stop in share.micro_batches) == 1:
-            raise UsageError(
-                f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
-                "cannot train on: choose another --batch, or fewer --accum or --replicas"
-            )
-
-
-def _announce(training: Training, data: Dataset, options: Options, progress: Progress) -> None:
-    print(data)
+    print(source)
     if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
         print(
             f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
@@ -135,25 +121,28 @@ def _announce(training: Training, data: Dataset, options: Options, progress: Pro
         )
     parameters = sum(parameter.numel() for parameter in training.engine.parameters())
     print(f"{options.model}: {parameters:,} parameters")
-    machines, rows = training.machines, min(options.batch, len(data.train))
+    machines, rows = training.machines, min(options.batch, len(source.train))
     if machines.size > 1:
         print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
     print(training.engine.plan(-(-rows // machines.size)), flush=True)
     if progress.step:
         print(f"resumed after {progress.step} steps, {training.batches.consumed:,} images")
+    else:
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
 def _check(
-    model: nn.Module,
     training: Training,
-    data: Dataset,
+    source: Source,
+    criterion: nn.Module,
     options: Options,
     devices: list[torch.device],
 ) -> bool:
     rows = training.batches.order(0)[: options.batch]
-    images, labels = data.standardise(data.train.images[rows]), data.train.labels[rows]
+    found = Feed(source).batch(TRAIN, rows)
     cut = (options.accum, options.micro_batch_size, devices)
-    check = check_gradients(model, images, labels, CRITERION, *cut, training.machines)
-    if training.machines.is_first:
+    model, machines = training.engine.module, training.machines
+    check = check_gradients(model, found.images, found.labels, criterion, *cut, machines)
+    if machines.is_first:
         print(check)
     return check.passed

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a file of metrics and a picture of the curves."""
+"""The records of a run: a file of JSON lines, and TensorBoard's where that is installed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import importlib
 import json
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from scatterpar.train.errors import UsageError
+
+_NEEDED = {"matplotlib": "matplotlib", "PIL": "pillow", "tqdm": "tqdm"}
 
 
 class Metrics:
@@ -28,28 +31,42 @@ class Metrics:
 
     def __init__(self, path: Path | None, kept: int = 0) -> None:
         self.records: list[dict[str, Any]] = []
+        self._path = path
+        self.board: Any = None  # gets the numbers too: a `SummaryWriter` of torch's
         self._file: TextIO | None = None
         if path is None:
             return
-        earlier = _earlier_records(path, kept) if kept else []
+        self.records = _earlier_records(path, kept) if kept else []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            aside = path.with_name(path.name + ".part")
+            aside.write_text("".join(map(_line, self.records)), encoding="utf-8")
+            os.replace(aside, path)
+            self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
-        for record in earlier:
-            self._append(record)
+            raise _unwritable(path, error) from error
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a record."""
+        """Append a record.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
         self._append(record)
+        if self.board is not None and kind in ("step", "epoch"):
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def _append(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         if self._file is not None:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(_line(record))
+                self._file.flush()
+            except OSError as error:
+                raise _unwritable(self._path, error) from error
 
     def __enter__(self) -> Metrics:
         return self
@@ -60,8 +77,28 @@ class Metrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        with contextlib.suppress(OSError):  # of a full disk: it was said before
+            if self._file is not None:
+                self._file.close()
+            if self.board is not None:
+                self.board.close()
+
+
+def open_board(folder: Path, step: int) -> Any:
+    """Open TensorBoard's event file for a run that is at a step; None where it is not installed."""
+    try:
+        module = importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        return None
+    return module.SummaryWriter(str(folder), purge_step=step)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _unwritable(path: Path | None, error: OSError) -> UsageError:
+    return UsageError(f"--out: {path} cannot be written: {error.strerror}")
 
 
 def _earlier_records(path: Path, steps: int) -> list[dict[str, Any]]:
@@ -74,40 +111,15 @@ def _earlier_records(path: Path, steps: int) -> list[dict[str, Any]]:
     return [r for r in records if r["kind"] in kinds and r.get("step", 0) <= steps]
 
 
-def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss by step and the test accuracy by epoch, from `Metrics.records`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6))
-    loss, accuracy = figure.subplots(1, 2)
-    steps = [record for record in records if record["kind"] == "step"]
-    epochs = [record for record in records if record["kind"] == "epoch"]
-    loss.plot([r["step"] for r in steps], [r["loss"] for r in steps], label="training, each step")
-    loss.plot(
-        [r["step"] for r in epochs],
-        [r["test_loss"] for r in epochs],
-        "o-",
-        label="test, each epoch",
-    )
-    loss.set(xlabel="step", ylabel="loss")
-    loss.legend()
-    accuracy.plot([r["epoch"] for r in epochs], [100 * r["test_accuracy"] for r in epochs], "o-")
-    accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
-    for axes in (loss, accuracy):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def require_extras() -> None:
     """Make sure that what the report needs is installed.
 
     Raises:
         UsageError: a package is missing.
     """
-    for package in ("matplotlib", "tqdm"):
+    for module, package in _NEEDED.items():
         try:
-            importlib.import_module(package)
+            importlib.import_module(module)
         except ImportError as error:
             raise UsageError(
                 f"{package} is not installed, which the training tool needs: "

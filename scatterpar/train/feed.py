@@ -1,0 +1,272 @@
+"""Batches that are ready when they are wanted: read by worker processes while the engine computes.
+
+A batch of thousands of images is read in pieces. Each piece is one item of torch's DataLoader,
+which keeps a few of them in flight per worker and hands them over in order; one thread puts
+the next batch together from them. So there are in memory, whatever the number of workers: the
+batch that the engine has, the next one, and some pieces.
+
+What will be wanted is known beforehand (`foreseen`), over the ends of epochs too: there is one
+set of workers and one stream for training and testing, which never runs dry in between.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import tee
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from scatterpar.train.errors import UsageError
+from scatterpar.train.source import Broken, Images, Source
+
+PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
+PIECES_AHEAD = 2  # of each worker
+_MOST_WORKERS = 16  # by default
+
+NOTHING = Images(torch.empty(0), torch.empty(0), torch.empty(0))
+_Piece = tuple[str, list[int], int]  # part, rows, epoch
+
+
+class FeedError(UsageError):
+    """What is wanted cannot be read: a broken image, or a worker process that is gone."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows of a part that are wanted together, as they are in an epoch."""
+
+    part: str
+    rows: Tensor
+    epoch: int = 0
+
+    def pieces(self) -> Iterator[_Piece]:
+        """Cut it."""
+        for rows in torch.split(self.rows, PIECE):
+            yield self.part, rows.tolist(), self.epoch
+
+    def __str__(self) -> str:
+        return f"{len(self.rows)} {self.part} images of epoch {self.epoch}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Request):
+            return NotImplemented
+        mine, theirs = (self.part, self.epoch), (other.part, other.epoch)
+        return mine == theirs and torch.equal(self.rows, other.rows)
+
+
+class Feed:
+    """Hands out what is wanted in the order that was foreseen, and times how long that takes.
+
+    Args:
+        source: what is read.
+        foreseen: the requests to come, in order; needed with workers.
+        workers: processes that read; 0: this one reads, when it is asked.
+        pin: put batches into page-locked memory, from which accelerators copy by themselves.
+        skip_broken: leave out images that cannot be read, and count them in `broken`.
+        warn: called with a line for each image that is left out for the first time.
+
+    Attributes:
+        waited: seconds that whoever asked has waited.
+        started: seconds of it for the first batch, when the workers start.
+        broken: how often images were left out, by name.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        foreseen: Iterable[Request] = (),
+        workers: int = 0,
+        pin: bool = False,
+        skip_broken: bool = False,
+        warn: Callable[[str], object] = print,
+    ) -> None:
+        self.source = source
+        self.waited = 0.0
+        self.started = 0.0
+        self.broken: Counter[str] = Counter()
+        self._skip_broken = skip_broken
+        self._warn = warn
+        self._ahead = _Ahead(source, foreseen, workers, pin) if workers else None
+
+    def batch(self, part: str, rows: Tensor, epoch: int = 0) -> Images:
+        """Return rows of a part as they are in an epoch, without those that are broken.
+
+        Raises:
+            FeedError: an image cannot be read, or a worker has ended by itself.
+        """
+        start = time.perf_counter()
+        wanted = Request(part, rows, epoch)
+        found = self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
+        seconds = time.perf_counter() - start
+        self.started = self.started if self.waited else seconds
+        self.waited += seconds
+        for problem in found.broken:
+            self._leave_out(problem)
+        return found
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, wanted: Request) -> Images:
+        if self.source.in_memory:
+            return self.source.read(wanted.part, wanted.rows, wanted.epoch)
+        reader = _Pieces(self.source)
+        return _joined((reader[piece] for piece in wanted.pieces()), len(wanted.rows), pin=False)
+
+    def _leave_out(self, problem: Broken) -> None:
+        if not self._skip_broken:
+            raise FeedError(
+                f"{problem.name} cannot be read as an image: {problem.reason} "
+                "(--skip-broken leaves such files out)"
+            )
+        if problem.name not in self.broken:
+            self._warn(f"left out: {problem.name}: {problem.reason}")
+        self.broken[problem.name] += 1
+
+
+class _Ahead:
+    """The stream of what was foreseen: workers read pieces, a thread joins the next batch."""
+
+    def __init__(
+        self, source: Source, foreseen: Iterable[Request], workers: int, pin: bool
+    ) -> None:
+        self._requests, requests = tee(foreseen)
+        self._loader = DataLoader(
+            _Pieces(source),
+            batch_size=None,
+            sampler=(piece for request in requests for piece in request.pieces()),
+            num_workers=workers,
+            prefetch_factor=PIECES_AHEAD,
+            collate_fn=_as_it_is,
+            multiprocessing_context=_context(),
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # so that the process's own is left alone
+        )
+        self._pin = pin
+        self._closed = False
+        self._pieces: Iterator[Images] | None = None
+        self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
+        self._next: Future[tuple[Request | None, Images]] = self._assembler.submit(self._assemble)
+
+    def take(self, wanted: Request) -> Images:
+        """Return the next batch, which must be the one foreseen, and begin with the one after."""
+        foreseen, found = self._next.result()
+        if foreseen != wanted:
+            raise RuntimeError(f"{wanted} are wanted, but {foreseen or 'no more'} were foreseen")
+        self._next = self._assembler.submit(self._assemble)
+        return found
+
+    def close(self) -> None:
+        """End the thread and, by dropping torch's iterator, the workers."""
+        self._closed = True
+        self._assembler.shutdown(wait=True)
+        self._pieces = None
+
+    def _assemble(self) -> tuple[Request | None, Images]:
+        """Read the next batch.
+
+        The workers are started here rather than in the main thread. There torch would install a
+        signal handler that raises in the middle of anything when a worker ends by itself. Here
+        it is noticed when the worker's piece does not come.
+        """
+        if self._pieces is None:
+            self._pieces = iter(self._loader)
+        request = next(self._requests, None)
+        if request is None:
+            return None, NOTHING
+        pieces = (self._piece() for _ in range(-(-len(request.rows) // PIECE)))
+        return request, _joined(pieces, len(request.rows), self._pin)
+
+    def _piece(self) -> Images:
+        if self._closed or self._pieces is None:
+            raise RuntimeError("the feed was closed")
+        try:
+            return next(self._pieces)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            words = " ".join(str(error).split())
+            raise FeedError(
+                f"a worker process that reads images has ended by itself ({words}); the system "
+                "ends processes where memory runs out: fewer --workers need less"
+            ) from error
+
+
+class _Pieces(Dataset[Images]):
+    """What a worker does."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitem__(self, piece: _Piece) -> Images:
+        part, rows, epoch = piece
+        return self.source.read(part, torch.tensor(rows), epoch)
+
+
+def default_workers() -> int:
+    """A process for each core that this one may use, at most 16."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min(_MOST_WORKERS, cores)
+
+
+def _joined(pieces: Iterable[Images], rows: int, pin: bool) -> Images:
+    """Copy pieces into one batch of at most so many rows, each as soon as it is there."""
+    images: Tensor | None = None
+    labels: list[Tensor] = []
+    numbers: list[Tensor] = []
+    broken: list[Broken] = []
+    filled = 0
+    for piece in pieces:
+        broken += piece.broken
+        if not len(piece.labels):
+            continue
+        if images is None:
+            shape = (rows, *piece.images.shape[1:])
+            images = torch.empty(shape, dtype=piece.images.dtype, pin_memory=pin)
+        images[filled : filled + len(piece.labels)] = piece.images
+        filled += len(piece.labels)
+        labels.append(piece.labels.clone())
+        numbers.append(piece.rows.clone())
+    if images is None:
+        return NOTHING._replace(broken=broken)
+    return Images(images[:filled], torch.cat(labels), torch.cat(numbers), broken)
+
+
+def _context() -> Any:
+    """Workers are forked from a clean process where there is one: this one has threads.
+
+    As Python 3.14 does by itself on Linux.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scatterpar.train.pictures"])
+    return context
+
+
+def _as_it_is(piece: Any) -> Any:
+    return piece
+
+
+def _ignore_interrupts(_: int) -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes, to the main one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

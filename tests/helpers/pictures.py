@@ -1,0 +1,39 @@
+"""Folders of pictures, made of the Fashion-MNIST images that are included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image
+
+from scatterpar.train.data import load
+
+CLASSES = ("Trouser", "Bag", "Sandal")
+
+
+def write_folder(
+    folder: Path,
+    train: int = 12,
+    test: int = 4,
+    ending: str = "png",
+    size: tuple[int, int] = (28, 28),
+    classes: tuple[str, ...] = CLASSES,
+    held_out: str = "test",
+) -> Path:
+    """Write train/CLASS and test/CLASS, with so many pictures of each class."""
+    data = load("embedded")
+    for part, split, number in (("train", data.train, train), (held_out, data.test, test)):
+        for name in classes:
+            place = folder / part / name
+            place.mkdir(parents=True)
+            rows = (split.labels == data.class_names.index(name)).nonzero().flatten()
+            for row in rows[:number].tolist():
+                picture = Image.fromarray(split.images[row, 0].numpy()).resize(size)
+                picture.save(place / f"{row:05d}.{ending}")
+    return folder
+
+
+def truncate(file: Path) -> None:
+    """Leave two thirds of a file, as a copy that was broken off does."""
+    content = file.read_bytes()
+    file.write_bytes(content[: 2 * len(content) // 3])

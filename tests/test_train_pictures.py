@@ -1,0 +1,393 @@
+"""Pictures in files: found, decoded and varied the same by any number of workers."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.pictures import CLASSES, truncate, write_folder
+from PIL import Image
+
+from scatterpar.train import transforms
+from scatterpar.train.errors import UsageError
+from scatterpar.train.feed import PIECE, Feed, FeedError, Request
+from scatterpar.train.folder import Files, find_images
+from scatterpar.train.library import open_torchvision
+from scatterpar.train.loop import Batches
+from scatterpar.train.machines import Machines
+from scatterpar.train.opening import Reading, open_data
+from scatterpar.train.pictures import PictureData
+from scatterpar.train.schedule import foresee
+from scatterpar.train.source import TEST, TRAIN
+from scatterpar.train.transforms import Augmentation
+
+NONE = Augmentation(kind="none")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pictures"), train=60)
+
+
+def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
+    data = open_data(str(folder), Reading())
+    assert str(data) == (
+        f"{folder}: 180 images to train on, 12 to test, 3 classes, brought to 3 x 28 x 28"
+    )
+    assert data.class_names == tuple(sorted(CLASSES))
+    found = data.read(TEST, torch.tensor([0, 5, 11]), 0)
+    assert found.labels.tolist() == [0, 1, 2]
+    file = Path(data.test.name(5))
+    assert file.parent.name == "Sandal"
+    assert torch.equal(found.images[1, 0].flatten(), grey(file))
+    assert torch.equal(found.images[1, 0], found.images[1, 2])
+
+
+def grey(file):
+    return torch.frombuffer(bytearray(Image.open(file).tobytes()), dtype=torch.uint8)
+
+
+def test_names_of_files_are_kept_whatever_they_are(tmp_path):
+    names = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg"]
+    files = Files(tmp_path, names, [0, 1, 1])
+    assert [files.name(row) for row in range(3)] == [f"{tmp_path}/{name}" for name in names]
+
+
+def test_names_take_little_memory(tmp_path):
+    names = [f"n{i // 1000:08d}/n{i // 1000:08d}_{i}.JPEG" for i in range(100_000)]
+    files = Files(tmp_path, names, [0] * len(names))
+    assert len(files._bytes) + 8 * len(files._ends) + 4 * len(files.labels) < 4.5e6
+    assert files.name(99_999).endswith(names[-1])
+
+
+def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
+    for name in ("b.PNG", "a.jpeg", "._a.jpeg", "notes.txt", ".cache/x.png", "deep/er/c.webp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(find_images(tmp_path)) == ["a.jpeg", "b.PNG", "deep/er/c.webp"]
+
+
+def refused(words, folder, **reading):
+    with pytest.raises(UsageError, match=words) as caught:
+        open_data(str(folder), Reading(**reading))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_without_pictures_is_named(tmp_path):
+    write_folder(tmp_path, train=2, test=1)
+    for part in ("train", "test"):
+        (tmp_path / part / "Hat").mkdir()
+    (tmp_path / "train" / "Hat" / "readme.txt").touch()
+    refused(r"train: no images in the class folders Hat; images end in \.jpg, .*Remove", tmp_path)
+    (tmp_path / "train" / "Hat").rename(tmp_path / "train" / "Cap")
+    refused(r"train and test have different classes \(Cap, Hat\)", tmp_path)
+
+
+def test_a_class_may_lack_test_pictures_but_not_all_classes(tmp_path):
+    write_folder(tmp_path, train=2, test=1, held_out="val")
+    (gone,) = (tmp_path / "val" / "Bag").iterdir()
+    gone.unlink()
+    assert len(open_data(str(tmp_path), Reading()).test) == 2
+    for file in list((tmp_path / "val").rglob("*.png")):
+        file.unlink()
+    refused("val: no images in any class folder", tmp_path)
+
+
+def test_a_side_without_class_folders_is_refused(tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+    refused("train has no folders in it: it needs one for each class", tmp_path)
+
+
+def test_sets_in_memory_take_no_options_of_pictures():
+    refused("embedded is used as it is: --image-size, --augment", "embedded", image_size=32)
+    refused("embedded is used as it is", "embedded", augmentation=Augmentation("trivial"))
+
+
+def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path):
+    write_folder(tmp_path / "large", train=1, test=1, size=(300, 260), ending="jpg")
+    write_folder(tmp_path / "small", train=1, test=1, size=(40, 32))
+    assert open_data(str(tmp_path / "large"), Reading()).image_shape == (3, 224, 224)
+    assert open_data(str(tmp_path / "small"), Reading()).image_shape == (3, 32, 32)
+    assert open_data(str(tmp_path / "small"), Reading(image_size=20)).image_shape == (3, 20, 20)
+
+
+def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
+    data, other = (open_data(str(folder), Reading(seed=seed)) for seed in (1, 2))
+    rows = torch.arange(100)
+    first = data.read(TRAIN, rows, 0).images
+    assert torch.equal(first, data.read(TRAIN, rows, 0).images)
+    assert torch.equal(first[50:], data.read(TRAIN, rows[50:], 0).images)
+    for images in (data.read(TRAIN, rows, 1).images, other.read(TRAIN, rows, 0).images):
+        assert (images != first).flatten(1).any(1).sum() > 90
+    plain = open_data(str(folder), Reading(augmentation=NONE))
+    epochs = [plain.read(TRAIN, rows, epoch).images for epoch in (0, 1)]
+    assert torch.equal(*epochs)
+
+
+def requests(number=180, batch=70, epochs=2):
+    batches = Batches(number, batch, seed=3)
+    return list(foresee(batches, 0, epochs, 1, 12, Machines()))
+
+
+def everything(data, workers):
+    found = []
+    with Feed(data, iter(requests()), workers=workers) as feed:
+        for request in requests():
+            found.append(feed.batch(request.part, request.rows, request.epoch))
+            if feed._ahead is not None:
+                time.sleep(0.01)
+    return found
+
+
+def test_any_number_of_workers_reads_the_same(folder):
+    data = open_data(str(folder), Reading(seed=1))
+    alone = everything(data, workers=0)
+    assert [len(batch.rows) for batch in alone] == [70, 70, 40, 12] * 2
+    for workers in (1, 3):
+        for one, other in zip(alone, everything(data, workers), strict=True):
+            assert torch.equal(one.rows, other.rows)
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
+
+
+def test_reading_leaves_the_process_own_random_numbers_alone(folder):
+    before = torch.get_rng_state()
+    everything(open_data(str(folder), Reading()), workers=0)
+    everything(open_data(str(folder), Reading()), workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_next_batch_is_read_while_this_one_is_used(folder):
+    with Feed(open_data(str(folder), Reading()), iter(requests()), workers=2) as feed:
+        for request in requests():
+            deadline = time.monotonic() + 60
+            while not feed._ahead._next.done():  # though nobody waits for it
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            feed.batch(request.part, request.rows, request.epoch)
+        assert feed.waited > 0
+
+
+def test_what_was_not_foreseen_is_refused(folder):
+    words = "^3 test images of epoch 0 are wanted, but 70 train images of epoch 0 were foreseen$"
+    with (
+        Feed(open_data(str(folder), Reading()), iter(requests()), workers=1) as feed,
+        pytest.raises(RuntimeError, match=words),
+    ):
+        feed.batch(TEST, torch.arange(3))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_picture_names_itself(tmp_path, workers):
+    data, file = broken_folder(tmp_path)
+    rows = torch.arange(36)
+    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken leaves such files"
+    with (
+        Feed(data, [Request(TRAIN, rows)], workers) as feed,
+        pytest.raises(FeedError, match=words),
+    ):
+        feed.batch(TRAIN, rows)
+    with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=True, warn=[].append) as feed:
+        for _ in range(2):
+            found = feed.batch(TRAIN, rows)
+        assert found.rows.tolist() == [0, *range(2, 36)]
+        assert len(found.images) == len(found.labels) == 35
+        assert feed.broken == {str(file): 2}
+
+
+def broken_folder(folder):
+    data = open_data(str(write_folder(folder, ending="jpg", size=(60, 60))), Reading())
+    truncate(Path(data.train.name(1)))
+    return data, data.train.name(1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"<html>not found</html>", b"\x89PNG\r\n\x1a\n" + b"x" * 99]
+)
+def test_whatever_is_no_picture_is_broken(tmp_path, content):
+    data, file = broken_folder(tmp_path)
+    Path(file).write_bytes(content)
+    (problem,) = data.read(TRAIN, torch.arange(3), 0).broken
+    assert problem.name == file
+    assert problem.reason
+    Path(file).unlink()
+    (problem,) = data.read(TRAIN, torch.arange(3), 0).broken
+    assert "No such file" in problem.reason
+
+
+def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
+    data, _ = broken_folder(tmp_path)
+    with Feed(data, skip_broken=True, warn=[].append) as feed:
+        found = feed.batch(TRAIN, torch.tensor([1]))
+    assert len(found.labels) == len(found.rows) == 0
+
+
+def test_a_killed_worker_is_said_in_words(folder):
+    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 1, 12, Machines()))
+    with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
+        first = many[0]
+        feed.batch(first.part, first.rows, first.epoch)
+        for process in workers_of_this_process():
+            os.kill(process, signal.SIGKILL)
+        words = r"worker process that reads images has ended by itself .*fewer --workers need less"
+        with pytest.raises(FeedError, match=words):
+            [feed.batch(request.part, request.rows, request.epoch) for request in many[1:]]
+
+
+def workers_of_this_process():
+    found = [process.pid for process in multiprocessing.active_children()]
+    assert found
+    return found
+
+
+def test_what_is_foreseen_is_what_is_asked_for():
+    batches = Batches(10, 4, seed=0)
+    batches.consumed = 4
+    found = list(foresee(batches, 0, epochs=3, every=2, test_images=5, machines=Machines()))
+    assert [(r.part, len(r.rows), r.epoch) for r in found] == [
+        *[(TRAIN, 4, 0), (TRAIN, 2, 0)],
+        *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
+        *[(TRAIN, 4, 2), (TRAIN, 4, 2), (TRAIN, 2, 2), (TEST, 4, 0), (TEST, 1, 0)],
+    ]
+    assert batches.consumed == 4
+    batches.consumed = 20  # stopped between the last step of an epoch and its test
+    found = list(foresee(batches, 1, epochs=2, every=2, test_images=5, machines=Machines()))
+    assert [(r.part, len(r.rows)) for r in found] == [(TEST, 4), (TEST, 1)]
+
+
+def gradient_picture(width, height):
+    x = torch.arange(width).repeat(height, 1) * 255 // width
+    y = torch.arange(height)[:, None].repeat(1, width) * 255 // height
+    pixels = torch.stack([x, y, 255 - x], 2).to(torch.uint8)
+    return Image.frombytes("RGB", (width, height), pixels.numpy().tobytes())
+
+
+def test_the_centre_crop_takes_the_middle():
+    picture = gradient_picture(60, 40)
+    found = transforms.CentreCrop(40)(picture)
+    assert torch.equal(found, transforms.pixels(picture)[:, :, 10:50])
+    assert transforms.CentreCrop(224)(gradient_picture(300, 500)).shape == (3, 224, 224)
+    assert (transforms.resized(224), transforms.resized(32)) == (256, 32)
+
+
+@pytest.mark.draws
+def test_random_crops_show_allowed_parts_and_mirror_half_of_them():
+    crop = transforms.RandomCrop(16, smallest=0.3)
+    boxes = [crop._box(90, 60) for _ in range(300)]
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= 90
+        assert 0 <= top < bottom <= 60
+        assert 0.28 < (right - left) * (bottom - top) / 5400 <= 1
+        assert 0.7 < (right - left) / (bottom - top) < 1.4
+    assert len(set(boxes)) > 250
+    mirrored = [crop(gradient_picture(90, 60))[0, 8].int().diff().sum() < 0 for _ in range(200)]
+    assert 60 < sum(mirrored) < 140
+    assert crop._box(1000, 10) == (493, 0, 506, 10)  # no such part fits: the middle
+
+
+def test_what_needs_torchvision_says_so_where_it_is_missing(monkeypatch, folder):
+    monkeypatch.setattr(transforms, "torchvision_transforms", lambda: None)
+    for wanted in (Augmentation("trivial"), Augmentation(mixup=0.2), Augmentation("none", erase=1)):
+        refused(r"need torchvision, .*scatterpar\[images\]", folder, augmentation=wanted)
+
+
+def test_torchvisions_sets_are_found_by_name(tmp_path, monkeypatch):
+    class Toy:
+        """As those of torchvision with `train=`."""
+
+        classes = ("dark", "light")
+
+        def __init__(self, root, train, download=False):
+            if not download:
+                raise RuntimeError("Dataset not found.\nYou can use download=True")
+            self.rows = 6 if train else 2
+
+        def __len__(self):
+            return self.rows
+
+        def __getitem__(self, row):
+            return Image.new("L", (8, 8), 200 * (row % 2)), row % 2
+
+    class Module:
+        Toy = None
+        number = 3
+
+    Module.Toy = Toy
+    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    words = r"torchvision:Toy: Dataset not found. You can .*--data-root data; --download fetches it"
+    refused(words, "torchvision:Toy")
+    refused("torchvision.datasets has no Absent", "torchvision:Absent")
+    refused("torchvision.datasets has no number", "torchvision:number")
+    train, test, names = open_torchvision("Toy", tmp_path, download=True)
+    data = PictureData("Toy", train, test, names, 8, NONE, 0)
+    found = data.read(TRAIN, torch.arange(6), 0)
+    assert found.labels.tolist() == [0, 1] * 3
+    assert found.images[:, 0, 0, 0].tolist() == [0, 200] * 3
+    assert len(data.test) == 2
+
+
+def test_a_missing_torchvision_names_the_extra(monkeypatch):
+    def missing(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    refused(
+        r"needs torchvision: pip install scatterpar\[images\] \(operator", "torchvision:CIFAR10"
+    )
+
+
+needs_torchvision = pytest.mark.skipif(
+    transforms.torchvision_transforms() is None, reason="torchvision does not import here"
+)
+
+
+@needs_torchvision
+@pytest.mark.draws
+@pytest.mark.parametrize("size", [16, 160])
+def test_the_fallback_gives_torchvisions_own_pixels(monkeypatch, size):
+    theirs = transforms.for_training(size, Augmentation())
+    ours = transforms.RandomCrop(size, Augmentation().smallest_crop)
+    v2 = transforms.torchvision_transforms()
+    plain = v2.Compose([v2.Resize(transforms.resized(size)), v2.CenterCrop(size), v2.PILToTensor()])
+    assert type(theirs) is v2.Compose
+    shapes = [(300, 200), (200, 333), (1000, 90), (17, 250), (225, 225), (256, 300)]
+    for seed, shape in enumerate(shapes * 20):
+        picture = gradient_picture(*shape)
+        torch.manual_seed(seed)
+        expected = theirs(picture)
+        torch.manual_seed(seed)
+        assert torch.equal(ours(picture), expected), (seed, shape)
+        assert torch.equal(transforms.for_testing(size)(picture), plain(picture))
+
+
+@needs_torchvision
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation("trivial"),
+        Augmentation("rand", erase=0.5),
+        Augmentation("none", erase=1.0),
+        Augmentation(mixup=0.2),
+        Augmentation(mixup=0.2, cutmix=1.0),
+    ],
+)
+def test_torchvisions_augmentation_is_the_same_in_any_worker(folder, augmentation):
+    data = open_data(str(folder), Reading(augmentation=augmentation, seed=1))
+    alone, plain = everything(data, workers=0), everything(open_data(str(folder), Reading()), 0)
+    for one, other in zip(alone, everything(data, workers=2), strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
+    first = alone[0]
+    assert first.images.dtype == torch.uint8
+    assert not torch.equal(first.images, plain[0].images)
+    if augmentation.mixup:
+        assert first.labels.shape == (70, 3)
+        torch.testing.assert_close(first.labels.sum(1), torch.ones(70))
+        assert len(first.labels) > PIECE

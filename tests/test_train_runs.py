@@ -1,0 +1,440 @@
+"""Whole runs on folders of pictures: resumed, broken, killed, on a full disk, and used."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from helpers.pictures import truncate, write_folder
+from helpers.torchrun import differences, environment, steps
+from torch import nn
+
+from scatterpar.__main__ import main as command
+from scatterpar.train import checkpoint, ending, feed, preparation
+from scatterpar.train.cli import main
+from scatterpar.train.records import Metrics
+
+pytestmark = pytest.mark.draws
+
+QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch):
+    """Only the run whose page is looked at draws its curves, which takes longer than to train."""
+    monkeypatch.setattr(ending, "draw_curves", lambda records, path: path.touch())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=8)
+
+
+def train(folder, out, *options):
+    return main(["--data", str(folder), *QUICK, "--out", str(out), *options])
+
+
+def records(out, kind):
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
+    folder, tmp_path, monkeypatch
+):
+    """Augmented, averaged, with dropout; with other numbers of workers before and after."""
+    options = ["--ema", "0.9", "--clip", "1", "--label-smoothing", "0.1", "--checkpoint-every", "1"]
+    options += ["--model", "test_train_runs:Dropping"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(folder, whole, *options, "--workers", "0") == 0
+    for last in (2, 4):
+        stop_after(monkeypatch, last)
+        resume = ["--resume"] if last == 4 else []
+        with pytest.raises(Stop):
+            train(folder, parts, *options, "--workers", str(last // 2), *resume)
+    monkeypatch.undo()
+    assert train(folder, parts, *options, "--workers", "2", "--resume") == 0
+    assert differences(whole, parts) == []
+    losses = [[(r["step"], r["loss"]) for r in steps(out)] for out in (whole, parts)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 9
+    results = [[r["test_accuracy"] for r in records(out, "epoch")] for out in (whole, parts)]
+    assert results[0] == results[1]
+    starts = json.loads((parts / "run.json").read_text())
+    assert [start["options"]["resume"] for start in starts] == [False, True, True]
+    assert starts[0]["versions"]["torch"] == torch.__version__
+
+
+class Dropping(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, 16), nn.BatchNorm1d(16))
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(16, num_classes))
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+
+def stop_after(monkeypatch, number):
+    """Let the run end once so many steps are recorded and saved."""
+    write = Metrics.write
+
+    def stopping(self, kind, **fields):
+        if kind == "step" and fields["step"] > number:
+            raise Stop
+        write(self, kind, **fields)
+
+    monkeypatch.setattr(Metrics, "write", stopping)
+
+
+def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
+    folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
+    file = min((folder / "train" / "Sandal").iterdir())
+    content = file.read_bytes()
+    truncate(file)
+    out = tmp_path / "out"
+    assert train(folder, out, "--workers", "1") == 2
+    printed = capsys.readouterr().err
+    assert re.search(rf"error: {file} cannot be read as an image: image file is trunc", printed)
+    reached = re.search(r"; the checkpoint after step (\d+) is kept: --resume goes on", printed)
+    number = int(reached[1]) if reached else 0
+    assert number or "no checkpoint was written yet" in printed
+    assert len(steps(out)) == number
+    file.write_bytes(content)
+    assert train(folder, out, *(["--resume"] if number else [])) == 0
+    assert len(steps(out)) == 9
+
+
+def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
+    folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
+    for part in ("train", "test"):
+        truncate(min((folder / part / "Sandal").iterdir()))
+    out = tmp_path / "out"
+    assert train(folder, out, "--skip-broken", "--workers", "0") == 0
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("left out: ") == 2
+    assert "2 broken files left out" in printed.out
+    assert [r["left_out"] for r in records(out, "epoch")] == [2, 4, 6]
+    (summary,) = records(out, "summary")
+    assert sorted(summary["left_out"].values()) == [3, 3]
+    assert "broken files left out" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_killed_workers_end_a_run_in_words_and_lose_nothing(folder, tmp_path):
+    """The processes that read are killed; the run goes on from its last step afterwards."""
+    out = tmp_path / "out"
+    tool = [sys.executable, "-m", "scatterpar", "train", "--data", str(folder), *QUICK]
+    tool += ["--epochs", "2000", "--workers", "2", "--out", str(out), "--eval-every", "50"]
+    with subprocess.Popen(tool, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        deadline = time.monotonic() + 120
+        while len(steps(out)) < 5:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        for worker in workers:
+            if "forkserver" in " ".join(worker.cmdline()) and worker.ppid() != process.pid:
+                worker.kill()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+    words = (
+        r"error: a worker process that reads images has ended by itself.*after step (\d+) is kept"
+    )
+    number = int(re.search(words, errors)[1])
+    assert len(steps(out)) == number
+    assert torch.load(out / "checkpoint.pt")["progress"]["step"] == number
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("where", ["checkpoint", "metrics"])
+def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path, capsys, monkeypatch, where):
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 4)
+    with pytest.raises(Stop):
+        train(folder, out, "--checkpoint-every", "4", "--workers", "0")
+    monkeypatch.undo()
+    kept = (out / "checkpoint.pt").read_bytes()
+    if where == "checkpoint":
+        monkeypatch.setattr(checkpoint.os, "fsync", full)
+    else:
+        append = Metrics._append
+        late = lambda m, r: (full() if r["kind"] == "step" else None, append(m, r))  # noqa: E731
+        monkeypatch.setattr(Metrics, "_append", lambda m, r: _written(late, m, r))
+    options = ["--checkpoint-every", "2", "--workers", "0", "--resume"]
+    capsys.readouterr()
+    assert train(folder, out, *options) == 2
+    printed = capsys.readouterr().err
+    name = "best.pt" if where == "checkpoint" else "metrics.jsonl"
+    name = "(best|checkpoint).pt" if where == "checkpoint" else name
+    assert re.search(rf"error: --out: .*{name} cannot be written: No space left on dev", printed)
+    assert "the checkpoint after step 4 is kept: --resume goes on from it" in printed
+    assert (out / "checkpoint.pt").read_bytes() == kept
+    assert not list(out.glob("*.part"))
+    monkeypatch.undo()
+    assert train(folder, out, *options) == 0
+    assert [r["step"] for r in steps(out)] == [*range(1, 10)]
+
+
+def _written(late, metrics, record):
+    """As `_append` does where the file system refuses."""
+    from scatterpar.train.records import _unwritable
+
+    try:
+        late(metrics, record)
+    except OSError as error:
+        raise _unwritable(metrics._path, error) from error
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(tmp_path):
+    """A file that may not grow beyond 100 KB stands for it: the checkpoint is larger."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+        "from scatterpar.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    tool = ["train", "--epochs", "1", "--devices", "cpu", "--accum", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tool],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert re.search(r"error: --out: .*best.pt cannot be written: .*no checkpoint", done.stderr)
+    assert not (tmp_path / "best.pt").exists()
+
+
+class Residual(Dropping):
+    """With one block, which does nothing to the first image's channels at first."""
+
+    def __init__(self, num_classes):
+        super().__init__(num_classes)
+        self.block = nn.Module()
+        self.block.downsample = nn.Identity()
+        self.block.bn2 = nn.BatchNorm2d(3)
+
+    def forward(self, images):
+        assert images.dtype == torch.float32
+        return super().forward(images + self.block.bn2(images))
+
+
+def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ["--optimizer", "AdamW", "--optimizer-option", "betas=(0.9,0.95)", "--autocast"]
+    options += ["float16", "--channels-last", "--zero-init-residual"]
+    options += ["--model", "test_train_runs:Residual", "--shares", "2,1", "--measure-noise"]
+    options += ["--base-lr", "0.003", "--eval-every", "2", "--drop-at", "1,2", "--workers", "0"]
+    options += ["--warmup-epochs", "0", "--augment", "none"]
+    assert train(folder, out, *options) == 0
+    printed = capsys.readouterr().out
+    assert "1 residual blocks start as the identity" in printed
+    assert [r["test_accuracy"] is None for r in records(out, "epoch")] == [True, False, False]
+    rates = [r["learning_rate"] for r in steps(out)]
+    peak = 0.003 * 48 / 256
+    assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
+    state = torch.load(out / "checkpoint.pt")
+    assert state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
+    assert state["scaler"]["scale"] > 0
+    assert state["progress"]["noise"]["noise"] > 0
+    assert "noise scale" in printed
+    assert "cpu:0   0:32" in printed
+    best = torch.load(out / "best.pt")
+    assert best["accuracy"] == max(r["test_accuracy"] or 0 for r in records(out, "epoch"))
+    assert best["model"].keys() == Residual(3).state_dict().keys()
+
+
+def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsys):
+    def refusing(*_, **keywords):
+        raise ValueError(f"{keywords}")
+
+    monkeypatch.setattr(preparation, "make_engine", refusing)
+    for option, words in [
+        (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
+        (["--shares", "auto"], "'shares': 'auto'"),
+        (["--shares", "3,0.5", "--measure-noise"], "(3.0, 0.5), 'measure_noise': True, 'comp"),
+    ]:
+        assert train(folder, tmp_path, *option) == 2
+        assert words in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["--devices", "cpu", "--measure-noise", "--out", str(tmp_path)]) == 2
+    assert "measure_noise=True compares the gradients of replicas" in capsys.readouterr().err
+
+
+def test_the_average_is_what_is_tested_and_kept(folder, tmp_path):
+    options = ["--ema", "0.5", "--workers", "0", "--augment", "none", "--epochs", "1"]
+    assert train(folder, tmp_path, *options) == 0
+    state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
+    average = {name: value for name, value in state["average"].items() if name != "n_averaged"}
+    assert int(state["average"]["n_averaged"]) == 3
+    for name, value in best["model"].items():
+        assert torch.equal(value, average[f"module.network.{name}"]), name
+    assert any(
+        not torch.equal(best["model"][name], value) for name, value in state["model"].items()
+    )
+
+
+def test_fine_tuning_takes_what_fits_and_names_the_rest(folder, tmp_path, capsys):
+    first = Dropping(5).state_dict()
+    torch.save({"state_dict": {f"module.{k}": v for k, v in first.items()}}, tmp_path / "w.pth")
+    options = ["--model", "test_train_runs:Dropping", "--workers", "0", "--epochs", "1"]
+    options += ["--base-lr", "1e-9"]
+    assert train(folder, tmp_path / "out", *options, "--init", str(tmp_path / "w.pth")) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"initialised from .*w.pth: \d+ of \d+ tensors; not loaded: head.1.w", printed)
+    state = torch.load(tmp_path / "out" / "checkpoint.pt")["model"]
+    torch.testing.assert_close(state["body.1.weight"], first["body.1.weight"])
+    assert state["head.1.weight"].shape == (3, 16)
+    torch.save({"other": torch.zeros(3)}, tmp_path / "x.pth")
+    assert train(folder, tmp_path / "b", *options, "--init", str(tmp_path / "x.pth")) == 2
+    assert "nothing in it fits the model; it has other, the model has " in capsys.readouterr().err
+    assert train(folder, tmp_path / "c", *options, "--init", "absent.pth") == 2
+    assert "--init absent.pth cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--optimizer", "Adan"], "--optimizer Adan: torch.optim has no such class"),
+        (["--optimizer-option", "beta=3"], "unexpected keyword argument 'beta'"),
+        (["--optimizer-option", "beta"], "'beta' is not of the form name=value"),
+        (["--drop-at", "2,2"], "--drop-at: 2 must be after the 2 before it"),
+        (["--drop-at", "3"], "and below --epochs 3"),
+        (["--zero-init-residual"], "--zero-init-residual: cnn has no residual blocks"),
+        (["--erase", "1.5"], "'1.5' is not a number at least 0 and at most 1"),
+        (["--autocast", "float8"], "invalid choice: 'float8'"),
+    ],
+)
+def test_wrong_options_are_one_line(folder, tmp_path, capsys, options, words):
+    assert train(folder, tmp_path / "out", *options) == 2
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert re.fullmatch("scatterpar train: error: .*\n", printed)
+
+
+def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monkeypatch):
+    read = feed.Feed._read
+
+    def slowly(self, wanted):
+        time.sleep(0.3)
+        return read(self, wanted)
+
+    monkeypatch.setattr(feed.Feed, "_read", slowly)
+    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
+    printed = capsys.readouterr()
+    assert re.search(r"images/s, waiting \d\d%", printed.out)
+    assert re.search(
+        r"\d\d% of the time was spent waiting for images: give more --work", printed.out
+    )
+    assert re.search(r"waiting=\d\d%", printed.err)
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory):
+    """A run that has learned its three classes."""
+    out = tmp_path_factory.mktemp("out") / "run"
+    options = ["--epochs", "6", "--workers", "0", "--base-lr", "0.1", "--augment", "none"]
+    with torch.random.fork_rng():
+        assert train(folder, out, *options) == 0
+    return out
+
+
+def test_a_page_shows_what_was_reached(finished):
+    page = (finished / "report.html").read_text()
+    for words in (
+        *("cnn on ", "test accuracy, 24 images", "test loss", "What was taken for what"),
+        *("Worst mistakes", "Time by phase", "waiting for images", "nn.DataParallel"),
+        *("images per second", "data:image/png;base64,", "Sandal"),
+    ):
+        assert words in page, words
+    assert not re.search(r"(src|href)=[\"']https?:", page)
+    assert "<script" not in page
+
+
+def predicted(capsys, *arguments):
+    assert command(["predict", *map(str, arguments)]) == 0
+    return list(csv.DictReader(capsys.readouterr().out.splitlines()))
+
+
+def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
+    found = predicted(capsys, finished / "best.pt", folder / "test", "--top", "2", "--workers", "0")
+    assert [row["file"] for row in found] == sorted(row["file"] for row in found)
+    assert len(found) == 24
+    right = sum(row["file"].split("/")[0] == row["class"] for row in found)
+    (best,) = {torch.load(finished / "best.pt")["accuracy"]}
+    assert right / 24 == best
+    assert best > 0.8
+    for row in found:
+        assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
+        assert row["class"] != row["class_2"]
+    options = ["--devices", "cpu:0,cpu:1", "--batch", "7", "--micro-batch-size", "2"]
+    out = tmp_path / "found.csv"
+    assert (
+        predicted(
+            capsys, finished / "best.pt", folder / "test", *options, "--workers", "1", "--out", out
+        )
+        == []
+    )
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
+    last = predicted(capsys, finished / "checkpoint.pt", folder / "test", "--workers", "0")
+    assert len(last) == 24
+
+
+@pytest.mark.slow
+def test_predict_reads_the_pictures_of_a_model_of_grey_images(folder, tmp_path, capsys):
+    """The default run's model, of MNIST-family data, takes one channel."""
+    options = ["--epochs", "1", "--devices", "cpu", "--accum", "1", "--base-lr", "0.05"]
+    assert main([*options, "--batch", "512", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    found = predicted(capsys, tmp_path / "best.pt", folder / "train", "--workers", "0")
+    assert sum(row["file"].split("/")[0] == row["class"] for row in found) > 80
+
+
+class Elsewhere(Dropping):
+    pass
+
+
+def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
+    def refused(words, *arguments):
+        assert command(["predict", *map(str, arguments)]) == 2
+        printed = capsys.readouterr().err
+        assert re.search(words, printed)
+        assert re.fullmatch("scatterpar predict: error: .*\n", printed)
+
+    (tmp_path / "empty").mkdir()
+    refused("empty holds no pictures", finished / "best.pt", tmp_path / "empty")
+    refused("nowhere is no folder", finished / "best.pt", tmp_path / "nowhere")
+    refused("is not a checkpoint that can be read", folder / "absent.pt", folder)
+    state = torch.load(finished / "best.pt")
+    state["about"]["model"] = "test_train_runs:Elsewhere"
+    torch.save(state, tmp_path / "other.pt")
+    words = "code from elsewhere: give --model test_train_runs:Elsewhere if it may be called"
+    refused(words, tmp_path / "other.pt", folder / "test")
+    allowed = ["--model", "test_train_runs:Elsewhere"]
+    refused("does not fit --model test_train", tmp_path / "other.pt", folder / "test", *allowed)
+    truncate_one = write_folder(tmp_path / "data", train=1, test=3, ending="jpg") / "test"
+    truncate(min((truncate_one / "Bag").iterdir()))
+    arguments = [finished / "best.pt", truncate_one, "--workers", "0"]
+    refused("cannot be read as an image: .*truncated", *arguments)
+    assert len(predicted(capsys, *arguments, "--skip-broken")) == 8

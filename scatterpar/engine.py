@@ -26,7 +26,7 @@ from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.guard import guarded
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.replicas import Replicas, check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import GradientNoise, StepReport, warn
@@ -38,15 +38,15 @@ from scatterpar.step.noise import Spread, estimate, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
-from scatterpar.step.rehearsal import End, rehearse
+from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request, check_accumulate_dtype, check_options
 from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
 from scatterpar.step.scatter import hand_out, scatter
-from scatterpar.step.substeps import infer, prepare_autograd, train
+from scatterpar.step.substeps import Result, infer, prepare_autograd, train
 from scatterpar.step.two_passes import train_whole
-from scatterpar.step.verify import Verifier
+from scatterpar.step.verify import Look, Verifier
 from scatterpar.step.weights import Count, weigh
-from scatterpar.threads.crew import Crew, run_shares, set_aside
+from scatterpar.threads.crew import Crew, Task, run_shares, set_aside
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.randomness import RandomStreams
 
@@ -334,12 +334,8 @@ class ScatterOnceParallel(Wrapper):
     def _compute_once(
         self, request: Request, plan: Plan, most: int | None, verify: bool
     ) -> Outcome:
-        ledger, clock = Ledger(), Clock()
-        whole = request.whole_batch
-        batch = (request.inputs, None if whole else request.targets)
-        is_mean = request.reduction == "mean"
+        ledger, clock, streams = Ledger(), Clock(), self._streams(plan)
         scale = self._scale(request.scaler)
-        streams = self._streams(plan)
         try:
             with clock.phase("scatter"):
                 weights, terms = weigh(
@@ -349,46 +345,33 @@ class ScatterOnceParallel(Wrapper):
                     request.targets,
                     self.dim,
                     request.count,
-                    micro_batches(batch, plan, self.dim),
+                    micro_batches(request.batch, plan, self.dim),
                 )
-                scattered = scatter(batch, plan, self.dim, ledger)
+                scattered = scatter(request.batch, plan, self.dim, ledger)
                 look = self._verifier.look(request, plan, weights, self.dim) if verify else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
-                    self.module, request.criterion, ledger, criterion_at_home=whole
+                    self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            prepare_autograd()
             with set_aside(parts):
                 with clock.phase("compute"):
-                    at_hand = None if whole else criteria  # one alone then, on the master
-                    tasks = hand_out(batch, plan, parts, scattered, at_hand, weights)
-                    workers = self._crew.workers
-                    end: End = "outputs" if whole else "loss"
-                    options: dict[str, Any] = {
+                    theirs = None if request.whole_batch else criteria  # else it is one alone
+                    tasks = hand_out(request.batch, plan, parts, scattered, theirs, weights)
+                    how = {
                         "dim": self.dim,
                         "scale": scale,
                         "check_finite": self.check_finite,
                         "keep_outputs": request.return_outputs,
                         "most": most,
                     }
-                    with guarded(parts):
-                        rehearse(workers, streams, tasks, parts, dim=self.dim, end=end)
-                        if whole:
-                            peers = None if most else self._ranks  # a try is this process's own
-                            on_master = criteria[0], request.targets, peers, ledger
-                            results = train_whole(
-                                workers, streams, tasks, clock, parts, *on_master, **options
-                            )
-                        else:
-                            work = partial(train, **options, see=look.see if look else None)
-                            results = run_shares(workers, streams, work, tasks, clock)
-                            if look:
-                                look.judge(tasks, results, streams, workers)
+                    results = self._substeps(
+                        request, tasks, parts, criteria, streams, ledger, clock, look, how
+                    )
                     ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
-                    if self.measure_noise and not whole:  # replicas have parts of one loss
-                        of = terms if is_mean else None
+                    if self.measure_noise and not request.whole_batch:  # replicas share one loss
+                        of = terms if request.is_mean else None
                         spread = measure(parts, plan, weights, of, scale)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
@@ -397,7 +380,7 @@ class ScatterOnceParallel(Wrapper):
                 plan=plan,
                 loss=sum(result.loss for result in results),
                 dtype=results[0].dtype,
-                is_mean=is_mean,
+                is_mean=request.is_mean,
                 terms=terms,
                 scale=scale,
                 spread=spread,
@@ -416,6 +399,34 @@ class ScatterOnceParallel(Wrapper):
             raise
         finally:
             self._crew.clear()
+
+    def _substeps(
+        self,
+        request: Request,
+        tasks: Sequence[Task],
+        parts: Sequence[Replicas],
+        criteria: Sequence[Any],
+        streams: RandomStreams,
+        ledger: Ledger,
+        clock: Clock,
+        look: Look | None,
+        how: dict[str, Any],
+    ) -> list[Result]:
+        """Every replica's sub-steps, each by its worker: gradients are then in the replicas."""
+        workers = self._crew.workers
+        prepare_autograd()
+        with guarded(parts):
+            if request.whole_batch:
+                rehearse(workers, streams, tasks, parts, dim=self.dim, end="outputs")
+                peers = None if how["most"] else self._ranks  # a try is this process's own
+                on_master = criteria[0], request.targets, peers, ledger
+                return train_whole(workers, streams, tasks, clock, parts, *on_master, **how)
+            rehearse(workers, streams, tasks, parts, dim=self.dim, end="loss")
+            work = partial(train, **how, see=look.see if look else None)
+            results = run_shares(workers, streams, work, tasks, clock)
+            if look:
+                look.judge(tasks, results, streams, workers)
+            return results
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
@@ -453,7 +464,6 @@ class ScatterOnceParallel(Wrapper):
         with Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
             streams = self._streams(plan)
-            workers = self._crew.workers
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)
                 parts, _ = self._crew.refresh(self.module, None, ledger)

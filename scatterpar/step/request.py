@@ -36,6 +36,16 @@ class Request:
     rows: int = 0
     sizes: tuple[int, ...] = ()  # the rows of each batch, where it is made of several
 
+    @property
+    def batch(self) -> tuple[Any, Any]:
+        """What is scattered: inputs and targets, where the criterion sees a replica's rows."""
+        return self.inputs, None if self.whole_batch else self.targets
+
+    @property
+    def is_mean(self) -> bool:
+        """The loss is a mean of its terms, not a sum."""
+        return self.reduction == "mean"
+
     def checked(self, dim: int) -> Self:
         """The request with its rows counted and its reduction settled, if it makes sense.
 

@@ -329,7 +329,8 @@ class ScatterOnceParallel(Wrapper):
         self, request: Request, plan: Plan, most: int | None = None, *, verify: bool = True
     ) -> Outcome:
         """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
-        return once_known(lambda: self._compute_once(request, plan, most, verify and not most))
+        once = partial(self._compute_once, request, plan, most, verify and not most)
+        return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
 
     def _compute_once(
         self, request: Request, plan: Plan, most: int | None, verify: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack
 from scatterpar.replicas.replicas import sum_dtype
+from scatterpar.replicas.writes import FirstWrite
 from scatterpar.step.noise import Spread
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
@@ -36,6 +37,12 @@ _LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in f
 
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
+
+
+_WRITTEN = (
+    "the forward pass wrote {}, and what it wrote on each rank cannot be made the same on all; "
+    "with a process_group, write parameters after the step"
+)
 
 
 class Ranks:
@@ -100,11 +107,18 @@ class Ranks:
         _require_same_shapes(outcome.buffers)
         if outcome.parameters:
             shape = tuple(outcome.parameters[0][0].shape)
-            raise ValueError(
-                f"the forward pass wrote a parameter of shape {shape}, and what it wrote on each "
-                f"rank cannot be made the same on all; with a process_group, write parameters "
-                f"after the step"
-            )
+            raise ValueError(_WRITTEN.format(f"a parameter of shape {shape}"))
+
+    def refusing_writes(self, attempt: Callable[[], Outcome]) -> Outcome:
+        """The outcome of ``attempt``, which is not repeated: other ranks would not do so too.
+
+        Raises:
+            ValueError: a forward pass wrote a parameter.
+        """
+        try:
+            return attempt()
+        except FirstWrite as error:
+            raise ValueError(_WRITTEN.format(f"the parameter {error.args[0]!r}")) from error
 
     def exchange(self, outcome: Outcome) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.

@@ -57,7 +57,6 @@ def world() -> dict[str, Any]:
 TRIED = [
     # what makes an engine
     "Engine('resnet')",
-    "Engine(torch.jit.trace(model, x))",
     "Engine(nn.Linear)",
     "Engine(nn.DataParallel(model))",
     "Engine(model, accum=0)",

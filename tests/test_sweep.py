@@ -1,0 +1,298 @@
+"""Models that people have, two steps each: parameters and gradients beside plain torch, float64.
+
+A few of each kind run by default; ``-m slow`` runs all. A loss is a mean over rows of whatever
+floating-point tensors a model returns, so that no output goes unused.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.oracle import assert_close, build, randint, randn
+from torch import Tensor, nn
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.step import nested
+
+ROWS, RATE = 6, 0.05
+
+
+def criterion(output, _):
+    """A mean over rows: every element of every tensor counts, and each in its own way."""
+    values = output.to_tuple() if hasattr(output, "to_tuple") else output
+    return sum(
+        (
+            (t + 0.1) ** 2 * torch.linspace(0.5, 1.5, t[0].numel(), dtype=t.dtype).view_as(t[0])
+        ).mean()
+        for t in nested.leaves(values)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
+    )
+
+
+def assert_two_steps(make, inputs, devices, relative=1e-10):
+    model, plain = build(make), build(make)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    optimizers = [torch.optim.SGD(m.parameters(), RATE, momentum=0.9) for m in (model, plain)]
+    with ScatterOnceParallel(model, 2, devices) as engine:
+        for _ in range(2):
+            loss = engine.forward_backward(inputs, None, criterion)
+            expected = criterion(plain(*args, **kwargs), None)
+            expected.backward()
+            assert_close(loss, expected.detach(), "loss", relative)
+            scale = max(
+                p.grad.to_dense().abs().max() for p in plain.parameters() if p.grad is not None
+            )
+            for (name, one), (_, other) in zip(
+                model.named_parameters(), plain.named_parameters(), strict=True
+            ):
+                assert (one.grad is None) == (other.grad is None), name
+                if one.grad is not None:
+                    difference = (one.grad.to_dense() - other.grad.to_dense()).abs().max()
+                    assert difference <= relative * scale, f"{name}.grad: {difference}"
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for (name, one), (_, other) in zip(
+                model.named_parameters(), plain.named_parameters(), strict=True
+            ):
+                assert_close(one.detach(), other.detach(), name, relative)
+
+
+# --- torch's own modules ---
+
+LAST, IMAGE, VOLUME, SERIES = (4,), (4, 8, 8), (4, 6, 6, 6), (4, 12)
+SEQUENCE = (5, 4)
+
+
+class First(nn.Module):
+    """A recurrent layer's outputs, without the state whose rows lie along dimension 1."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs):
+        return self.layer(inputs)[0]
+
+
+class Itself(nn.Module):
+    """Attention of a sequence to itself, or any module that takes its input several times."""
+
+    def __init__(self, layer, times):
+        super().__init__()
+        self.layer, self.times = layer, times
+
+    def forward(self, inputs):
+        return self.layer(*[inputs] * self.times)
+
+
+TORCH = {
+    "Linear": (lambda: nn.Linear(4, 3), LAST),
+    "Bilinear": (lambda: Itself(nn.Bilinear(4, 4, 3), 2), LAST),
+    "PReLU": (lambda: nn.PReLU(4), LAST),
+    "LayerNorm": (lambda: nn.LayerNorm(4), LAST),
+    "RMSNorm": (lambda: nn.RMSNorm(4), LAST),
+    "Conv1d": (lambda: nn.Conv1d(4, 3, 3), SERIES),
+    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding_mode="reflect", padding=1), IMAGE),
+    "Conv2d, channels last": (
+        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
+        IMAGE,
+    ),
+    "Conv3d": (lambda: nn.Conv3d(4, 3, 3), VOLUME),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 3, 3, stride=2), SERIES),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), IMAGE),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(4, 3, 2), VOLUME),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), IMAGE),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), IMAGE),
+    "BatchNorm2d, eval": (lambda: nn.BatchNorm2d(4).eval(), IMAGE),
+    "SyncBatchNorm, eval": (lambda: nn.SyncBatchNorm(4).eval(), IMAGE),
+    "LSTM": (lambda: First(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), SEQUENCE),
+    "LSTM, projected": (lambda: First(nn.LSTM(4, 3, proj_size=2, batch_first=True)), SEQUENCE),
+    "GRU": (lambda: First(nn.GRU(4, 3, batch_first=True)), SEQUENCE),
+    "RNN": (lambda: First(nn.RNN(4, 3, batch_first=True, nonlinearity="relu")), SEQUENCE),
+    "LSTMCell": (lambda: First(nn.LSTMCell(4, 3)), LAST),
+    "GRUCell": (lambda: nn.GRUCell(4, 3), LAST),
+    "RNNCell": (lambda: nn.RNNCell(4, 3), LAST),
+    "MultiheadAttention": (
+        lambda: Itself(nn.MultiheadAttention(4, 2, batch_first=True, bias=False), 3),
+        SEQUENCE,
+    ),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, norm_first=True),
+            2,
+            enable_nested_tensor=False,
+        ),
+        SEQUENCE,
+    ),
+    "Transformer": (
+        lambda: Itself(nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True), 2),
+        SEQUENCE,
+    ),
+    "Sequential": (
+        lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.Flatten(), nn.LazyLinear(3)),
+        IMAGE,
+    ),
+    "Unfold": (lambda: nn.Sequential(nn.Conv2d(4, 2, 1), nn.Unfold(3), nn.Linear(36, 2)), IMAGE),
+    "PixelShuffle": (lambda: nn.Sequential(nn.PixelShuffle(2), nn.Conv2d(1, 2, 3)), IMAGE),
+    "Upsample": (lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(4, 2, 3)), IMAGE),
+    "AdaptiveAvgPool2d": (
+        lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.AdaptiveAvgPool2d(2)),
+        IMAGE,
+    ),
+    "MaxPool2d": (lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.MaxPool2d(2)), IMAGE),
+    "Softmax": (lambda: nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(-1)), LAST),
+    "Flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 2)), IMAGE),
+    "TorchScript": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.GELU())), LAST),
+    "jit.trace": (lambda: torch.jit.trace(nn.Linear(4, 3), torch.randn(2, 4)), LAST),
+    "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU())), IMAGE),
+    "export": (
+        lambda: torch.export.export(
+            nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+            (torch.randn(3, 5, 4),),
+            dynamic_shapes=({0: torch.export.Dim.AUTO},),
+        ).module(),
+        SEQUENCE,
+    ),
+}
+TABLES = {
+    "Embedding": lambda: nn.Embedding(20, 4, padding_idx=0),
+    "Embedding, max_norm": lambda: nn.Embedding(20, 4, max_norm=0.8),
+    "Embedding, sparse": lambda: nn.Embedding(20, 4, sparse=True),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(20, 4, max_norm=0.8),
+}
+QUICK_TORCH = ["Conv2d, channels last", "LSTM", "TorchScript", "fx"]
+
+
+def selection(names, quick):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Lazy modules")
+@pytest.mark.parametrize("name", selection(TORCH, QUICK_TORCH))
+def test_modules_of_torch(devices, name):
+    make, shape = TORCH[name]
+    assert_two_steps(lambda: ready(make(), shape), (randn(ROWS, *shape),), devices(2))
+
+
+def ready(model, shape):
+    """Lazy modules get their shapes from a first call."""
+    if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+        model(torch.randn(2, *shape))
+    return model
+
+
+@pytest.mark.parametrize("name", selection(TABLES, ["Embedding, max_norm"]))
+def test_tables(devices, name):
+    assert_two_steps(TABLES[name], (randint(20, ROWS, 3),), devices(2))
+
+
+# --- transformers ---
+
+SIZES = {
+    **dict.fromkeys(["vocab_size"], 50),
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "dim", "embedding_size", "emb_dim"], 16),
+    **dict.fromkeys(
+        [
+            *["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"],
+            *["encoder_layers", "decoder_layers", "num_attention_heads", "n_head", "n_heads"],
+            *["num_heads", "encoder_attention_heads", "decoder_attention_heads"],
+            *["num_key_value_heads"],
+        ],
+        2,
+    ),
+    **dict.fromkeys(["head_dim", "d_kv"], 8),
+    **dict.fromkeys(["rotary_dim"], 4),
+    **dict.fromkeys(
+        ["intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "d_ff"], 20
+    ),
+    **dict.fromkeys(["max_position_embeddings", "n_positions"], 64),
+    **dict.fromkeys(["pad_token_id", "decoder_start_token_id"], 0),
+    **dict.fromkeys(["bos_token_id"], 1),
+    **dict.fromkeys(["eos_token_id"], 2),
+    **dict.fromkeys(["use_cache"], False),
+}
+CAUSAL = [
+    "GPT2",
+    "GPTNeoX",
+    "GPTJ",
+    "OPT",
+    "Bloom",
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Gemma",
+    "Gemma2",
+    "Phi",
+    "Phi3",
+    "StableLm",
+    "Olmo",
+    "Olmo2",
+    "Cohere",
+    "Granite",
+    "Starcoder2",
+    "CTRL",
+    "BioGpt",
+    "GPTBigCode",
+    "Mpt",
+]
+ENCODERS = [
+    "Bert",
+    "Roberta",
+    "DistilBert",
+    "Albert",
+    "Electra",
+    "DebertaV2",
+    "Deberta",
+    "MPNet",
+    "XLM",
+    "Camembert",
+    "RoFormer",
+    "SqueezeBert",
+    "ConvBert",
+    "Nystromformer",
+    "Yoso",
+    "MegatronBert",
+    "FNet",
+    "RemBert",
+    "Ernie",
+    "ModernBert",
+]
+BOTH = [
+    "T5",
+    "Bart",
+    "Pegasus",
+    "MBart",
+    "Blenderbot",
+    "BlenderbotSmall",
+    "M2M100",
+    "LED",
+    "UMT5",
+    "MT5",
+    "LongT5",
+    "SwitchTransformers",
+]
+QUICK_TRANSFORMERS = ["Llama", "T5"]
+
+
+def tiny(name):
+    """The library's model, small and without dropout."""
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, f"{name}Config")
+    known = vars(kind()).keys() | kind.attribute_map.keys()
+    sizes = {key: size for key, size in SIZES.items() if key in known}
+    config = kind(**sizes)
+    for key, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in key or key.endswith("pdrop")):
+            setattr(config, key, 0.0)
+    return getattr(transformers, f"{name}Model")(config).train()
+
+
+@pytest.mark.parametrize("name", selection([*CAUSAL, *ENCODERS, *BOTH], QUICK_TRANSFORMERS))
+def test_models_of_transformers(devices, name):
+    ids = randint(47, ROWS, 8) + 3
+    inputs = {"input_ids": ids}
+    if name in BOTH:
+        inputs["decoder_input_ids"] = randint(47, ROWS, 5, seed=1) + 3
+    assert_two_steps(lambda: tiny(name), inputs, devices(2), relative=1e-9)

@@ -219,7 +219,8 @@ class ScatterOnceParallel(Wrapper):
                 0-dim tensor, that a mean loss averages over in what it is given. By
                 default the rows, and for ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (or
                 their functions, also as a ``functools.partial``) what their ``ignore_index``
-                and ``weight`` make of the targets.
+                and ``weight`` make of the targets. ``scatterpar.count_labels`` makes one for
+                labels of which some are ignored.
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
             return_outputs: return the module's outputs too; or a function, for what it makes
                 of each micro-batch's output, detached, at once.
@@ -236,7 +237,8 @@ class ScatterOnceParallel(Wrapper):
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
                 grad, outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``;
-                with ``whole_batch`` no criterion, or ``reduction=`` or ``count=``.
+                with ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; with
+                ``verify``, losses that do not combine as these say.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
                 ``whole_batch``, a module that computes something else the second time.
             FloatingPointError: with ``check_finite``, a loss that is not finite.

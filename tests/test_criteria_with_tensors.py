@@ -13,7 +13,7 @@ from helpers.weighted import CLASS_WEIGHTS, classes
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 ROWS = 13
 BATCH = randn(ROWS, FEATURES), classes(ROWS)
@@ -56,9 +56,10 @@ def test_they_are_sent_once_and_follow_what_is_written_into_them():
     criterion = functools.partial(F.cross_entropy, weight=weight)
     with ScatterOnceParallel(mlp(), 2, ["cpu:0", "cpu:1"]) as engine:
         engine.forward_backward(*BATCH, F.cross_entropy)
-        without = engine.last_step.bytes["replicate"]
         assert_step(engine, *BATCH, criterion)
-        assert engine.last_step.bytes["replicate"] - without == weight.numel() * 8
+        assert engine.last_step.bytes["replicate"] == weight.numel() * 8  # all else is there
+        assert_step(engine, *BATCH, criterion)
+        assert engine.last_step.bytes["replicate"] == 0
         weight[0] = 7.0
         assert_step(engine, *BATCH, criterion)
 
@@ -116,3 +117,17 @@ def test_other_errors_of_criteria_say_nothing_of_it():
         with pytest.raises(RuntimeError) as caught:
             engine.forward_backward(*BATCH, lambda o, t: F.cross_entropy(o, t, weight=weight))
         assert not any("brings" in note for note in caught.value.__notes__)
+
+
+def test_the_pair_s_criterion_too(monkeypatch):
+    model, criterion = mlp(), functools.partial(F.smooth_l1_loss, beta=0.5)
+    weighted = functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS.clone())
+    ids = ["cpu:0", "cpu:1"]
+    expected, _ = whole_batch(model, *BATCH, weighted)
+    with guarded(monkeypatch, model) as memories:
+        memories.claim(weighted.keywords["weight"], torch.device("cpu:0"))
+        outputs = DataParallelModel(model, ids)(BATCH[0])
+        loss = DataParallelCriterion(weighted, ids)(outputs, BATCH[1])
+        assert_close(loss.detach(), expected, "loss")
+        loss = DataParallelCriterion(criterion, ids)(outputs, randn(ROWS, CLASSES))
+        assert loss.ndim == 0

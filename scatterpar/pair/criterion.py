@@ -14,7 +14,7 @@ from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, combine, replicate, scatter_owned
 from scatterpar.pair.outputs import require_entries, sizes
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.bound import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
@@ -104,7 +104,7 @@ class DataParallelCriterion(Wrapper):
             pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
             weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
-            owner = owner_of(self.module)
+            owner = holder_of(self.module)
             replicas = replicate(owner, devices) if owner else []
             criteria = [replica.of(self.module) for replica in replicas]
             functions = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _DEPTH = 4  # how far a function's own things are followed
+_DEPTH_OF_OBJECTS = 2  # and those of objects, of which every step asks
 _MOST = 32  # how many entries of a container
 _LARGEST = 2**22  # floating-point tensors of more elements are not searched for zeros
 
@@ -71,14 +73,12 @@ def _described(value: Any, depth: int) -> Any:
         return inside(value)
     if isinstance(value, (dict, list, set)):  # such as a history, which gets longer in every step
         items = value.values() if isinstance(value, dict) else value
-        telling = [item for item in items if not isinstance(item, (int, float, str))]
+        telling = [i for i in islice(items, _MOST) if not isinstance(i, (int, float, str))]
         return (_name(type(value)), frozenset(inside(telling)[1:]))
+    own = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
     if isinstance(value, nn.Module):
-        own = {k: v for k, v in vars(value).items() if not k.startswith("_")}
-        return inside(
-            [_name(type(value)), *_named(own), *_named({**value._buffers, **value._modules})]
-        )
-    return inside([_name(type(value)), *_named(getattr(value, "__dict__", {}))])
+        own |= {**value._buffers, **value._modules}
+    return (_name(type(value)), *_each(_named(own), min(depth - 1, _DEPTH_OF_OBJECTS)))
 
 
 def _flags_and_more(function: types.FunctionType) -> list[Any]:

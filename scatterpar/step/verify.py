@@ -337,7 +337,7 @@ class Look:
         if any(is_integer(t) and (t == _PADDING).any() for own in self.labels for t in own):
             self.verifier.warn(
                 self.kind[0],
-                f"labels hold {_PADDING}, and whether {self._criterion()} leaves them out could "
+                f"labels hold -100, and whether {self._criterion()} leaves them out could "
                 f"not be checked; the engine weights micro-batches by their rows. If it averages "
                 f"over the other labels, pass count=scatterpar.count_labels() (with shifted=True "
                 f"for a causal language model); verify=False silences this",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,9 @@ from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
+from scatterpar.replicas.bound import Bound, holder_of
 from scatterpar.replicas.compiled import Compiler, How
-from scatterpar.replicas.mirror import Survey, owner_of
+from scatterpar.replicas.mirror import Survey
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
 from scatterpar.threads.randomness import RandomStreams
@@ -60,14 +60,6 @@ class Task:
         return stack
 
 
-class _Bound(nn.Module):
-    """Holds a partial, so that what is bound in it is replicated."""
-
-    def __init__(self, function: functools.partial[Any]) -> None:
-        super().__init__()
-        self.function = function
-
-
 class Crew:
     """Replicas of modules on ``device_ids``, with a worker for each.
 
@@ -109,7 +101,7 @@ class Crew:
         if self.model.roots != (module,):
             self.model = self._replicas_of(module, how=self._compile_how)
         self.model.refresh(ledger)
-        owner = self._owner_of(criterion)
+        owner = self._holder_of(criterion)
         if owner is None:
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
@@ -130,23 +122,18 @@ class Crew:
         wide, compiler = self._accumulate_dtype, Compiler(how)
         return Replicas(roots, devices or self.device_ids, wide, compiler)
 
-    def _owner_of(self, criterion: Callable[..., Any] | None) -> nn.Module | None:
-        """The module that is replicated for the criterion's sake; what a partial binds is in one.
-
-        Where the model has all of it, that is the model.
-        """
-        if type(criterion) is not functools.partial:
-            return owner_of(criterion)
-        bound = _Bound(criterion)
-        survey = Survey((bound,))
-        modules = [module for module in survey.modules.values() if module is not bound]
-        if not modules and not survey.tensors:
-            return None
+    def _holder_of(self, criterion: Callable[..., Any] | None) -> nn.Module | None:
+        """What is replicated for the criterion's sake: the model itself, where that has it all."""
+        holder = holder_of(criterion)
+        if not isinstance(holder, Bound):
+            return holder
+        survey = Survey((holder,))
+        modules = [module for module in survey.modules.values() if module is not holder]
         of_model = set(map(id, self.model.tensors))
         if of_model.issuperset(survey.tensors) and all(map(self.model.contains, modules)):
             return self.model.roots[0]
         (held, *_) = (*self._criterion.roots, None)
-        return held if isinstance(held, _Bound) and held.function is criterion else bound
+        return held if isinstance(held, Bound) and held.function is criterion else holder
 
     def clear(self) -> None:
         """Let go of the replicas' gradients, unless the replicas are let go themselves."""

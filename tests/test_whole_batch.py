@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_the_whole_batch(devices, loss, replicas, accum)
 def test_it_is_not_the_gradient_of_the_micro_batches(devices):
     """What accumulation gives instead: the tests above would not pass without the two passes."""
     with (
-        ScatterOnceParallel(two_views(), 3, devices(2)) as engine,
+        ScatterOnceParallel(two_views(), 3, devices(2), verify=False) as engine,
         pytest.raises(AssertionError, match="off by"),
     ):
         assert_step(engine, *batch(37), nt_xent)
@@ -227,7 +227,7 @@ def test_one_replica_draws_what_a_plain_loop_draws():
 @pytest.mark.draws
 def test_same_seed_same_bits_and_the_random_state_moves_as_in_an_ordinary_step(devices):
     found, states = [], []
-    with ScatterOnceParallel(noisy(), 3, devices(3)) as engine:
+    with ScatterOnceParallel(noisy(), 3, devices(3), verify=False) as engine:
         for whole in (True, True, False):
             torch.manual_seed(7)
             engine.module.zero_grad()
@@ -372,7 +372,7 @@ def test_mean_buffers_are_those_of_an_ordinary_step(devices):
     found = []
     for whole in (True, False):
         model = build(STATEFUL["batch norm"])
-        with ScatterOnceParallel(model, 3, devices(3), buffers="mean") as engine:
+        with ScatterOnceParallel(model, 3, devices(3), buffers="mean", verify=False) as engine:
             engine.forward_backward(randn(19, FEATURES), None, pairs, whole_batch=whole)
         found.append(model[1])
     assert torch.equal(found[0].running_var, found[1].running_var)
@@ -455,15 +455,16 @@ def test_a_criterion_with_parameters_and_buffers(devices, tied):
             assert_gradients(criterion, gradients(expected_criterion))
             assert_close(criterion.queue, expected_criterion.queue, "queue")
             assert len(seen) == 1
-        elements = sum(p.numel() for p in model.parameters())
-        away = 0 if devices(2)[0] == devices(2)[1] else elements * 8
-        assert engine.last_step.bytes["replicate"] == away  # the criterion's do not cross
+            if step == 0:  # the criterion's parameters do not cross
+                elements = sum(p.numel() for p in model.parameters())
+                away = 0 if devices(2)[0] == devices(2)[1] else elements * 8
+                assert engine.last_step.bytes["replicate"] == away
 
 
 def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices):
     """Replicated everywhere for one, on the master alone for the other."""
     model, criterion = build(lambda: nn.Linear(FEATURES, 4)), build(Tempered)
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+    with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
         for whole in (True, False, True):
             engine.forward_backward(randn(8, FEATURES), None, criterion, whole_batch=whole)
     assert criterion.scale.grad is not None

@@ -159,8 +159,8 @@ def fail(group, where, culprit):
             raise Trouble("mine")
         return LOSSES["clip"](outputs, labels)
 
-    options = {"whole_batch": True}
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
+    options, devices = {"whole_batch": True}, ["cpu"] * 2
+    with ScatterOnceParallel(model, 2, devices, process_group=group, verify=False) as engine:
         if group.rank() == culprit:
             model.when = where
             if where == "empty batch":

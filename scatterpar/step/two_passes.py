@@ -124,7 +124,7 @@ def train_whole(
             return batch.judge(criterion, scale=scale, check_finite=check_finite)
 
     try:
-        loss = _on(shares[0].device, workers, judge, seen)
+        loss = _judged_on(shares[0].device, workers, judge, seen)
         if peers is not None and peers.rank:
             _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
@@ -179,7 +179,7 @@ def first_pass(
     return Seen(pieces, joined, output, positions, outputs)
 
 
-def _on(
+def _judged_on(
     master: torch.device, workers: Workers, judge: Callable[[], Tensor], seen: Sequence[Seen]
 ) -> Tensor:
     """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
@@ -234,13 +234,13 @@ def second_pass(
         return
     position, buffers = streams.now(share.replica), _buffers(model.replicas[share.replica])
     model.rewind(share.replica)
-    changes: list[Tensor] = []
+    changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
         with noted(share, number), task.substep():
             streams.rewind(share.replica, own.positions[number])
             output = forward(task, number, dim)
-            changes.append(_change(output, own.pieces[number]))
+            changes.append(_changes(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             del output
     streams.rewind(share.replica, position)
@@ -259,22 +259,22 @@ def _gradients(piece: Any) -> list[Tensor | None]:
     return [leaf.grad for leaf in nested.tensors(piece)]
 
 
-def _change(output: Any, piece: Any) -> Tensor:
+def _changes(output: Any, piece: Any) -> list[Tensor]:
     """By how much of the tolerance an output of the second pass is not that of the first.
 
-    Left on the device: to ask for the number here would make the next sub-step wait.
+    Left on the device: to ask for the numbers here would make the next sub-step wait.
+
+    Raises:
+        RuntimeError: the outputs are not of the same kind.
     """
-    pairs = list(zip(nested.tensors(output), nested.tensors(piece), strict=False))
-    if len(list(nested.tensors(output))) != len(list(nested.tensors(piece))) or any(
-        _kind(now) != _kind(before) for now, before in pairs
-    ):
+    now, before = list(nested.tensors(output)), list(nested.tensors(piece))
+    if [_kind(tensor) for tensor in now] != [_kind(tensor) for tensor in before]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
-    changes = [
-        _distance(now.detach(), before.detach())
-        for now, before in pairs
-        if before.numel() and before.grad is not None
+    return [
+        _distance(one.detach(), other.detach())
+        for one, other in zip(now, before, strict=True)
+        if other.numel() and other.grad is not None
     ]
-    return torch.stack(changes).amax() if changes else torch.zeros(())
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -293,15 +293,14 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
 
 
-def _require_unchanged(changes: Sequence[Tensor], share: Share) -> None:
+def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
     """Refuse gradients that belong to other outputs than the loss was computed from.
 
     Raises:
         RuntimeError: an output of the second pass is not that of the first.
     """
-    found = torch.stack(list(changes)).tolist() if changes else []
-    for number, change in enumerate(found):
-        if not change <= 1:
+    for number, found in enumerate(changes):
+        if not all(change.item() <= 1 for change in found):
             with noted(share, number):
                 raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
 

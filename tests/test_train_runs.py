@@ -118,6 +118,16 @@ def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
     assert len(steps(out)) == 9
 
 
+def test_a_run_whose_first_picture_is_broken_leaves_nothing_to_resume(tmp_path, capsys):
+    folder = write_folder(tmp_path / "data", train=16, test=2, ending="jpg")
+    for file in (folder / "train").rglob("*.jpg"):
+        truncate(file)
+    options = ["--image-size", "28", "--workers", "0"]
+    assert train(folder, tmp_path / "out", *options) == 2
+    assert "; no checkpoint was written yet" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
 def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
     folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
     for part in ("train", "test"):
@@ -241,7 +251,7 @@ class Residual(Dropping):
 
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ["--optimizer", "AdamW", "--optimizer-option", "betas=(0.9,0.95)", "--autocast"]
+    options = ["--optimizer", "adamw", "--optimizer-option", "betas=(0.9,0.95)", "--autocast"]
     options += ["float16", "--channels-last", "--zero-init-residual"]
     options += ["--model", "test_train_runs:Residual", "--shares", "2,1", "--measure-noise"]
     options += ["--base-lr", "0.003", "--eval-every", "2", "--drop-at", "1,2", "--workers", "0"]
@@ -315,7 +325,7 @@ def test_fine_tuning_takes_what_fits_and_names_the_rest(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--optimizer", "Adan"], "--optimizer Adan: torch.optim has no such class"),
+        (["--optimizer", "Adan"], "--optimizer Adan: torch.optim has no such class, but "),
         (["--optimizer-option", "beta=3"], "unexpected keyword argument 'beta'"),
         (["--optimizer-option", "beta"], "'beta' is not of the form name=value"),
         (["--drop-at", "2,2"], "--drop-at: 2 must be after the 2 before it"),

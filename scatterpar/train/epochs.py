@@ -98,7 +98,8 @@ class Run:
         except FloatingPointError as error:
             return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
         except FeedError as error:
-            if self.training.machines.size == 1:  # others would have to take part
+            alone = self.training.machines.size == 1  # others would have to take part
+            if alone and self._saved < self.progress.step:
                 self._save()
             raise self._with_what_is_kept(error) from error
         except UsageError as error:

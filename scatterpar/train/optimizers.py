@@ -38,7 +38,7 @@ def make_optimizer(
     """Build an optimizer of `torch.optim` for a model, without decay of biases and norms.
 
     Args:
-        name: of a class in `torch.optim`, such as `SGD` or `AdamW`.
+        name: of a class in `torch.optim`, such as `SGD` or `AdamW`, in any case.
         model: whose parameters it moves.
         rate: the learning rate.
         weight_decay: of all other parameters.
@@ -47,9 +47,15 @@ def make_optimizer(
     Raises:
         UsageError: there is no such optimizer, or it does not take the arguments.
     """
-    factory = getattr(torch.optim, name, None)
-    if not (isinstance(factory, type) and issubclass(factory, Optimizer)):
-        raise UsageError(f"--optimizer {name}: torch.optim has no such class; SGD, AdamW, …")
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    factory = known.get(name.lower())
+    if factory is None:
+        names = ", ".join(sorted(value.__name__ for value in known.values()))
+        raise UsageError(f"--optimizer {name}: torch.optim has no such class, but {names}")
     try:
         made: Any = factory(weight_decay_groups(model, weight_decay), **{"lr": rate, **keywords})
     except (TypeError, ValueError) as error:

@@ -79,7 +79,7 @@ def prepare(
     batches = Batches(images, options.batch, options.seed)
     _require_rows_to_normalise(model, engine, batches, machines)
     keywords = dict(options.optimizer_options)
-    if options.optimizer == "SGD":
+    if options.optimizer.lower() == "sgd":
         keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
     rate = linear_scaled_lr(options.base_lr, options.batch)
     optimizer = make_optimizer(options.optimizer, model, rate, options.weight_decay, keywords)

@@ -1,0 +1,137 @@
+"""How a Trainer's losses combine: found out with two rows, never guessed in silence.
+
+What a model's signature says of ``num_items_in_batch`` is no proof: BERT for regression accepts it
+and ignores it. So the loss of two rows is looked at. With twice the number it is half of it if it
+divides by the number. And the losses of each row alone make up that of both in one way, or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["LABELS", "PARTS", "ROWS", "SUM", "Combination", "rows_of", "terms_of", "try_out"]
+
+PARTS = "sum of parts, each divided by num_items_in_batch"
+LABELS = "mean over labels"
+ROWS = "mean over rows"
+SUM = "sum"
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How losses combine.
+
+    Attributes:
+        kind: ``PARTS``, ``LABELS``, ``ROWS`` or ``SUM``.
+        deviation: how far that was from the loss of both rows, relative to it.
+        tolerance: what rounding explains.
+        decisive: no other kind fits.
+    """
+
+    kind: str
+    deviation: float
+    tolerance: float
+    decisive: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether the losses combine so, up to rounding."""
+        return self.deviation <= self.tolerance
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether losses are added as they are, each given the whole number of items."""
+        return self.kind in (PARTS, SUM)
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """The rows of a Trainer's batch: the first tensor's size."""
+    return next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), 1)
+
+
+def terms_of(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | int:
+    """How many labels count, as the Trainer counts them; the rows where there are no labels.
+
+    Args:
+        batch: what the model takes.
+        shifted: the loss leaves out the first label of each row.
+    """
+    labels = batch.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or not labels.ndim:
+            return rows_of(batch)
+        labels = labels[..., 1:] if shifted else labels
+    return labels.ne(_IGNORED).sum()
+
+
+def try_out(
+    loss_of: Callable[[Mapping[str, Any], Any], Tensor],
+    batch: Mapping[str, Any],
+    terms: Callable[[Mapping[str, Any]], Any],
+    tolerance: float,
+) -> Combination | None:
+    """The kind by which the losses of two rows make up that of both; ``None`` if it does not tell.
+
+    Args:
+        loss_of: the loss of a batch, given its number of items; without side effects.
+        batch: two rows at least, or nothing can be told.
+        terms: the number of items of a batch.
+        tolerance: relative differences that rounding explains.
+    """
+    pair = _telling_rows(batch, terms)
+    if pair is None:
+        return None
+    pieces = [_select(batch, [i]) for i in pair]
+    both = _select(batch, list(pair))
+    items, own = terms(both), [terms(piece) for piece in pieces]
+
+    def loss(rows: Mapping[str, Any], number: Any) -> float:
+        return float(loss_of(rows, number))
+
+    whole = loss(both, items)
+    size = abs(whole) or 1.0
+    if abs(2 * loss(both, 2 * items) - whole) <= tolerance * size:
+        parts = sum(loss(piece, items) for piece in pieces)
+        return Combination(PARTS, abs(parts - whole) / size, tolerance, decisive=True)
+    one, two = (loss(piece, number) for piece, number in zip(pieces, own, strict=True))
+    first, second = map(float, own)
+    off = {
+        LABELS: abs((first * one + second * two) / (first + second) - whole) / size,
+        ROWS: abs((one + two) / 2 - whole) / size,
+        SUM: abs(one + two - whole) / size,
+    }
+    if any(value != value for value in off.values()):
+        return None
+    fitting = [kind for kind in off if off[kind] <= tolerance]
+    kind = fitting[0] if fitting else min(off, key=lambda kind: off[kind])
+    return Combination(kind, off[kind], tolerance, first != second and len(fitting) == 1)
+
+
+def _telling_rows(
+    batch: Mapping[str, Any], terms: Callable[[Mapping[str, Any]], Any]
+) -> tuple[int, int] | None:
+    """The two rows with the fewest and the most terms, but not without any."""
+    counts = {i: float(terms(_select(batch, [i]))) for i in range(rows_of(batch))}
+    counted = sorted((count, i) for i, count in counts.items() if count)
+    return (counted[0][1], counted[-1][1]) if len(counted) > 1 else None
+
+
+def _select(batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
+    """Some rows of a batch; its lists with one entry per row, too."""
+    count = rows_of(batch)
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and len(value) == count:
+            return value[rows]
+        if isinstance(value, list) and len(value) == count:
+            return [value[i] for i in rows]
+        return value
+
+    return {key: one(value) for key, value in batch.items()}

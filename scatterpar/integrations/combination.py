@@ -13,10 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["LABELS", "PARTS", "ROWS", "SUM", "Combination", "rows_of", "terms_of", "try_out"]
+__all__ = [
+    "LABELS",
+    "PARTS",
+    "ROWS",
+    "SHIFTED",
+    "SUM",
+    "Combination",
+    "rows_of",
+    "terms_of",
+    "try_out",
+]
 
 PARTS = "sum of parts, each divided by num_items_in_batch"
 LABELS = "mean over labels"
+SHIFTED = "mean over labels without the first of each row"
 ROWS = "mean over rows"
 SUM = "sum"
 
@@ -28,7 +39,7 @@ class Combination:
     """How losses combine.
 
     Attributes:
-        kind: ``PARTS``, ``LABELS``, ``ROWS`` or ``SUM``.
+        kind: ``PARTS``, ``LABELS``, ``SHIFTED``, ``ROWS`` or ``SUM``.
         deviation: how far that was from the loss of both rows, relative to it.
         tolerance: what rounding explains.
         decisive: no other kind fits.
@@ -101,9 +112,14 @@ def try_out(
         parts = sum(loss(piece, items) for piece in pieces)
         return Combination(PARTS, abs(parts - whole) / size, tolerance, decisive=True)
     one, two = (loss(piece, number) for piece, number in zip(pieces, own, strict=True))
+
+    def mean(first: float, second: float) -> float:
+        return abs((first * one + second * two) / ((first + second) or 1.0) - whole) / size
+
     first, second = map(float, own)
     off = {
-        LABELS: abs((first * one + second * two) / (first + second) - whole) / size,
+        LABELS: mean(first, second),
+        SHIFTED: mean(*(float(terms_of(piece, shifted=True)) for piece in pieces)),
         ROWS: abs((one + two) / 2 - whole) / size,
         SUM: abs(one + two - whole) / size,
     }

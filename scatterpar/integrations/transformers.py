@@ -12,6 +12,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from scatterpar.integrations.combination import (
     LABELS,
     PARTS,
     ROWS,
+    SHIFTED,
     SUM,
     Combination,
     rows_of,
@@ -159,7 +161,7 @@ class ScatterOnceMixin(_Base):
                     "whole": combination.adds_up,
                 },
                 reduction="sum" if combination.adds_up else "mean",
-                count=self._count if combination.kind == LABELS else None,
+                count=None if combination.adds_up else partial(self._count, combination.kind),
                 scaler=self.accelerator.scaler,
             )
         if self.args.torch_empty_cache_steps and not (
@@ -181,8 +183,14 @@ class ScatterOnceMixin(_Base):
     def _terms(self, batch: Any) -> Any:
         return terms_of(batch, shifted=self._loss_shifts_labels)
 
-    def _count(self, inputs: Any, _: Any) -> Any:
-        return self._terms(inputs["batch"])
+    def _count(self, kind: str, inputs: Any, _: Any) -> Any:
+        return self._weight_of(inputs["batch"], kind)
+
+    def _weight_of(self, batch: Any, kind: str) -> Any:
+        """How much a micro-batch's mean counts."""
+        if kind == ROWS:
+            return rows_of(batch)
+        return terms_of(batch, shifted=True) if kind == SHIFTED else self._terms(batch)
 
     def _as_rows(self, batch: Any) -> dict[str, Any]:
         """The batch as the Trainer prepares it, but on the host, and its lists marked."""
@@ -309,15 +317,16 @@ class ScatterOnceMixin(_Base):
     def _outputs_of(self, model: nn.Module, kind: str, **inputs: Any) -> dict[str, Any]:
         """A micro-batch's outputs; its loss and the loss's weight, spread over its rows."""
         rows = rows_of(inputs)
-        own = self._terms(inputs) if kind == LABELS else rows
-        if inputs.get("num_items_in_batch") is not None and kind in (LABELS, ROWS):
+        adds_up = kind in (PARTS, SUM)
+        own = rows if adds_up else self._weight_of(inputs, kind)
+        if inputs.get("num_items_in_batch") is not None and not adds_up:
             inputs["num_items_in_batch"] = self._terms(inputs)
         outputs = model(**inputs)
         loss = _loss_in(outputs)
         if loss is None:
             return {"outputs": outputs, "loss": None, "weight": None}
         weight = torch.as_tensor(own, device=loss.device)
-        part = loss.detach() if kind in (PARTS, SUM) else torch.where(weight > 0, loss * weight, 0)
+        part = loss.detach() if adds_up else torch.where(weight > 0, loss * weight, 0)
         return {
             "outputs": _with_loss(outputs, torch.zeros_like(loss)),
             "loss": (part / rows).expand(rows),
@@ -429,7 +438,8 @@ def _refuse(args: Any, model: Any) -> None:
         "a model spread by device_map": len(set(getattr(model, "hf_device_map", None) or ())) > 1
         and len(set(model.hf_device_map.values())) > 1,
         "torch_compile": args.torch_compile,
-        f"the optimizer {args.optim}": "lomo" in str(args.optim).lower(),
+        f"the optimizer {getattr(args.optim, 'value', args.optim)}": "lomo"
+        in str(args.optim).lower(),
     }
     reasons = {
         "torch_compile": "its replicas would run the code of the original; leave it out",

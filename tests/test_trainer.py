@@ -1,0 +1,518 @@
+"""ScatterOnceTrainer beside the stock Trainer on one device, with the same total batch."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from helpers.oracle import assert_close
+from helpers.trainers import (
+    arguments,
+    image_classifier,
+    images,
+    language_model,
+    padded,
+    quietly,
+    sentences,
+    sequence_classifier,
+    token_classifier,
+)
+from torch import nn
+
+from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
+
+pytestmark = pytest.mark.draws
+
+ROWS = 29  # in windows of 12: the last one is ragged, and so is a batch in it
+SAME = 1e-9
+
+
+def collate_images(rows):
+    return {
+        "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+CASES = {
+    "causal language model": (language_model, sentences, padded),
+    "sequence classifier": (sequence_classifier, sentences, partial(padded, kind="classes")),
+    "regression": (
+        partial(sequence_classifier, num_labels=1, problem_type="regression"),
+        sentences,
+        partial(padded, kind="numbers"),
+    ),
+    "token classifier": (token_classifier, sentences, partial(padded, kind="tokens")),
+    "image classifier": (image_classifier, images, collate_images),
+}
+
+
+class Heard(transformers.TrainerCallback):
+    """The order of events."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.events.append(("begin", state.global_step))
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.events.append(("substep", state.global_step))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.events.append(("end", state.global_step, state.epoch))
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.events.append(("epoch", state.epoch))
+
+
+def accuracy(prediction):
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
+    return {"accuracy": float(right.mean()), "number": prediction.label_ids.size}
+
+
+def build(cls, folder, case, options, trainer_options=None, model=None):
+    factory, data, collate = CASES[case]
+    return cls(
+        model if model is not None else factory(),
+        arguments(folder, remove_unused_columns=False, **options),
+        data_collator=collate,
+        train_dataset=data(ROWS),
+        eval_dataset=data(7),
+        **(trainer_options or {}),
+    )
+
+
+def beside(folder, case, *, options=None, trainer_options=None, model=None, devices=None):
+    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows."""
+    options, trainer_options = options or {}, trainer_options or {}
+    model = model if model is not None else CASES[case][0]()
+    ours = build(
+        ScatterOnceTrainer,
+        folder,
+        case,
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **options},
+        {"device_ids": devices or ["cpu:0", "cpu:1"], **trainer_options},
+        copy.deepcopy(model),
+    )
+    stock = build(
+        transformers.Trainer,
+        folder,
+        case,
+        {"per_device_train_batch_size": 12, **options},
+        trainer_options,
+        copy.deepcopy(model),
+    )
+    for trainer in (ours, stock):
+        quietly(trainer.train)
+    return ours, stock
+
+
+def assert_same(ours, stock, relative=SAME):
+    for (name, parameter), other in zip(
+        ours.model.named_parameters(), stock.model.parameters(), strict=True
+    ):
+        off = (parameter - other).norm()
+        assert off <= relative * other.norm().clamp(min=1e-3), f"{name}: off by {off}"
+    mine, theirs = (trainer.state.log_history for trainer in (ours, stock))
+    assert len(mine) == len(theirs)
+    for log, other in zip(mine, theirs, strict=True):
+        timed = {key for key in log if "runtime" in key or "per_second" in key} | {
+            "total_flos",
+            "epoch",
+        }
+        assert log.keys() == other.keys()
+        for key in log.keys() - timed:
+            assert log[key] == pytest.approx(other[key], rel=2e-6), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_those_of_one_device(tmp_path, case):
+    """Parameters, learning rates, losses, gradient norms, epochs; the last window is ragged."""
+    ours, stock = beside(tmp_path, case, options={"max_steps": 10})
+    assert ours.state.global_step == 10
+    assert_same(ours, stock)
+    mine, theirs = (quietly(trainer.evaluate) for trainer in (ours, stock))
+    assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-6)
+
+
+def test_epochs_callbacks_and_metrics(tmp_path):
+    heard = [Heard(), Heard()]
+    options = {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
+    factory, data, collate = CASES[
+        "causal language model"
+    ]  # stock Trainers add up the others' means
+    trainers = []
+    for cls, size, callback, extra in (
+        (ScatterOnceTrainer, 3, heard[0], {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, 6, heard[1], {}),
+    ):
+        trainer = cls(
+            factory(),
+            arguments(
+                tmp_path,
+                remove_unused_columns=False,
+                per_device_train_batch_size=size,
+                per_device_eval_batch_size=size + 1 if cls is ScatterOnceTrainer else 8,
+                gradient_accumulation_steps=2,
+                **options,
+            ),
+            data_collator=collate,
+            train_dataset=data(24),
+            eval_dataset=data(8),
+            compute_metrics=accuracy,
+            callbacks=[callback],
+            **extra,
+        )
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+    assert heard[0].events == heard[1].events
+    assert ("substep", 0) in heard[0].events
+    assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
+    predictions = [quietly(trainer.predict, data(7)) for trainer in trainers]
+    assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
+    assert_close(*(torch.tensor(p.predictions) for p in predictions), "predictions", SAME)
+
+
+def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
+    """Windows of padded batches: every byte once, parameters and gradients once."""
+    seen = []
+
+    class Looks(ScatterOnceTrainer):
+        def training_step(self, *args):
+            loss = super().training_step(*args)
+            if self._engine is not None and self._engine.last_step is not None:
+                seen.append(self._engine.last_step)
+            return loss
+
+    trainer = build(
+        Looks,
+        tmp_path,
+        "causal language model",
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 1},
+        {"device_ids": ["cpu:0", "cpu:1"]},
+    )
+    quietly(trainer.train)
+    (report,) = seen
+    assert report.plan.rows == 12
+    assert [len(share.micro_batches) for share in report.plan.shares] == [2, 2]
+    weights = sum(p.numel() for p in trainer.model.parameters()) * 8
+    assert report.bytes["replicate"] - weights < weights / 2, "buffers aside"
+    assert report.bytes["reduce"] == weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"max_grad_norm": 0.1},
+        {"max_grad_norm": 0.0, "average_tokens_across_devices": False},
+        {"activation_checkpointing": True},
+        {"neftune_noise_alpha": None, "dataloader_drop_last": True},
+        {"optim": "sgd", "lr_scheduler_type": "cosine"},
+    ],
+    ids=str,
+)
+def test_options(tmp_path, options):
+    assert_same(*beside(tmp_path, "causal language model", options=options))
+
+
+def test_bf16_autocast(tmp_path):
+    """In the workers as in the caller: half precision's own rounding apart."""
+    ours, stock = beside(
+        tmp_path,
+        "sequence classifier",
+        options={"bf16": True, "max_steps": 3},
+        model=CASES["sequence classifier"][0]().float(),
+    )
+    assert_same_logs(ours, stock, 2e-2)
+
+
+def assert_same_logs(ours, stock, relative):
+    for log, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        if "loss" in log:
+            assert log["loss"] == pytest.approx(other["loss"], rel=relative)
+
+
+def test_the_scaler_of_fp16(tmp_path):
+    """Gradients come out scaled and are unscaled before they are clipped; overflow skips a step."""
+    trainers = []
+    for cls, size, k, extra in (
+        (ScatterOnceTrainer, 3, 2, {"device_ids": ["cpu"] * 2}),
+        (transformers.Trainer, 12, 1, {}),
+    ):
+        trainer = build(
+            cls,
+            tmp_path,
+            "sequence classifier",
+            {"per_device_train_batch_size": size, "gradient_accumulation_steps": k},
+            extra,
+        )
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        trainer.accelerator.state._mixed_precision = "fp16"
+        trainer.accelerator.native_amp = False
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+
+
+class IgnoresItems(nn.Module):
+    """Takes loss keywords, and computes its own mean, as BERT does for regression."""
+
+    def __init__(self, combine):
+        super().__init__()
+        self.words = nn.Embedding(31, 4)
+        self.combine = combine
+
+    def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
+        losses = self.words(input_ids).square().sum(-1)[..., 1:][labels[..., 1:] != -100]
+        return {"loss": self.combine(losses, num_items_in_batch), "logits": losses}
+
+
+LOSSES = {
+    "divides": lambda losses, items: losses.sum() / items,
+    "hides that it divides": lambda losses, items: losses.sum() / int(items),
+    "ignores it": lambda losses, items: losses.mean(),
+    "an auxiliary mean too": lambda losses, items: (
+        losses.sum() / items + 0.1 * losses.sqrt().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
+    torch.manual_seed(0)
+    model = IgnoresItems(LOSSES[how]).double()
+    model.loss_type = "ForCausalLM"  # labels are shifted in the loss
+    ours, stock = beside(tmp_path, "causal language model", model=model, options={"max_steps": 4})
+    assert_same(ours, stock, 1e-7)
+    assert not [w for w in recwarn if "combine" in str(w.message)]
+
+
+def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
+    model = IgnoresItems(lambda losses, items: losses.sum().square() / items).double()
+    with pytest.warns(UserWarning, match="how the losses of micro-batches combine is not known"):
+        beside(tmp_path, "causal language model", model=model, options={"max_steps": 1})
+
+
+def test_a_loss_function_that_adds_up(tmp_path):
+    """``compute_loss_func`` may ignore the number of items, and sum."""
+
+    def total(outputs, labels, num_items_in_batch=None):
+        logits = outputs["logits"].movedim(-1, 1)
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    ours, stock = beside(
+        tmp_path,
+        "causal language model",
+        trainer_options={"compute_loss_func": total},
+        options={"max_steps": 3},
+    )
+    assert_same(ours, stock)
+
+
+def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
+    class Weighted:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
+            return (loss, outputs) if return_outputs else loss
+
+    case = "sequence classifier"
+    ours = build(
+        type("Ours", (ScatterOnceMixin, Weighted, transformers.Trainer), {}),
+        tmp_path,
+        case,
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+        {"device_ids": ["cpu:0", "cpu:1"]},
+    )
+    stock = build(
+        type("Stock", (Weighted, transformers.Trainer), {}),
+        tmp_path,
+        case,
+        {"per_device_train_batch_size": 12},
+    )
+    for trainer in (ours, stock):
+        quietly(trainer.train)
+    assert_same(ours, stock)
+
+
+def test_an_overridden_training_step_is_warned_of(tmp_path):
+    class Steps(transformers.Trainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    both = type("Both", (ScatterOnceMixin, Steps), {})
+    with pytest.warns(UserWarning, match="Steps.training_step is not called"):
+        build(both, tmp_path, "sequence classifier", {}, {"device_ids": ["cpu"]})
+
+
+class Streams(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(sentences(ROWS))
+
+
+@pytest.mark.parametrize("source", ["iterable", "workers"])
+def test_iterable_datasets_and_workers(tmp_path, source):
+    options = {"max_steps": 3}
+    if source == "workers":
+        options["dataloader_num_workers"] = 1
+    trainers = []
+    for cls, size, k, extra in (
+        (ScatterOnceTrainer, 3, 2, {"device_ids": ["cpu"] * 2}),
+        (transformers.Trainer, 6, 2, {}),
+    ):
+        trainer = build(
+            cls,
+            tmp_path,
+            "causal language model",
+            {"per_device_train_batch_size": size, "gradient_accumulation_steps": k, **options},
+            extra,
+        )
+        if source == "iterable":
+            trainer.train_dataset = Streams()
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+
+
+def test_model_init(tmp_path):
+    ours = ScatterOnceTrainer(
+        model_init=lambda: language_model(),
+        args=arguments(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6),
+        data_collator=padded,
+        train_dataset=sentences(ROWS),
+        device_ids=["cpu:0", "cpu:1"],
+    )
+    quietly(ours.train)
+    quietly(ours.train)  # anew, with another model
+    stock = build(
+        transformers.Trainer, tmp_path, "causal language model", {"per_device_train_batch_size": 12}
+    )
+    quietly(stock.train)
+    for parameter, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert_close(parameter.detach(), other.detach(), "parameter", SAME)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_checkpoints_go_both_ways(tmp_path, swapped):
+    """Four steps of the one, and two of the other, are six."""
+    classes = [
+        (
+            ScatterOnceTrainer,
+            {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+            {"device_ids": ["cpu:0", "cpu:1"]},
+        ),
+        (
+            transformers.Trainer,
+            {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+            {},
+        ),
+    ]
+    (first, own, extra), (second, other, more) = classes[::-1] if swapped else classes
+    case = "causal language model"
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    quietly(build(first, tmp_path, case, {**own, **saving}, extra).train)
+    resumed = build(second, tmp_path, case, {**other, "max_steps": 6}, more)
+    quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    plain = build(
+        transformers.Trainer,
+        tmp_path,
+        case,
+        {**other, "max_steps": 6} if not swapped else {**own, "max_steps": 6},
+    )
+    quietly(plain.train)
+    for (name, parameter), expected in zip(
+        resumed.model.named_parameters(), plain.model.parameters(), strict=True
+    ):
+        assert_close(parameter.detach(), expected.detach(), name, SAME)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert saved.keys() <= plain.model.state_dict().keys()
+
+
+def test_resumed_is_uninterrupted_with_dropout(tmp_path):
+    case, ids = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
+    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = build(
+        ScatterOnceTrainer, tmp_path, case, {**options, **saving}, ids, language_model(0.2)
+    )
+    quietly(whole.train)
+    resumed = build(ScatterOnceTrainer, tmp_path, case, options, ids, language_model(0.2))
+    quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for parameter, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
+    """``auto_find_batch_size`` is the Trainer's own."""
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = language_model()
+
+        def forward(self, input_ids, attention_mask, labels):
+            if len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. simulated")
+            return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
+
+    trainer = build(
+        ScatterOnceTrainer,
+        tmp_path,
+        "causal language model",
+        {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "max_steps": 2},
+        {"device_ids": ["cpu"] * 2},
+        Small(),
+    )
+    quietly(trainer.train)
+    assert trainer._train_batch_size == 4
+    assert not recwarn.list
+    assert trainer.state.global_step == 2
+
+
+def refused(tmp_path, monkeypatch, words, model=None, device_ids=("cpu",), **changes):
+    args = arguments(tmp_path)
+    for name, value in changes.items():
+        if name == "world_size":
+            monkeypatch.setattr(type(args), name, value)
+        else:
+            setattr(args, name, value)
+    with pytest.raises(ValueError, match=words):
+        ScatterOnceTrainer(
+            model or language_model(),
+            args,
+            data_collator=padded,
+            train_dataset=sentences(4),
+            device_ids=device_ids,
+        )
+
+
+def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
+    spread = language_model()
+    spread.hf_device_map = {"a": 0, "b": 1}
+    refused(tmp_path, monkeypatch, "DeepSpeed.*use the stock Trainer", deepspeed="zero2.json")
+    refused(tmp_path, monkeypatch, "FSDP", fsdp="full_shard")
+    refused(tmp_path, monkeypatch, "lomo", optim=transformers.training_args.OptimizerNames.LOMO)
+    refused(tmp_path, monkeypatch, "device_map", model=spread)
+    refused(tmp_path, monkeypatch, "torch_compile", torch_compile=True)
+    refused(tmp_path, monkeypatch, "torchrun", world_size=2)
+
+
+def test_device_ids_begin_with_the_trainer_s_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.TrainingArguments, "device", torch.device("meta"))
+    refused(tmp_path, monkeypatch, "must begin with the Trainer's own device, meta.*got cpu first")
+
+
+def test_the_package_does_not_import_transformers():
+    code = "import scatterpar, sys; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

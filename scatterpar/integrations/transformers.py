@@ -143,6 +143,7 @@ class ScatterOnceMixin(_Base):
         if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
+        self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
         model.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
@@ -206,7 +207,11 @@ class ScatterOnceMixin(_Base):
         if self._engine is not None and self._engine.module.model is not self.model:
             self._let_go()
         if self._engine is None:
-            self._engine = ScatterOnceParallel(_Work(self._module()), device_ids=self._replicas())
+            self._engine = ScatterOnceParallel(
+                _Work(self._module()),
+                device_ids=self._replicas(),
+                verify=False,  # see below
+            )
         return self._engine
 
     def _let_go(self) -> None:
@@ -431,6 +436,7 @@ class _OnAllReplicas(nn.DataParallel[nn.Module]):
 
 def _refuse(args: Any, model: Any) -> None:
     """Refuse, by name, what needs other processes, or another owner of the model or gradients."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
     found = {
         "torchrun (several processes)": args.world_size > 1,
         "DeepSpeed": bool(args.deepspeed),
@@ -438,8 +444,7 @@ def _refuse(args: Any, model: Any) -> None:
         "a model spread by device_map": len(set(getattr(model, "hf_device_map", None) or ())) > 1
         and len(set(model.hf_device_map.values())) > 1,
         "torch_compile": args.torch_compile,
-        f"the optimizer {getattr(args.optim, 'value', args.optim)}": "lomo"
-        in str(args.optim).lower(),
+        f"the optimizer {optimizer}": "lomo" in optimizer,
     }
     reasons = {
         "torch_compile": "its replicas would run the code of the original; leave it out",

@@ -339,6 +339,7 @@ class ScatterOnceParallel(Wrapper):
         batch = (request.inputs, None if whole else request.targets)
         is_mean = request.reduction == "mean"
         scale = self._scale(request.scaler)
+        self._crew.check_links()
         streams = self._streams(plan)
         try:
             with clock.phase("scatter"):
@@ -452,6 +453,7 @@ class ScatterOnceParallel(Wrapper):
         batch = ((inputs, kwargs), None)
         with Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
+            self._crew.check_links()
             streams = self._streams(plan)
             workers = self._crew.workers
             try:

@@ -57,7 +57,7 @@ def doctor(
     if json is not None:
         Path(json).touch()  # a minute later is late for a name that cannot be written
     found = Report([str(place) for place in places])
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         _examine(places, found)
     if json is not None:
         found.write(Path(json))

@@ -31,16 +31,15 @@ class Problem:
 
     def module(self, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The network, with the same weights every time; the caller's generators stay."""
-        with torch.random.fork_rng(devices=()), torch.device("cpu"):
+        with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(0)
             return self.build().to(physical(device), dtype)
 
     def batch(self, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Inputs and labels on the host, the same every time."""
-        with torch.device("cpu"):
-            generator = torch.Generator().manual_seed(1)
-            inputs = self.data(rows, generator)
-            labels = torch.randint(_CLASSES, (rows,), generator=generator)
+        generator = torch.Generator().manual_seed(1)
+        inputs = self.data(rows, generator)
+        labels = torch.randint(_CLASSES, (rows,), generator=generator)
         return inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
 
 

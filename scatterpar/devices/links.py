@@ -9,7 +9,6 @@ https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
+from scatterpar.report import warn
 
 __all__ = ["check_links", "pattern"]
 
@@ -47,11 +47,10 @@ def check_links(device_ids: Sequence[torch.device]) -> None:
                     f"were sent, and so it did through the host's memory; nothing that is computed "
                     f"here can be trusted. Run: python -m scatterpar doctor"
                 )
-            warnings.warn(
+            warn(
                 f"a copy of {_BYTES} bytes from {source} to {target} brought other bytes than "
                 f"were sent: copies between them go through the host's memory from now on, "
-                f"which is slower, and exact. To find the reason, run: python -m scatterpar doctor",
-                stacklevel=2,
+                f"which is slower, and exact. To find the reason, run: python -m scatterpar doctor"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -69,7 +70,9 @@ def examine(problem: Problem, devices: Sequence[torch.device]) -> Speed:
     size = _ROWS_ON_CPU if any(device.type == "cpu" for device in devices) else _ROWS
     speed = Speed(problem.name, size * ACCUM * len(devices))
     try:
-        _measure(problem, devices, speed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the engine warns of, the exact step has told
+            _measure(problem, devices, speed)
     except Exception as error:
         speed.error = f"{type(error).__name__}: {error}"
     return speed

@@ -68,7 +68,7 @@ def _torch() -> str:
     runtimes = [f"{name} {number}" for name, number in built.items() if number]
     if torch.backends.cudnn.is_available():
         runtimes.append(f"cuDNN {torch.backends.cudnn.version()}")
-    return ", ".join([torch.__version__, *runtimes])
+    return ", ".join([version.__version__, *runtimes])
 
 
 def _kernel() -> str:

@@ -1,5 +1,6 @@
 """Very large batches on all the GPUs of one machine, in one process, exactly and fast."""
 
+from scatterpar.checkup.doctor import doctor
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.pair.criterion import DataParallelCriterion
 from scatterpar.pair.model import DataParallelModel
@@ -28,6 +29,7 @@ __all__ = [
     "Share",
     "StepReport",
     "count_labels",
+    "doctor",
     "gather",
     "gradual_warmup",
     "linear_scaled_lr",

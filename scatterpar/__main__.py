@@ -1,4 +1,4 @@
-"""The command line: `python -m scatterpar train` and `python -m scatterpar predict`."""
+"""The command line: `python -m scatterpar` with `train`, `predict` or `doctor`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-_USAGE = "usage: python -m scatterpar {train, predict} [options] (each has a --help)"
+_USAGE = "usage: python -m scatterpar {train, predict, doctor} [options] (each has a --help)"
 
 
 def main(arguments: list[str]) -> int:
@@ -20,6 +20,10 @@ def main(arguments: list[str]) -> int:
             from scatterpar.train.predict import main as predict
 
             return predict(options)
+        case ["doctor", *options]:
+            from scatterpar.checkup.cli import main as doctor
+
+            return doctor(options)
         case ["-h" | "--help", *_]:
             print(_USAGE)
             return 0

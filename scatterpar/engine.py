@@ -339,6 +339,7 @@ class ScatterOnceParallel(Wrapper):
     ) -> Outcome:
         ledger, clock, streams = Ledger(), Clock(), self._streams(plan)
         scale = self._scale(request.scaler)
+        self._crew.check_links()
         try:
             with clock.phase("scatter"):
                 weights, terms = weigh(
@@ -466,6 +467,7 @@ class ScatterOnceParallel(Wrapper):
         batch = ((inputs, kwargs), None)
         with Ledger() as ledger:
             plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
+            self._crew.check_links()
             streams = self._streams(plan)
             try:
                 scattered = scatter(batch, plan, self.dim, ledger)

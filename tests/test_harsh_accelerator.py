@@ -15,6 +15,7 @@ from simulated import NAME, control
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.checkup import copies, exactness, problems
 
 pytestmark = [
     pytest.mark.cuda,
@@ -205,3 +206,41 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
             found = control.counters() - before
         assert found.synchronizations <= 3 + 2, found
         assert found.blocking_copies <= 3 + 2, found
+
+
+@pytest.mark.parametrize("kind", ["dropped", "altered"])
+@pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["out", "back"])
+def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
+    """Broken peer access says nothing: the gradient was simply wrong (pytorch #84803)."""
+    model, inputs, targets = problem()
+    criterion = nn.CrossEntropyLoss()
+    with seeded():
+        other = copy.deepcopy(model)
+    expected = criterion(other(inputs.to(FIRST)), targets.to(FIRST))
+    expected.backward()
+    batch = inputs.to(FIRST), targets.to(FIRST)  # a batch on a card crosses that way too
+    source, target = (f"{NAME}:{i}" for i in way)
+    with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+        with pytest.warns(UserWarning, match=f"from {source} to {target} brought other bytes"):
+            engine.forward_backward(*batch, criterion)
+        model.zero_grad()
+        loss = engine.forward_backward(*batch, criterion)
+    torch.testing.assert_close(loss.cpu(), expected.detach().cpu())
+    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
+
+
+@pytest.mark.parametrize("kind", ["dropped", "altered"])
+def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
+    monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
+    devices = [torch.device(FIRST), torch.device(SECOND)]
+    with control.broken_link(1, 0, kind):
+        found = list(copies.examine(devices))
+        step = exactness.examine(problems.PROBLEMS[0], devices)
+    assert len(found) == 10
+    broken = [route for route in found if not route.arrives]
+    assert [(route.source, route.target) for route in broken] == [(SECOND, FIRST)]
+    assert all(broken[0].altered.values())
+    assert step.is_exact
+    assert f"from {SECOND} to {FIRST}" in step.warned[0]
+    assert not list(filter(lambda route: not route.arrives, copies.examine(devices)))

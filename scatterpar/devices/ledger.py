@@ -12,9 +12,12 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import mark, physical, reads_late
 
-__all__ = ["PHASES", "Clock", "Ledger", "Span"]
+__all__ = ["DETOURS", "PHASES", "Clock", "Ledger", "Span"]
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
+
+# From which device to which copies go through the host's memory: see ``check_links``.
+DETOURS: set[tuple[torch.device, torch.device]] = set()
 
 Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()
 
@@ -53,6 +56,7 @@ class Ledger:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self._count(tensor, phase)
+        tensor = _passable(tensor, device)
         copied = tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
         if reads_late(tensor, device):
             self._under_way[device] = mark(device)
@@ -61,12 +65,18 @@ class Ledger:
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
         """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
         self._count(source, phase)
+        source = _passable(source, target.device)
         target.copy_(source, non_blocking=target.device.type != "cpu")
 
     def _count(self, tensor: Tensor, phase: str) -> None:
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
         self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
         self.messages[phase] += len(parts)
+
+
+def _passable(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, or a copy of it on the host where the direct way to ``device`` is broken."""
+    return tensor.cpu() if DETOURS and (tensor.device, device) in DETOURS else tensor
 
 
 class Clock:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.devices.links import check_links
 from scatterpar.plan import Share
 from scatterpar.replicas.bound import Bound, holder_of
 from scatterpar.replicas.compiled import Compiler, How
@@ -78,6 +79,14 @@ class Crew:
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
+        self._links_checked = False
+
+    def check_links(self) -> None:
+        """Once: whether copies between the devices arrive as they were sent."""
+        if not self._links_checked:
+            with torch.inference_mode(False), torch.no_grad():
+                check_links(self.device_ids)
+            self._links_checked = True
 
     def refresh(
         self,

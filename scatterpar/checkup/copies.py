@@ -1,0 +1,105 @@
+"""Copies between every two memories: whether they bring every byte, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.ledger import DETOURS, Ledger
+from scatterpar.devices.links import pattern
+from scatterpar.devices.verbs import physical
+
+__all__ = ["HOST", "PINNED", "Route", "examine", "routes", "settle"]
+
+HOST, PINNED = "host", "pinned host"
+SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
+_TRIES = 3
+
+Place = torch.device | str  # a device, HOST or PINNED
+
+
+@dataclass(frozen=True)
+class Route:
+    """Copies from one memory to another.
+
+    Attributes:
+        source: a device, ``host`` or ``pinned host``.
+        target: likewise.
+        altered: how many bytes arrived other than they were sent, by the size of the copy.
+        gigabytes_per_second: of the largest copy, the best of some.
+    """
+
+    source: str
+    target: str
+    altered: dict[int, int]
+    gigabytes_per_second: float
+
+    @property
+    def arrives(self) -> bool:
+        """Whether every byte arrived."""
+        return not any(self.altered.values())
+
+    @property
+    def between_devices(self) -> bool:
+        """Whether neither end is the host."""
+        return not {self.source, self.target} & {HOST, PINNED}
+
+
+def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
+    """The host with each device, both ways, pinned and not, and every ordered pair of devices."""
+    memories = [device for device in dict.fromkeys(devices) if device != torch.device("cpu")]
+    found: list[tuple[Place, Place]] = []
+    for device in memories:
+        kinds = (HOST,) if device.type == "cpu" else (HOST, PINNED)  # pinned is for accelerators
+        found += [way for kind in kinds for way in ((kind, device), (device, kind))]
+    return found + [(one, other) for one in memories for other in memories if one != other]
+
+
+def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
+    """Every route between these memories, one after the other."""
+    DETOURS.clear()  # the direct ways are examined; the next engine looks for itself
+    for source, target in routes(devices):
+        altered, seconds = {}, 0.0
+        for size in SIZES:
+            tries = [_tried(size, i, source, target) for i in range(_TRIES)]
+            altered[size] = max(wrong for wrong, _ in tries)
+            seconds = min(spent for _, spent in tries)
+        yield Route(str(source), str(target), altered, SIZES[-1] / seconds / 1e9)
+
+
+def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
+    """A copy at ``target`` of ``tensor``, which is at ``source``, and the seconds that it took.
+
+    Made by the engine's own verbs.
+    """
+    device = torch.device("cpu") if isinstance(target, str) else target
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True) if target == PINNED else None
+    settle([source, target])
+    start = time.perf_counter()
+    if pinned is not None:
+        Ledger().copy_into(pinned, tensor, "scatter")
+    arrived = Ledger().copy(tensor, device, "scatter") if pinned is None else pinned
+    settle([source, target])
+    return arrived, max(time.perf_counter() - start, 1e-9)
+
+
+def settle(devices: Sequence[Place]) -> None:
+    """Wait until these devices have done what they were given."""
+    for device in devices:
+        if isinstance(device, torch.device) and device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+def _tried(size: int, number: int, source: Place, target: Place) -> tuple[int, float]:
+    """How many bytes of one copy are wrong, and the seconds that it took."""
+    sent = pattern(size) ^ (number + 1)  # else what an earlier copy left would look right
+    if source == PINNED:
+        there = sent.pin_memory()
+    else:
+        there = sent if isinstance(source, str) else sent.to(physical(source))
+    arrived, seconds = carry(there, source, target)
+    return int((arrived.cpu() != sent).sum()), seconds

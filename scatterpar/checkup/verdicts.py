@@ -1,0 +1,196 @@
+"""What follows from the findings: fine, slow because, WRONG because, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+import torch
+
+from scatterpar.checkup.copies import HOST, PINNED, Route
+from scatterpar.checkup.exactness import Step
+from scatterpar.checkup.speed import ACCUM, ENGINE, ONE, PER_CALL, Speed
+
+__all__ = ["Verdict", "judge"]
+
+_SLOWER = 1.1  # more than this is no accident of the measurement
+_LAME = 0.5  # of the bandwidth of its like
+_MOVING = 0.4  # of a step
+
+_LINKS = (
+    "Copies from card to card bypass the host, and something on the way changes them: switch the "
+    "IOMMU off (kernel option iommu=off, or iommu=pt) and PCIe ACS (in the BIOS), and update the "
+    "driver. Until then set NCCL_P2P_DISABLE=1 for whatever uses NCCL, DistributedDataParallel "
+    "too. The engine looks for itself, and goes through the host's memory where it must."
+)
+_MEMORY = (
+    "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "
+    "can be trusted: test the memory, exchange the card's slot or cable, update the driver."
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the end.
+
+    Attributes:
+        kind: ``fine``, ``note``, ``slow`` or ``WRONG``.
+        text: what, why, and what to do.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.kind in ('fine', 'note') else ' because'}: {self.text}"
+
+
+def judge(
+    devices: Sequence[torch.device],
+    routes: Sequence[Route],
+    steps: Sequence[Step],
+    speeds: Sequence[Speed],
+    load_per_core: float = 0.0,
+) -> list[Verdict]:
+    """The verdicts, in the order of the examination."""
+    found = [*_on_copies(routes), *_on_links(routes), *_on_steps(steps)]
+    found += [verdict for speed in speeds for verdict in _on_speed(speed, devices)]
+    found += _on_shares(devices, speeds)
+    if load_per_core > 1:
+        found.append(
+            Verdict(
+                "note",
+                f"the machine is busy with other work ({load_per_core:.1f} processes for each "
+                f"core), and no speed above can be trusted; run this again when it is quiet.",
+            )
+        )
+    return found
+
+
+def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
+    broken = [route for route in routes if not route.arrives]
+    for route in broken:
+        size, altered = max(route.altered.items(), key=lambda item: item[1] / item[0])
+        advice = _LINKS if route.between_devices and not _at_host(broken) else _MEMORY
+        yield Verdict(
+            "WRONG",
+            f"copies from {route.source} to {route.target} bring other bytes than were sent: "
+            f"{altered} of {size} arrived altered. {advice}",
+        )
+    if routes and not broken:
+        yield Verdict("fine", f"copies arrive as they were sent, on all {len(routes)} ways.")
+
+
+def _at_host(routes: Sequence[Route]) -> bool:
+    return any(not route.between_devices for route in routes)
+
+
+def _on_links(routes: Sequence[Route]) -> Iterator[Verdict]:
+    """A way that is much slower than others of its kind."""
+    kinds: dict[tuple[str, str], list[Route]] = {}
+    for route in routes:
+        if "cpu" not in f"{route.source} {route.target}":
+            ends = [e if e in (HOST, PINNED) else "card" for e in (route.source, route.target)]
+            kinds.setdefault((ends[0], ends[1]), []).append(route)
+    for alike in kinds.values():
+        usual = median(route.gigabytes_per_second for route in alike)
+        for route in alike:
+            if route.gigabytes_per_second < _LAME * usual:
+                yield Verdict(
+                    "slow",
+                    f"{route.source} to {route.target} moves "
+                    f"{route.gigabytes_per_second:.2f} GB/s, and {usual:.2f} is usual here. Look "
+                    f"at the slot and its PCIe lanes (nvidia-smi -q, lspci -vv: LnkSta), at a "
+                    f"riser cable, and at what else uses the way.",
+                )
+
+
+def _on_steps(steps: Sequence[Step]) -> Iterator[Verdict]:
+    for step in steps:
+        if step.error is not None:
+            yield Verdict("WRONG", f"a step of the {step.problem} failed: {step.error}")
+        elif not step.is_exact:
+            yield Verdict(
+                "WRONG",
+                f"the gradient of the {step.problem} on all devices differs from that on one by "
+                f"{step.worst:.1e} in {step.parameter}, and rounding stays below "
+                f"{step.limit:.0e}. If copies are fine, this is a bug: please report it.",
+            )
+        else:
+            yield Verdict(
+                "fine",
+                f"the gradient of the {step.problem} on all devices is that on one "
+                f"({step.worst:.1e} apart, in {step.dtype.removeprefix('torch.')}).",
+            )
+    for words in dict.fromkeys(words for step in steps for words in step.warned):
+        yield Verdict("note", words)
+
+
+def _on_speed(speed: Speed, devices: Sequence[torch.device]) -> Iterator[Verdict]:
+    if speed.error is not None:
+        yield Verdict("WRONG", f"timing the {speed.problem} failed: {speed.error}")
+        return
+    per_call, one = speed.ratio(PER_CALL), speed.ratio(ONE)
+    assert one is not None
+    if per_call is not None and per_call > _SLOWER:
+        yield Verdict(
+            "slow",
+            f"with the {speed.problem} {PER_CALL} takes less time ({1 / per_call:.2f} of the "
+            f"engine's). That should not be: please report it, with this page.",
+        )
+    if len(devices) > 1 and one > 1 / _SLOWER:
+        yield Verdict(
+            "slow",
+            f"with the {speed.problem} {len(devices)} replicas take {one:.2f} of one device's "
+            f"time. {_why(speed, devices)}",
+        )
+    elif one > _SLOWER:
+        yield Verdict(
+            "slow",
+            f"with the {speed.problem} the engine takes {one:.2f} of a plain loop's time. What is "
+            f"done once a step weighs much with so little to compute: larger batches.",
+        )
+    else:
+        against = "" if per_call is None else f" and {per_call:.2f} of {PER_CALL}'s"
+        yield Verdict(
+            "fine",
+            f"with the {speed.problem} the {ENGINE} takes {one:.2f} of one device's time{against}.",
+        )
+
+
+def _why(speed: Speed, devices: Sequence[torch.device]) -> str:
+    if all(device.type == "cpu" for device in devices):
+        return (
+            "CPU replicas share the same cores, which one replica can use alone: they are for "
+            "trying things out, and for networks too small to fill the cores."
+        )
+    if speed.moving > _MOVING:
+        return (
+            f"{speed.moving:.0%} of the step is spent on moving parameters, gradients and the "
+            f"batch. Take larger batches (more rows between two of the optimizer's steps), and "
+            f"compare the bandwidths above with what the slots should give."
+        )
+    return (
+        f"All replicas are launched by one interpreter, and these sub-steps are too short to keep "
+        f"the cards busy. Take a smaller accum than {ACCUM} (fewer and larger sub-steps), or "
+        f"compile=True. A real network has more to compute."
+    )
+
+
+def _on_shares(devices: Sequence[torch.device], speeds: Sequence[Speed]) -> Iterator[Verdict]:
+    """Cards of unequal pace: what to pass as ``shares``."""
+    measured = [speed.paces for speed in speeds if speed.paces]
+    if not measured:
+        return
+    paces = {name: geometric_mean([median(one[name]) for one in measured]) for name in measured[0]}
+    quickest, slowest = (by(paces, key=lambda name: paces[name]) for by in (max, min))
+    if any(median(one[quickest]) <= _SLOWER * median(one[slowest]) for one in measured):
+        return  # not with every network: an accident of the measurement
+    one_each = [paces[str(d)] / paces[quickest] / devices.count(d) for d in devices]
+    yield Verdict(
+        "slow",
+        f"the cards are not equally fast: {slowest} has {paces[slowest] / paces[quickest]:.2f} of "
+        f"{quickest}'s pace, and the others wait for it. Pass "
+        f'shares=[{", ".join(f"{share:.2f}" for share in one_each)}], or shares="auto".',
+    )

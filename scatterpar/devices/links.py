@@ -1,0 +1,70 @@
+"""Whether bytes arrive as they were sent, from card to card; where not, they take a detour.
+
+Copies between two cards go past the host, by peer access, and on some machines they bring other
+bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access control
+(ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
+https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.ledger import DETOURS, Ledger
+from scatterpar.devices.verbs import physical
+from scatterpar.report import warn
+
+__all__ = ["check_links", "pattern"]
+
+_BYTES = 2**20
+
+
+def check_links(device_ids: Sequence[torch.device]) -> None:
+    """Send a known megabyte from the first device to each other one and back, and compare.
+
+    Where bytes changed, copies from that device to that other one go through the host's memory
+    from now on, and a warning says so. What is sent here is counted nowhere.
+
+    Raises:
+        RuntimeError: bytes change on the way through the host's memory too.
+    """
+    master, *others = dict.fromkeys(device_ids)
+    for other in others:
+        for source, target in ((master, other), (other, master)):
+            pair = physical(source), physical(target)
+            DETOURS.discard(pair)
+            if _arrives(source, target):
+                continue
+            DETOURS.add(pair)
+            if not _arrives(source, target):
+                DETOURS.discard(pair)
+                raise RuntimeError(
+                    f"a copy of {_BYTES} bytes from {source} to {target} brought other bytes than "
+                    f"were sent, and so it did through the host's memory; nothing that is computed "
+                    f"here can be trusted. Run: python -m scatterpar doctor"
+                )
+            warn(
+                f"a copy of {_BYTES} bytes from {source} to {target} brought other bytes than "
+                f"were sent: copies between them go through the host's memory from now on, "
+                f"which is slower, and exact. To find the reason, run: python -m scatterpar doctor"
+            )
+
+
+@functools.cache
+def pattern(size: int) -> Tensor:
+    """``size`` bytes on the host that have no regularity; not to be written."""
+    numbers = torch.arange(size, dtype=torch.int64, device="cpu")
+    return (numbers * 0x9E3779B1 >> 13).to(torch.uint8)
+
+
+def _arrives(source: torch.device, target: torch.device) -> bool:
+    """Whether a copy by the engine's own verb brings every byte, and not what was there before."""
+    sent = pattern(_BYTES)
+    there = physical(target)
+    arrived = (~sent).to(there)
+    Ledger().copy_into(arrived, sent.to(physical(source)), "replicate")
+    return torch.equal(arrived, sent.to(there))

@@ -1,0 +1,296 @@
+"""``scatterpar.doctor()`` says what is wrong with a machine, and the engine looks for itself.
+
+Cards whose copies bring other bytes are in ``test_harsh_accelerator.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+
+import pytest
+import torch
+from helpers.oracle import seeded
+from torch import nn
+
+import scatterpar
+from scatterpar import ScatterOnceParallel
+from scatterpar.__main__ import main
+from scatterpar.checkup import copies, exactness, problems, speed
+from scatterpar.checkup.copies import Route
+from scatterpar.checkup.exactness import Step
+from scatterpar.checkup.speed import ENGINE, ONE, PER_CALL, Speed
+from scatterpar.checkup.verdicts import judge
+from scatterpar.devices.ledger import Ledger
+
+VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
+CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Examinations of a moment; what they find is the same."""
+    monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
+    monkeypatch.setattr(speed, "BUDGET", 0)
+    monkeypatch.setattr(speed, "_FEWEST", 1)
+    monkeypatch.setattr(speed, "_ROWS_ON_CPU", 1)
+    monkeypatch.setattr(speed, "ACCUM", 2)
+    monkeypatch.setattr("scatterpar.checkup.doctor.PROBLEMS", problems.PROBLEMS[:1])
+
+
+@pytest.fixture
+def broken_way(monkeypatch):
+    """From the first virtual device to the second, every 64th byte is another one."""
+    whole = copies.carry
+
+    def carry(tensor, source, target):
+        arrived, seconds = whole(tensor, source, target)
+        if [source, target] == VIRTUAL:
+            arrived[::64] ^= 16
+        return arrived, seconds
+
+    monkeypatch.setattr(copies, "carry", carry)
+
+
+# ---- the examination --------------------------------------------------------------------------
+
+
+def test_a_sound_machine_is_fine(brief, capsys, tmp_path):
+    found = scatterpar.doctor(["cpu:0", "cpu:1"], json=tmp_path / "found.json")
+    assert found.passed
+    assert found.exit_code == 0
+    assert str(found) == capsys.readouterr().out.strip()
+    assert repr(found) == "<fine: 4 verdicts>" or "note" in {v.kind for v in found.verdicts}
+    assert torch.__version__ in str(found)
+    assert found.steps[0].is_exact
+    assert found.steps[0].worst < 1e-12
+    written = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert written["exit_code"] == 0
+    assert written["devices"] == ["cpu:0", "cpu:1"]
+    assert [c["altered"] for c in written["copies"]] == [{"1000": 0, "65536": 0}] * 6
+    assert len(written["speeds"][0]["seconds"][ENGINE]) == 1
+    assert PER_CALL in written["speeds"][0]["absent"]
+
+
+def test_a_broken_way_is_found_and_no_other_is_blamed(brief, broken_way, capsys):
+    assert main(["doctor", "--devices", "cpu:0,cpu:1"]) == 1
+    page = capsys.readouterr().out
+    assert "cpu:0 to cpu:1" in page
+    wrong = [line for line in page.splitlines() if line.startswith("WRONG because")]
+    assert len(wrong) == 1
+    assert "copies from cpu:0 to cpu:1 bring other bytes than were sent: " in wrong[0]
+    assert "16 of 1000 arrived altered" in wrong[0]
+    assert "NCCL_P2P_DISABLE=1" in wrong[0]
+    assert "IOMMU" in wrong[0]
+    assert "ACS" in wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ways"),
+    [
+        (["cpu"], 0),
+        (["cpu:0"], 2),
+        (["cpu:0", "cpu:1", "cpu:0"], 6),
+        (["cpu:0", "cpu:1", "cpu:2"], 12),
+    ],
+)
+def test_every_ordered_pair_is_examined_once(monkeypatch, devices, ways):
+    monkeypatch.setattr(copies, "SIZES", (1000,))
+    found = list(copies.examine([torch.device(device) for device in devices]))
+    assert len({(route.source, route.target) for route in found}) == len(found) == ways
+
+
+def test_cards_have_pinned_ways_too():
+    found = copies.routes(CARDS)
+    host, pinned = copies.HOST, copies.PINNED
+    one, other = CARDS
+    expected = [(one, other), (other, one)]
+    expected += [(kind, card) for kind in (host, pinned) for card in CARDS]
+    expected += [(card, kind) for kind in (host, pinned) for card in CARDS]
+    assert set(found) == set(expected)
+
+
+def test_a_wrong_gradient_is_wrong(monkeypatch):
+    whole = Ledger.copy
+
+    def copy(self, tensor, device, phase):
+        return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
+
+    monkeypatch.setattr(Ledger, "copy", copy)
+    for problem in problems.PROBLEMS:
+        found = exactness.examine(problem, VIRTUAL)
+        assert not found.is_exact
+        assert 1e-5 < found.worst < 1e-2
+        (verdict,) = judge(VIRTUAL, [], [found], [])
+        assert verdict.kind == "WRONG"
+        assert f"the gradient of the {problem.name} on all devices differs" in verdict.text
+        assert found.parameter in verdict.text
+
+
+def test_a_step_that_fails_is_a_finding(monkeypatch):
+    def copy(self, tensor, device, phase):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Ledger, "copy", copy)
+    found = exactness.examine(problems.PROBLEMS[0], VIRTUAL)
+    timed = speed.examine(problems.PROBLEMS[0], VIRTUAL)
+    verdicts = judge(VIRTUAL, [], [found], [timed])
+    assert [verdict.kind for verdict in verdicts] == ["WRONG", "WRONG"]
+    assert all("RuntimeError: an illegal memory access" in v.text for v in verdicts)
+
+
+def test_the_callers_gradients_and_modes_stay(brief):
+    weight = torch.ones(3, requires_grad=True)
+    with torch.no_grad(), torch.device("meta"):
+        assert scatterpar.doctor(["cpu"]).passed
+        assert not torch.is_grad_enabled()
+    assert weight.grad is None
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "moon:3"], "'moon:3' is not a device"),
+        (["--devices", "cuda:99"], "cuda:99 is not here"),
+        (["--json", "no/such/folder/found.json"], "no/such/folder/found.json"),
+    ],
+)
+def test_bad_arguments_are_code_2(arguments, words, capsys):
+    assert main(["doctor", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("scatterpar doctor: error: ")
+    assert words in shown.err
+    assert shown.out == ""
+
+
+def test_an_unknown_option_is_code_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--fast"])
+    assert ended.value.code == 2
+    assert "--fast" in capsys.readouterr().err
+
+
+def test_the_function_stays_a_function_whatever_is_imported():
+    for module in pkgutil.walk_packages(scatterpar.__path__, "scatterpar."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert callable(scatterpar.doctor)
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
+def route(source, target, altered=0, speed=10.0):
+    return Route(source, target, {1000: 0, 2**20: altered}, speed)
+
+
+def timed(engine, one, per_call=None, phases=(0, 0, 1, 0), **paces):
+    seconds = {ENGINE: [engine] * 3, ONE: [one] * 3}
+    if per_call is not None:
+        seconds[PER_CALL] = [per_call] * 3
+    names = ("scatter", "replicate", "compute", "reduce")
+    paces = {name.replace("_", ":"): [pace] * 3 for name, pace in paces.items()}
+    return Speed("small CNN", 64, seconds, paces, dict(zip(names, phases, strict=True)))
+
+
+def kinds(verdicts):
+    return [verdict.kind for verdict in verdicts]
+
+
+def test_where_the_host_is_involved_the_advice_is_another():
+    broken = [route("host", "cuda:0", altered=5), route("cuda:0", "cuda:1", altered=5)]
+    for verdict in judge(CARDS, broken, [], []):
+        assert verdict.kind == "WRONG"
+        assert "test the memory" in verdict.text
+        assert "NCCL" not in verdict.text
+
+
+def test_a_slow_way_is_named_with_what_is_usual():
+    ways = [route("host", f"cuda:{i}", speed=12.0) for i in range(3)]
+    ways += [route("host", "cuda:3", speed=1.5), route("cuda:0", "cuda:1", speed=2.0)]
+    fine, slow = judge(CARDS, ways, [], [])
+    assert fine.kind == "fine"
+    assert str(slow).startswith("slow because: host to cuda:3 moves 1.50 GB/s, and 12.00 is usual")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (timed(1.0, 1.0), "Take a smaller accum than 16"),
+        (timed(1.0, 1.0, phases=(0.3, 0.2, 1.0, 0.5)), "50% of the step is spent on moving"),
+        (timed(1.0, 2.0, per_call=0.5), "nn.DataParallel x 16 takes less time (0.50 of"),
+        (timed(1.0, 1.9, cuda_0=10.0, cuda_1=4.0), "shares=[1.00, 0.40]"),
+    ],
+)
+def test_why_it_is_slow_and_what_to_do(found, words):
+    slow = [verdict.text for verdict in judge(CARDS, [], [], [found]) if verdict.kind == "slow"]
+    assert len(slow) == 1
+    assert words in slow[0]
+
+
+def test_two_replicas_on_one_card_divide_its_pace():
+    found = timed(1.0, 1.9, cuda_0=10.0, cuda_1=4.0)
+    devices = [CARDS[0], CARDS[0], CARDS[1]]
+    (*_, verdict) = judge(devices, [], [], [found])
+    assert "shares=[0.50, 0.50, 0.40]" in verdict.text
+
+
+def test_slow_is_not_wrong_and_fast_is_fine():
+    assert kinds(judge(CARDS, [], [], [timed(1.0, 1.9, per_call=1.5, cuda_0=10, cuda_1=9.5)])) == [
+        "fine"
+    ]
+    (verdict,) = judge(VIRTUAL, [], [], [timed(1.0, 1.0)])
+    assert verdict.kind == "slow"
+    assert "CPU replicas share the same cores" in verdict.text
+
+
+def test_a_busy_machine_is_noted_and_so_is_what_the_engine_warned_of():
+    step = Step("small CNN", "torch.float64", 19, 1e-16, "weight", 1e-10, ("a copy brought",))
+    assert kinds(judge(CARDS, [], [step], [], load_per_core=4.0)) == ["fine", "note", "note"]
+
+
+# ---- the engine looks for itself -----------------------------------------------------------------
+
+
+def problem():
+    with seeded():
+        return nn.Linear(4, 2), torch.randn(10, 4), torch.randint(2, (10,))
+
+
+def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch):
+    module, inputs, labels = problem()
+    whole = Ledger.copy_into
+
+    def copy_into(self, target, source, phase):
+        whole(self, target, source, phase)
+        target.view(torch.uint8)[-1] ^= 1  # a single bit
+
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(Ledger, "copy_into", copy_into)
+            for call in (
+                lambda: engine.forward_backward(inputs, labels, nn.CrossEntropyLoss()),
+                lambda: engine.eval()(inputs),
+            ):
+                with pytest.raises(RuntimeError) as refused:
+                    call()
+                words = str(refused.value)
+                assert "from cpu:0 to cpu:1 brought other bytes than were sent" in words
+                assert "through the host's memory" in words
+                assert "python -m scatterpar doctor" in words
+        assert module.weight.grad is None
+        loss = engine.train().forward_backward(inputs, labels, nn.CrossEntropyLoss())
+        torch.testing.assert_close(loss, nn.CrossEntropyLoss()(module(inputs), labels).detach())
+
+
+def test_what_the_engine_sends_to_look_is_not_counted():
+    module, inputs, labels = problem()
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
+    batch, weights = 10 * (4 * 4 + 8), (4 * 2 + 2) * 4
+    expected = {"scatter": batch, "replicate": weights, "compute": 0, "reduce": weights}
+    assert engine.last_step.bytes == expected

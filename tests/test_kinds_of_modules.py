@@ -148,7 +148,16 @@ def test_exact_step_after_step(devices, kind):
             assert_close(engine(BATCH[0]), plain(BATCH[0]), "output")
 
 
-@each_kind
+QUICK = ["fx", "script child", "sparse CSR"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(make, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, make in KINDS.items()
+    ],
+)
 def test_the_pair(devices, kind):
     model, plain = build(kind), build(kind)
     pair = DataParallelModel(model, devices(2))

@@ -267,12 +267,12 @@ BOTH = [
     "Blenderbot",
     "BlenderbotSmall",
     "M2M100",
-    "LED",
     "UMT5",
     "MT5",
     "LongT5",
     "SwitchTransformers",
 ]
+IN_FLOAT32 = ["Gemma", "Gemma2", "Cohere"]  # their normalisation, whatever the model's dtype
 QUICK_TRANSFORMERS = ["Llama", "T5"]
 
 
@@ -295,4 +295,5 @@ def test_models_of_transformers(devices, name):
     inputs = {"input_ids": ids}
     if name in BOTH:
         inputs["decoder_input_ids"] = randint(47, ROWS, 5, seed=1) + 3
-    assert_two_steps(lambda: tiny(name), inputs, devices(2), relative=1e-9)
+    relative = 1e-6 if name in IN_FLOAT32 else 1e-9
+    assert_two_steps(lambda: tiny(name), inputs, devices(2), relative)

@@ -112,7 +112,7 @@ def assert_untouched(model, before):
 
 
 @each_model
-@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_parameters_and_gradients_are_those_of_one_device(devices, case, accum):
     make, inputs = case
     model = build(make)
@@ -136,7 +136,7 @@ def test_parameters_and_gradients_are_those_of_one_device(devices, case, accum):
 
 
 @each_model
-@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_loss_over_the_whole_batch(case, accum):
     """Two passes, each of which writes: once is what counts."""
     make, inputs = case
@@ -152,7 +152,7 @@ def test_a_loss_over_the_whole_batch(case, accum):
 
 
 @each_model
-@pytest.mark.parametrize("good_steps", [0, 1])
+@pytest.mark.parametrize("good_steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_failed_step_leaves_them_as_they_were(devices, case, good_steps):
     make, inputs = case
     model = build(make)
@@ -183,7 +183,7 @@ def test_inference_writes_as_one_device_does(devices, case):
         assert_close(one.detach(), other.detach(), "parameter")
 
 
-def test_the_outputs_are_the_masters_when_hooks_run(devices):
+def test_hooks_on_parameters_see_what_was_written(devices):
     """An optimizer in a hook steps from the values that one device would have."""
     model = build(lambda: Writer(clip))
     seen = []

@@ -267,3 +267,29 @@ def test_a_group_of_some_of_the_ranks():
     inputs, targets = data()
     assert torch.equal(first, second)
     assert_close(first, CRITERION(build(mlp, seed=1)(inputs), targets).detach(), "loss")
+
+
+class WritesItsWeight(nn.Linear):
+    def forward(self, inputs):
+        self.weight.data.mul_(0.9)
+        return super().forward(inputs)
+
+
+def written(group):
+    """The first step meets the write, the second knows of it."""
+    module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
+    before = module.weight.detach().clone()
+    mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
+    with ScatterOnceParallel(module, process_group=group) as engine:
+        found = [failure(engine.forward_backward, *mine, CRITERION) for _ in range(2)]
+    return found, torch.equal(module.weight, before), module.weight.grad
+
+
+def test_parameters_that_a_forward_pass_writes_are_refused():
+    """Each rank would have gone on with values of its own."""
+    for found, unchanged, gradient in gang()(2, written):
+        for kind, words in found:
+            assert kind in ("ValueError", "RuntimeError")
+            assert "what it wrote on each rank cannot be made the same" in words
+        assert unchanged
+        assert gradient is None

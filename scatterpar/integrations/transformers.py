@@ -207,11 +207,9 @@ class ScatterOnceMixin(_Base):
         if self._engine is not None and self._engine.module.model is not self.model:
             self._let_go()
         if self._engine is None:
-            self._engine = ScatterOnceParallel(
-                _Work(self._module()),
-                device_ids=self._replicas(),
-                verify=False,  # see below
-            )
+            work = _Work(self._module())
+            # How losses combine is found out here: verify would refuse what the Trainer warns of.
+            self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
         return self._engine
 
     def _let_go(self) -> None:

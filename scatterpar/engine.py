@@ -30,7 +30,6 @@ from scatterpar.replicas.replicas import Replicas, check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import GradientNoise, StepReport, warn
-from scatterpar.step.check import GradientCheck, compare
 from scatterpar.step.commit import commit, commit_buffers, write_parameters
 from scatterpar.step.markers import has_entries
 from scatterpar.step.merge import merge_writes
@@ -44,11 +43,12 @@ from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
 from scatterpar.step.scatter import hand_out, scatter
 from scatterpar.step.substeps import Result, infer, prepare_autograd, train
 from scatterpar.step.two_passes import train_whole
-from scatterpar.step.verify import Look, Verifier
 from scatterpar.step.weights import Count, weigh
 from scatterpar.threads.crew import Crew, Task, run_shares, set_aside
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.randomness import RandomStreams
+from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.verifier import Look, Verifier
 
 __all__ = ["ScatterOnceParallel"]
 

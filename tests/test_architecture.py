@@ -11,7 +11,7 @@ import scatterpar
 PACKAGE = Path(scatterpar.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
 
-ROOMS = ["devices", "replicas", "threads", "step", "machines"]  # from the ground up
+ROOMS = ["devices", "replicas", "threads", "step", "verify", "machines"]  # from the ground up
 ABOVE = len(ROOMS)  # the engine, the pair and the tool
 PLAIN_DATA = {"scatterpar.plan", "scatterpar.report", "scatterpar.torch_private"}
 

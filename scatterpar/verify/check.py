@@ -15,16 +15,16 @@ from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.captured import captured_tensors
-from scatterpar.step.kinds import has_batch_statistics
 from scatterpar.step.markers import transform
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.rows import opened
 from scatterpar.step.scatter import as_call
 from scatterpar.step.substeps import loss_of, prepare_autograd
-from scatterpar.step.untouched import untouched
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
+from scatterpar.verify.kinds import has_batch_statistics
+from scatterpar.verify.untouched import untouched
 
 __all__ = ["GradientCheck", "compare", "relative_difference"]
 

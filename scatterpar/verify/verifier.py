@@ -34,7 +34,17 @@ from scatterpar.replicas.mirror import owner_of
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import captured_tensors, ignored_values
-from scatterpar.step.evidence import (
+from scatterpar.step.markers import row_tensors, transform
+from scatterpar.step.request import Request
+from scatterpar.step.rows import opened, take
+from scatterpar.step.scatter import as_call
+from scatterpar.step.substeps import Result, loss_of
+from scatterpar.step.weights import is_counted
+from scatterpar.threads.context import autocast_types
+from scatterpar.threads.crew import Task
+from scatterpar.threads.randomness import RandomStreams
+from scatterpar.threads.workers import Workers
+from scatterpar.verify.evidence import (
     Finding,
     Pieces,
     Unsure,
@@ -42,7 +52,7 @@ from scatterpar.step.evidence import (
     by_values,
     in_parameters,
 )
-from scatterpar.step.kinds import (
+from scatterpar.verify.kinds import (
     has_batch_statistics,
     holes,
     is_integer,
@@ -50,18 +60,8 @@ from scatterpar.step.kinds import (
     kind_of_batch,
     kind_of_function,
 )
-from scatterpar.step.markers import row_tensors, transform
-from scatterpar.step.pairs import choose
-from scatterpar.step.request import Request
-from scatterpar.step.rows import opened, take
-from scatterpar.step.scatter import as_call
-from scatterpar.step.substeps import Result, loss_of
-from scatterpar.step.untouched import untouched
-from scatterpar.step.weights import is_counted
-from scatterpar.threads.context import autocast_types
-from scatterpar.threads.crew import Task
-from scatterpar.threads.randomness import RandomStreams
-from scatterpar.threads.workers import Workers
+from scatterpar.verify.pairs import choose
+from scatterpar.verify.untouched import untouched
 
 __all__ = ["Look", "Verifier"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.step.kinds import is_integer, left_out
+from scatterpar.verify.kinds import is_integer, left_out
 
 __all__ = ["choose"]
 

@@ -55,7 +55,8 @@ def test_lora(tmp_path):
     assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
 
 
-def test_sft_trainer(tmp_path):
+def test_sft_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # a thread
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")

@@ -111,6 +111,23 @@ def test_cards_have_pinned_ways_too():
     assert set(found) == set(expected)
 
 
+def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
+    whole = copies.carry
+
+    def carry(tensor, source, target):
+        if source == VIRTUAL[1]:
+            raise RuntimeError("peer access is not supported")
+        return whole(tensor, source, target)
+
+    monkeypatch.setattr(copies, "SIZES", (1000,))
+    monkeypatch.setattr(copies, "carry", carry)
+    found = list(copies.examine(VIRTUAL))
+    assert [route.source for route in found if not route.arrives] == ["cpu:1", "cpu:1"]
+    verdicts = judge(VIRTUAL, found, [], [])
+    assert kinds(verdicts) == ["WRONG", "WRONG"]
+    assert verdicts[0].text == "cpu:1 to host failed: RuntimeError: peer access is not supported"
+
+
 def test_a_wrong_gradient_is_wrong(monkeypatch):
     whole = Ledger.copy
 

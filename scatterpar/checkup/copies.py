@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,17 +32,19 @@ class Route:
         target: likewise.
         altered: how many bytes arrived other than they were sent, by the size of the copy.
         gigabytes_per_second: of the largest copy, the best of some.
+        error: what was raised instead.
     """
 
     source: str
     target: str
     altered: dict[int, int]
     gigabytes_per_second: float
+    error: str | None = None
 
     @property
     def arrives(self) -> bool:
         """Whether every byte arrived."""
-        return not any(self.altered.values())
+        return self.error is None and not any(self.altered.values())
 
     @property
     def between_devices(self) -> bool:
@@ -63,12 +66,16 @@ def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     """Every route between these memories, one after the other."""
     DETOURS.clear()  # the direct ways are examined; the next engine looks for itself
     for source, target in routes(devices):
-        altered, seconds = {}, 0.0
-        for size in SIZES:
-            tries = [_tried(size, i, source, target) for i in range(_TRIES)]
-            altered[size] = max(wrong for wrong, _ in tries)
-            seconds = min(spent for _, spent in tries)
-        yield Route(str(source), str(target), altered, SIZES[-1] / seconds / 1e9)
+        altered: dict[int, int] = {}
+        seconds, failed = math.inf, None
+        try:
+            for size in SIZES:
+                tries = [_tried(size, i, source, target) for i in range(_TRIES)]
+                altered[size] = max(wrong for wrong, _ in tries)
+                seconds = min(spent for _, spent in tries)
+        except Exception as error:
+            seconds, failed = math.inf, f"{type(error).__name__}: {error}"
+        yield Route(str(source), str(target), altered, SIZES[-1] / seconds / 1e9, failed)
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:

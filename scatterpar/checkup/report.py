@@ -76,6 +76,8 @@ def machine_lines(machine: Mapping[str, str]) -> list[str]:
 
 def copy_line(route: Route) -> str:
     """One way, and whether it is safe."""
+    if route.error is not None:
+        return f"{route.source:>12} to {route.target:12} failed: {route.error}"
     wrong = [f"{n} of {size} bytes altered" for size, n in route.altered.items() if n]
     result = "WRONG: " + ", ".join(wrong) if wrong else "whole"
     speed = f"{route.gigabytes_per_second:.2f} GB/s"

@@ -71,6 +71,9 @@ def judge(
 def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
     broken = [route for route in routes if not route.arrives]
     for route in broken:
+        if route.error is not None:
+            yield Verdict("WRONG", f"{route.source} to {route.target} failed: {route.error}")
+            continue
         size, altered = max(route.altered.items(), key=lambda item: item[1] / item[0])
         advice = _LINKS if route.between_devices and not _at_host(broken) else _MEMORY
         yield Verdict(
@@ -90,7 +93,7 @@ def _on_links(routes: Sequence[Route]) -> Iterator[Verdict]:
     """A way that is much slower than others of its kind."""
     kinds: dict[tuple[str, str], list[Route]] = {}
     for route in routes:
-        if "cpu" not in f"{route.source} {route.target}":
+        if route.error is None and "cpu" not in f"{route.source} {route.target}":
             ends = [e if e in (HOST, PINNED) else "card" for e in (route.source, route.target)]
             kinds.setdefault((ends[0], ends[1]), []).append(route)
     for alike in kinds.values():

@@ -55,14 +55,16 @@ def judge(
 ) -> list[Verdict]:
     """The verdicts, in the order of the examination."""
     found = [*_on_copies(routes), *_on_links(routes), *_on_steps(steps)]
-    found += [verdict for speed in speeds for verdict in _on_speed(speed, devices)]
-    found += _on_shares(devices, speeds)
-    if load_per_core > 1:
+    is_busy = load_per_core > 1
+    judged = [speed for speed in speeds if speed.error is not None or not is_busy]
+    found += [verdict for speed in judged for verdict in _on_speed(speed, devices)]
+    found += _on_shares(devices, judged)
+    if is_busy:
         found.append(
             Verdict(
                 "note",
                 f"the machine is busy with other work ({load_per_core:.1f} processes for each "
-                f"core), and no speed above can be trusted; run this again when it is quiet.",
+                f"core), so no speed is judged; run this again when it is quiet.",
             )
         )
     return found

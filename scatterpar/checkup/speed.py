@@ -159,7 +159,7 @@ def _rounds(
     contenders: Contenders, paces: Contenders, devices: Sequence[torch.device], speed: Speed
 ) -> None:
     start, rounds = time.perf_counter(), 0
-    while rounds <= _FEWEST or (rounds <= _MOST and time.perf_counter() - start < BUDGET):
+    while _goes_on(rounds, time.perf_counter() - start):
         for name, step in [*contenders.items(), *paces.items()]:
             spent = _timed(step, devices)
             if rounds and name in paces:  # the first round pays for what is done only once
@@ -167,6 +167,13 @@ def _rounds(
             elif rounds:
                 speed.seconds.setdefault(name, []).append(spent)
         rounds += 1
+
+
+def _goes_on(rounds: int, seconds: float) -> bool:
+    """At least one round after the first; a slow machine gets fewer, not an endless wait."""
+    if rounds < 2:
+        return True
+    return rounds <= _MOST and seconds < (BUDGET if rounds > _FEWEST else 2 * BUDGET)
 
 
 def _timed(step: Callable[[], object], devices: Sequence[torch.device]) -> float:

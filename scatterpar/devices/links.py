@@ -21,10 +21,13 @@ from scatterpar.report import warn
 __all__ = ["check_links", "pattern"]
 
 _BYTES = 2**20
+_BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
 
 
 def check_links(device_ids: Sequence[torch.device]) -> None:
-    """Send a known megabyte from the first device to each other one and back, and compare.
+    """Send known bytes from the first device to each other one and back, and compare.
+
+    A megabyte, or less where all devices lie in the host's memory.
 
     Where bytes changed, copies from that device to that other one go through the host's memory
     from now on, and a warning says so. What is sent here is counted nowhere.
@@ -37,18 +40,20 @@ def check_links(device_ids: Sequence[torch.device]) -> None:
         for source, target in ((master, other), (other, master)):
             pair = physical(source), physical(target)
             DETOURS.discard(pair)
-            if _arrives(source, target):
+            in_the_host = {device.type for device in pair} == {"cpu"}
+            size = _BYTES_IN_THE_HOST if in_the_host else _BYTES
+            if _arrives(source, target, size):
                 continue
             DETOURS.add(pair)
-            if not _arrives(source, target):
+            if not _arrives(source, target, size):
                 DETOURS.discard(pair)
                 raise RuntimeError(
-                    f"a copy of {_BYTES} bytes from {source} to {target} brought other bytes than "
+                    f"a copy of {size} bytes from {source} to {target} brought other bytes than "
                     f"were sent, and so it did through the host's memory; nothing that is computed "
                     f"here can be trusted. Run: python -m scatterpar doctor"
                 )
             warn(
-                f"a copy of {_BYTES} bytes from {source} to {target} brought other bytes than "
+                f"a copy of {size} bytes from {source} to {target} brought other bytes than "
                 f"were sent: copies between them go through the host's memory from now on, "
                 f"which is slower, and exact. To find the reason, run: python -m scatterpar doctor"
             )
@@ -61,9 +66,9 @@ def pattern(size: int) -> Tensor:
     return (numbers * 0x9E3779B1 >> 13).to(torch.uint8)
 
 
-def _arrives(source: torch.device, target: torch.device) -> bool:
+def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
     """Whether a copy by the engine's own verb brings every byte, and not what was there before."""
-    sent = pattern(_BYTES)
+    sent = pattern(size)
     there = physical(target)
     arrived = (~sent).to(there)
     Ledger().copy_into(arrived, sent.to(physical(source)), "replicate")

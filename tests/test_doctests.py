@@ -7,8 +7,11 @@ import importlib
 import pkgutil
 
 import pytest
+from tqdm import tqdm
 
 import scatterpar
+
+tqdm.monitor_interval = 0  # transformers' progress bars would start a thread that stays
 
 MODULES = [
     module.name

@@ -37,9 +37,12 @@ def summed(output, targets):
 
 @pytest.mark.parametrize(("replicas", "accum"), [(2, 1), (1, 2)])
 def test_the_engine(devices, replicas, accum):
-    """Summed in each half, and averaged over the halves, which are equally large: a mean."""
+    """Summed in each half, and averaged over the halves, which are equally large: a mean.
+
+    It is not the gradient of all rows' sum, which the engine would say: the example is so.
+    """
     model, optimizer, data = example()
-    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+    with ScatterOnceParallel(model, accum, devices(replicas), verify=False) as engine:
         for _ in range(2):
             optimizer.zero_grad()
             engine.forward_backward(data, None, summed)

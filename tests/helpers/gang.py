@@ -25,14 +25,22 @@ class Gang:
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
+        self._processes = []
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes = []
         for rank in range(SIZE):
             here, there = spawn.Pipe()
-            spawn.Process(target=_serve, args=(there, rank, store), daemon=True).start()
+            process = spawn.Process(target=_serve, args=(there, rank, store), daemon=True)
+            process.start()
+            self._processes.append(process)
             there.close()
             self._pipes.append(here)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all ranks wait for a test: idle ones end by themselves, and so may lost ones."""
+        return all(process.is_alive() for process in self._processes)
 
     def __call__(self, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``case(group, *args)`` returns on each of the first ``size`` ranks."""
@@ -47,9 +55,14 @@ class Gang:
         return [value for _, value in answers]
 
 
-@functools.cache
+_gangs: list[Gang] = []
+
+
 def gang() -> Gang:
-    return Gang()
+    """The ranks of all tests, started again where they have ended."""
+    if not _gangs or not _gangs[-1].is_there:
+        _gangs.append(Gang())
+    return _gangs[-1]
 
 
 def _serve(pipe: Any, rank: int, store: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.devices.memory_search import smallest_that_fits
+from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
@@ -342,6 +343,8 @@ class ScatterOnceParallel(Wrapper):
         self._crew.check_links()
         try:
             with clock.phase("scatter"):
+                readout = Readout()
+                glimpse = self._verifier.glimpse(request, plan, readout) if verify else None
                 weights, terms = weigh(
                     plan,
                     request.reduction,
@@ -350,9 +353,10 @@ class ScatterOnceParallel(Wrapper):
                     self.dim,
                     request.count,
                     micro_batches(request.batch, plan, self.dim),
+                    readout,
                 )
                 scattered = scatter(request.batch, plan, self.dim, ledger)
-                look = self._verifier.look(request, plan, weights, self.dim) if verify else None
+                look = glimpse.look(weights, self.dim) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch

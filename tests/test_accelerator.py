@@ -65,15 +65,21 @@ def assert_close(found, expected, **tolerances):
 @pytest.mark.parametrize("place", ["host", "pinned", "device"])
 def test_exact_from_any_memory(device_ids, place):
     model, inputs, targets = problem()
-    loss, expected = whole_batch(model, inputs, targets)
     batch = [moved(tensor, place) for tensor in (inputs, targets)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScatterOnceParallel(model, 3, device_ids) as engine:
-        for _ in range(3):
-            model.zero_grad()
-            found = engine.forward_backward(*batch, nn.CrossEntropyLoss())
-            assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
-        assert engine.last_step.bytes == crossed(engine.last_step.plan, model, batch)
+        for move in (lambda: None, optimizer.step, optimizer.step):
+            move()
+            loss, expected = whole_batch(model, inputs, targets)
+            for is_new in (True, False):
+                model.zero_grad()
+                found = engine.forward_backward(*batch, nn.CrossEntropyLoss())
+                assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
+                wanted = crossed(engine.last_step.plan, model, batch)
+                if not is_new:  # what the other devices have already does not travel
+                    wanted["replicate"] = 0
+                assert engine.last_step.bytes == wanted
 
 
 def moved(tensor, place):
@@ -221,7 +227,8 @@ def test_autocast_reaches_every_replica(device_ids, dtype):
         seen.append(scores.dtype)
         return nn.functional.cross_entropy(scores, labels)
 
-    with ScatterOnceParallel(model, 2, device_ids) as engine, torch.autocast(kind(), dtype):
+    engine = ScatterOnceParallel(model, 2, device_ids, verify=False)  # it would be seen too
+    with engine, torch.autocast(kind(), dtype):
         engine.forward_backward(inputs, targets, criterion)
     assert seen == [dtype] * 2 * len(device_ids)
     assert_close(gradients(model), expected, rtol=0.1, atol=0.02)

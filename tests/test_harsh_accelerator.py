@@ -100,6 +100,13 @@ def test_freed_memory_that_another_stream_reads_holds_poison(late):
     assert found == [True, False]
 
 
+def test_views_of_the_same_memory_are_told_from_others():
+    ones = torch.ones(4, device=FIRST)
+    assert ones.is_set_to(ones.data)
+    assert not ones.is_set_to(ones[:2])
+    assert not ones.is_set_to(ones.clone())
+
+
 def test_operators_refuse_mixtures():
     one, other = torch.ones(4, device=FIRST), torch.ones(4, device=SECOND)
     for wrong in (other, torch.ones(4)):
@@ -197,15 +204,46 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
         batch = [tensor.to(FIRST) for tensor in batch]
     options, arguments = STEPS[step]
     criterion = nn.CrossEntropyLoss(ignore_index=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScatterOnceParallel(model, 4, [FIRST, SECOND, FIRST], **options) as engine:
+        engine.forward_backward(*batch, criterion, **arguments)  # checks the links, and the loss
+        for move in (lambda: None, optimizer.step, optimizer.step):
+            move()
+            found = counted(lambda: engine.forward_backward(*batch, criterion, **arguments))
+            assert found.synchronizations <= 3 + 2, found
+            assert found.blocking_copies <= 3 + 2, found
+
+
+def counted(step):
+    """What a step does, once the devices have done what they were given before."""
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
+    before = control.counters()
+    step()
+    return control.counters() - before
+
+
+class Rebinds(nn.Module):
+    """Exchanges the storages of its parameters for others that hold the same values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, features):
+        for parameter in self.layers.parameters():
+            parameter.data = parameter.data.clone()
+        return self.layers(features)
+
+
+def test_storages_that_were_exchanged_are_compared_at_once_in_each_memory(late):
+    with seeded():
+        rebinds = Rebinds()
+    model, inputs, targets = problem(rebinds)
+    with ScatterOnceParallel(model, 1, [FIRST, SECOND, FIRST]) as engine:
         for _ in range(2):
-            torch.accelerator.synchronize(0)
-            torch.accelerator.synchronize(1)
-            before = control.counters()
-            engine.forward_backward(*batch, criterion, **arguments)
-            found = control.counters() - before
-        assert found.synchronizations <= 3 + 2, found
-        assert found.blocking_copies <= 3 + 2, found
+            found = counted(lambda: engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()))
+    assert found.synchronizations <= 3 + 2 + 2, found
 
 
 @pytest.mark.parametrize("kind", ["dropped", "altered"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, combine, replicate, scatter_owned
@@ -103,7 +104,8 @@ class DataParallelCriterion(Wrapper):
             devices = [share.device for share in plan.shares]
             pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
-            weights, _ = weigh(plan, reduction, self.module, targets, self.dim, count, calls)
+            what = plan, reduction, self.module, targets, self.dim, count, calls
+            weights, _ = weigh(*what, Readout())
             owner = holder_of(self.module)
             replicas = replicate(owner, devices) if owner else []
             criteria = [replica.of(self.module) for replica in replicas]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,15 +96,20 @@ class _Guard:
 
     def _touched(self) -> set[int]:
         """Positions that were written in place, or whose storage was exchanged for other values."""
-        found = set()
+        found: set[int] = set()
+        moved = defaultdict(list)
         for replica in self._part.replicas:
             found.update(self._written_in_place(replica))
-            for i in replica.strays():
+            for i in set(self._part.shared).intersection(replica.strays()):
                 tensor, home = replica.tensors[i], self._part.sources[replica.device][i]
-                same_kind = tensor.shape == home.shape and tensor.dtype == home.dtype
-                if not same_kind or bits.changed([tensor], [home])[0]:
+                if _kind(tensor) == _kind(home):
+                    moved[replica.device].append((i, tensor, home))
+                else:
                     found.add(i)
-        return found & set(self._part.shared)
+        for positions, tensors, homes in (zip(*those, strict=True) for those in moved.values()):
+            flags = bits.changed(tensors, homes)  # the host waits once for each memory
+            found.update(i for i, flag in zip(positions, flags, strict=True) if flag)
+        return found
 
     def _written_in_place(self, replica: Replica) -> list[int]:
         before = self._versions[replica.index]
@@ -127,3 +134,7 @@ class _Guard:
 
     def _versions_of(self, replica: Replica) -> list[int]:
         return [version(replica.tensors[i]) for i in self._part.shared]
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device

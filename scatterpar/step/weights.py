@@ -8,7 +8,6 @@ where a row holds a varying number of terms (padded tokens).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.readout import Readout
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
@@ -54,6 +54,7 @@ def weigh(
     dim: int,
     count: Count | None,
     pieces: Iterable[tuple[Any, Any]],
+    readout: Readout,
 ) -> tuple[list[list[float]], float]:
     """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
 
@@ -67,18 +68,20 @@ def weigh(
         dim: the dimension that holds the rows.
         count: the user's own count of the terms of a piece.
         pieces: the inputs and targets of each micro-batch in order, for ``count``.
+        readout: brings counts to the host.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
     if reduction == "sum":
         weights, total = [1.0] * len(spans), 1.0
     elif count is not None:
-        weights, total = normalise([count(*piece) for piece in pieces])
+        weights, total = normalise(_fetched([count(*piece) for piece in pieces], readout))
     elif _averages_classes(criterion):
         counts: Sequence[float | Tensor]
         if isinstance(targets, Tensor) and spans == sorted(spans):
-            counts = _count_classes(criterion, targets, dim, spans)
+            counts = _count_classes(criterion, targets, dim, spans, readout)
         else:
-            counts = [_count_piece(criterion, piece) for _, piece in pieces]
+            own = [_count_piece(criterion, piece) for _, piece in pieces]
+            counts = _fetched(own, readout)
         weights, total = normalise(counts)
     else:
         weights, total = normalise([stop - start for start, stop in spans])
@@ -116,7 +119,7 @@ def _option(criterion: Any, name: str, default: Any) -> Any:
 
 
 def _count_classes(
-    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
+    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]], readout: Readout
 ) -> list[float]:
     """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
     if targets.is_floating_point():
@@ -125,9 +128,9 @@ def _count_classes(
     terms = _class_terms(criterion, targets)
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)
-    rows = terms.cpu().double()
+    (rows,) = readout.ask([terms])()
     sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
-    counts: list[float] = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
+    counts: list[float] = torch.segment_reduce(rows.double(), "sum", lengths=sizes).tolist()
     return counts
 
 
@@ -167,22 +170,20 @@ def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
     >>> normalise([3, 1, 0])
     ([0.75, 0.25, 0.0], 4.0)
     """
-    numbers = [_as_number(count) for count in _fetched(counts)]
+    numbers = [_as_number(count) for count in counts]
     total = sum(numbers)
     return [number / total if number else 0.0 for number in numbers], total
 
 
-def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-    """On the host, in one message from each device: the host waits for every one of them."""
-    away: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for i, count in enumerate(counts):
-        if isinstance(count, Tensor) and count.device.type != "cpu" and not count.ndim:
-            away[count.device, count.dtype].append(i)
+def _fetched(counts: Sequence[float | Tensor], readout: Readout) -> Sequence[float | Tensor]:
+    """Those that are 0-dim tensors on the host; anything else as it is."""
+    positions = [
+        i for i, count in enumerate(counts) if isinstance(count, Tensor) and not count.ndim
+    ]
+    arrived = readout.ask([counts[i] for i in positions])()  # type: ignore[misc]
     fetched = list(counts)
-    for positions in away.values():
-        arrived = torch.stack([counts[i] for i in positions]).cpu()  # type: ignore[misc]
-        for i, count in zip(positions, arrived, strict=True):
-            fetched[i] = count
+    for i, count in zip(positions, arrived, strict=True):
+        fetched[i] = count
     return fetched
 
 

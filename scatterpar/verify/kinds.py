@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.readout import Readout
 from scatterpar.step import nested
 from scatterpar.step.captured import surroundings
 
@@ -105,10 +106,13 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
-def holes(tensors: Iterable[Tensor], ignored: set[int]) -> frozenset[Hashable]:
+def holes(
+    tensors: Iterable[Tensor], ignored: set[int], readout: Readout
+) -> Callable[[], frozenset[Hashable]]:
     """What the tensors hold: labels that may be left out, and zeros, as masks do.
 
-    Batches of one shape differ in that: the first one may have no padding.
+    Batches of one shape differ in that: the first one may have no padding. What is returned
+    waits for it, once for everything that ``readout`` was asked for.
     """
     names: list[Hashable] = []
     found: list[Tensor] = []
@@ -121,8 +125,8 @@ def holes(tensors: Iterable[Tensor], ignored: set[int]) -> frozenset[Hashable]:
         if is_integer(tensor) or tensor.numel() <= _LARGEST:
             names.append(("zero", tensor.dtype, tensor.ndim))
             found.append((tensor == 0).any())
-    flags = torch.stack([flag.cpu() for flag in found]).tolist() if found else []
-    return frozenset(name for name, flag in zip(names, flags, strict=True) if flag)
+    flags = readout.ask(found)
+    return lambda: frozenset(name for name, flag in zip(names, flags(), strict=True) if flag)
 
 
 def left_out(tensor: Tensor, ignored: set[int]) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.readout import Readout
 from scatterpar.plan import Plan
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.report import warn
@@ -86,36 +87,25 @@ class Verifier:
         self._steps: Counter[tuple[int, Holes]] = Counter()
         self._warned: set[int] = set()
 
-    def look(
-        self, request: Request, plan: Plan, weights: Sequence[Sequence[float]], dim: int
-    ) -> Look | None:
-        """What to look at in this step; ``None`` where there is nothing, or it is known.
+    def glimpse(self, request: Request, plan: Plan, readout: Readout) -> Glimpse | None:
+        """What kind of step this is; ``None`` where there is nothing to look at.
 
         Args:
             request: what the user asked for.
             plan: how the batch is cut.
-            weights: of each micro-batch, share by share.
-            dim: the dimension that holds the rows.
+            readout: what has to be known of the batch itself is asked for here.
         """
-        spans = [span for share in plan.shares for span in share.micro_batches]
-        if request.whole_batch:
+        if request.whole_batch or not self._enabled:
             return None
         counted = request.count is None and is_counted(request.criterion, request.reduction)
-        if not self._enabled or len(spans) < 2 or counted:
+        if counted or sum(len(share.micro_batches) for share in plan.shares) < 2:
             return None
         try:
-            return self._look(request, plan, spans, list(chain(*weights)), dim)
+            return self._glimpse(request, plan, readout)
         except Exception:  # of something of the user's that cannot be looked at
             return None
 
-    def _look(
-        self,
-        request: Request,
-        plan: Plan,
-        spans: list[tuple[int, int]],
-        weights: list[float],
-        dim: int,
-    ) -> Look | None:
+    def _glimpse(self, request: Request, plan: Plan, readout: Readout) -> Glimpse | None:
         tensors = row_tensors(request.targets)
         labelled: Any = request.targets
         if request.criterion is None or not tensors:
@@ -132,20 +122,19 @@ class Verifier:
             )
         )
         ignored = ignored_values(request.criterion)
-        found = holes(tensors, ignored)
+        found = holes(tensors, ignored, readout)
+        return Glimpse(self, request, plan, labelled, kind, ignored, found)
+
+    def wants(self, kind: int, found: Holes) -> bool:
+        """Whether to look at this step: at the first of a kind, and where that told nothing."""
         if any(found <= seen for seen in self._agreed.get(kind, ())):
-            return None
+            return False
         if len(self._agreed) + len(self._steps) > _KINDS:
             self._agreed.clear()
             self._steps.clear()
         self._steps[kind, found] += 1
         steps = self._steps[kind, found]
-        if steps > _LOOKS and steps & (steps - 1):
-            return None
-        pieces = [row_tensors(take(labelled, start, stop, dim)) for start, stop in spans]
-        both = choose(pieces, ignored, weights, dim)
-        labels = [pieces[position] for position in both]
-        return Look(self, (kind, found), request, plan, labels, weights, both, dim)
+        return steps <= _LOOKS or not steps & (steps - 1)
 
     def agreed(self, kind: int, found: Holes) -> None:
         """From now on this kind is not looked at, nor where it has fewer holes."""
@@ -156,6 +145,42 @@ class Verifier:
         if kind not in self._warned:
             warn(text)
             self._warned.add(kind)
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """What a step shows before it is weighed: its kind, and, once it is read, its holes."""
+
+    verifier: Verifier
+    request: Request
+    plan: Plan
+    labelled: Any
+    kind: int
+    ignored: set[int]
+    holes: Callable[[], Holes]
+
+    def look(self, weights: Sequence[Sequence[float]], dim: int) -> Look | None:
+        """What to look at in this step; ``None`` where it is known already.
+
+        Args:
+            weights: of each micro-batch, share by share.
+            dim: the dimension that holds the rows.
+        """
+        try:
+            return self._look(list(chain(*weights)), dim)
+        except Exception:  # of something of the user's that cannot be looked at
+            return None
+
+    def _look(self, weights: list[float], dim: int) -> Look | None:
+        found = self.holes()
+        if not self.verifier.wants(self.kind, found):
+            return None
+        spans = [span for share in self.plan.shares for span in share.micro_batches]
+        pieces = [row_tensors(take(self.labelled, start, stop, dim)) for start, stop in spans]
+        both = choose(pieces, self.ignored, weights, dim)
+        labels = [pieces[position] for position in both]
+        kind = (self.kind, found)
+        return Look(self.verifier, kind, self.request, self.plan, labels, weights, both, dim)
 
 
 @dataclass

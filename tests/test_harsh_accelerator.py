@@ -192,6 +192,12 @@ STEPS = {
     "finite": ({"check_finite": True}, {}),
     "count": ({}, {"count": lambda _, targets: (targets != 1).sum()}),
     "outputs": ({}, {"return_outputs": True}),
+    "weighted": ({}, {}),
+    "function": ({}, {}),
+}
+CRITERIA = {
+    "weighted": LOSSES["weighted"],  # with a buffer
+    "function": lambda scores, labels: (scores.square().sum(1) * (labels != 1)).mean(),
 }
 
 
@@ -203,7 +209,9 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
     if place == "device":
         batch = [tensor.to(FIRST) for tensor in batch]
     options, arguments = STEPS[step]
-    criterion = nn.CrossEntropyLoss(ignore_index=1)
+    criterion = CRITERIA.get(step, nn.CrossEntropyLoss(ignore_index=1))
+    if isinstance(criterion, nn.Module):
+        criterion = copy.deepcopy(criterion).to(FIRST)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ScatterOnceParallel(model, 4, [FIRST, SECOND, FIRST], **options) as engine:
         engine.forward_backward(*batch, criterion, **arguments)  # checks the links, and the loss

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["changed", "differing"]
+__all__ = ["changed", "changes", "differing"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,12 +24,14 @@ def differing(one: Tensor, other: Tensor) -> Tensor:
     return _as_integers(one.detach()) != _as_integers(other.detach())
 
 
-def changed(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """For each pair of dense tensors in one memory, whether any bit differs.
+def changes(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """For each pair of dense tensors in one memory a flag there: whether any bit differs."""
+    return [differing(one, other).any() for one, other in zip(ones, others, strict=True)]
 
-    The host waits once for all of them.
-    """
-    found = [differing(one, other).any() for one, other in zip(ones, others, strict=True)]
+
+def changed(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """The same on the host, which waits once for all of them."""
+    found = changes(ones, others)
     return torch.stack(found).tolist() if found else []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from scatterpar.devices import bits
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.readout import Readout
 
 __all__ = ["Broadcast", "version"]
 
@@ -45,6 +46,9 @@ class Broadcast:
         self._arrivals = {device: FlatCopy(tensors, device, blocks) for device in others}
         self._departure = FlatCopy(tensors, master, blocks) if others else None
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
+        self._versions: list[int] = []
+        self._doubtful: list[int] = []
+        self._edited: Callable[[], list[Tensor]] = list
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
@@ -55,15 +59,24 @@ class Broadcast:
         """Copies of the tensors as they were sent last; ``None`` where nothing is sent."""
         return None if self._departure is None or self._sent is None else self._departure.views
 
+    def compare(self, readout: Readout) -> None:
+        """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
+        if self._departure is None:
+            return
+        self._versions = [version(tensor) for tensor in self._tensors]  # before the values
+        self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
+        tensors = [self._tensors[i] for i in self._doubtful]
+        sent = [self._departure.views[i] for i in self._doubtful]
+        self._edited = readout.ask(bits.changes(tensors, sent))
+
     def send(self, ledger: Ledger, spoilt: Collection[int] = ()) -> None:
-        """Send what has changed, and what is ``spoilt`` at its destination.
+        """Send what ``compare`` found changed, and what is ``spoilt`` at its destination.
 
         One message per dtype to each device.
         """
         if self._departure is None:
             return
-        versions = [version(tensor) for tensor in self._tensors]  # before the values are read
-        moving = set(self._changed(versions)) | set(spoilt)
+        moving = self._changed().union(spoilt)
         if not moving:
             return
         self._sent = None
@@ -72,21 +85,20 @@ class Broadcast:
         )
         for number, positions in enumerate(self._departure.positions):
             self._send_some(number, [i for i in positions if i in moving], ledger)
-        self._sent = versions
+        self._sent = self._versions
 
-    def _changed(self, versions: Sequence[int]) -> list[int]:
-        if self._sent is None or self._departure is None:
-            return list(range(len(self._tensors)))
-        doubtful = [
+    def _with_doubts(self, sent: Sequence[int]) -> list[int]:
+        """Positions of the tensors whose versions do not tell whether they have changed."""
+        return [
             i
-            for i, (tensor, sent) in enumerate(zip(self._tensors, self._sent, strict=True))
-            if sent == versions[i] or not isinstance(tensor, nn.Parameter)
+            for i, tensor in enumerate(self._tensors)
+            if sent[i] == self._versions[i] or not isinstance(tensor, nn.Parameter)
         ]
-        edited = bits.changed(
-            [self._tensors[i] for i in doubtful], [self._departure.views[i] for i in doubtful]
-        )
-        quiet = {i for i, is_edited in zip(doubtful, edited, strict=True) if not is_edited}
-        return [i for i in range(len(self._tensors)) if i not in quiet]
+
+    def _changed(self) -> set[int]:
+        pairs = zip(self._doubtful, self._edited(), strict=True)
+        quiet = {i for i, is_edited in pairs if not is_edited}
+        return set(range(len(self._tensors))) - quiet
 
     def _send_some(self, number: int, positions: Sequence[int], ledger: Ledger) -> None:
         """Send the tensors at ``positions`` of one flat buffer: it, or what is packed of it."""

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices import verbs
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of, is_script, script_state
@@ -129,8 +130,8 @@ class Replicas:
 
     Parameters on the master's own device share its storage; every other device has one
     copy of them, which its replicas share. Buffers are each replica's own, and so are
-    parameters that a forward pass writes. ``refresh`` makes all of it equal to the master's,
-    whatever the user did to the module meanwhile.
+    parameters that a forward pass writes. ``follow`` and then ``refresh`` make all of it equal to
+    the master's, whatever the user did to the module meanwhile.
 
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
@@ -169,11 +170,16 @@ class Replicas:
         self._spoilt: set[int] = set()
         self._state: Snapshot | None = None
 
-    def refresh(self, ledger: Ledger) -> None:
-        """Make every replica equal to the master's modules as they are now."""
+    def follow(self, readout: Readout) -> None:
+        """Obey what was done to the master's modules, and ask which tensors have changed."""
         with torch.inference_mode(False), torch.no_grad():
             if not self._follow():
                 self._build()
+            self._broadcast.compare(readout)
+
+    def refresh(self, ledger: Ledger) -> None:
+        """Then make every replica equal to the master's modules."""
+        with torch.inference_mode(False), torch.no_grad():
             self._broadcast.send(ledger, self._spoilt)
             self._spoilt = set()
             for replica in self.replicas:

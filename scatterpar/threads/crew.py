@@ -14,6 +14,7 @@ from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.devices.links import check_links
+from scatterpar.devices.readout import Readout
 from scatterpar.plan import Share
 from scatterpar.replicas.bound import Bound, holder_of
 from scatterpar.replicas.compiled import Compiler, How
@@ -109,16 +110,25 @@ class Crew:
             self._criterion = self._replicas_of()
         if self.model.roots != (module,):
             self.model = self._replicas_of(module, how=self._compile_how)
-        self.model.refresh(ledger)
+        readout = Readout()  # the host waits once, for the model and the criterion
+        self.model.follow(readout)
+        parts, criteria = self._with_criterion(criterion, readout, at_home=criterion_at_home)
+        for part in parts:
+            part.refresh(ledger)
+        return parts, criteria
+
+    def _with_criterion(
+        self, criterion: Callable[..., Any] | None, readout: Readout, *, at_home: bool
+    ) -> tuple[list[Replicas], list[Any]]:
         owner = self._holder_of(criterion)
         if owner is None:
             return [self.model], [criterion] * len(self.device_ids)
         if self.model.contains(owner):
             return [self.model], [replica.of(criterion) for replica in self.model.replicas]
-        devices = self.device_ids[:1] if criterion_at_home else self.device_ids
+        devices = self.device_ids[:1] if at_home else self.device_ids
         if (self._criterion.roots, self._criterion.device_ids) != ((owner,), devices):
             self._criterion = self._replicas_of(owner, devices=devices)
-        self._criterion.refresh(ledger)
+        self._criterion.follow(readout)
         criteria = [replica.of(criterion) for replica in self._criterion.replicas]
         return [self.model, self._criterion], criteria
 

@@ -81,6 +81,7 @@ print("exact")
 """
 
 
+@pytest.mark.slow
 def test_control_flow():
     """In a process of its own: what two threads' tracing once broke stayed broken."""
     done = subprocess.run(

@@ -77,7 +77,7 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize("end", ["del", "close"])
+@pytest.mark.parametrize("end", ["del", pytest.param("close", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("life", LIVES)
 def test_no_thread_tensor_or_cycle_is_left(devices, life, end):
     """All by reference counts: the cyclic collector is off, and finds nothing afterwards."""

@@ -44,6 +44,7 @@ def die(rank, store, how):
     print(kind, words.splitlines()[-1], flush=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["is killed", "hangs"])
 def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path, how):
     code = "import sys, test_ranks_lost as t; t.die(int(sys.argv[1]), *sys.argv[2:])"

@@ -166,6 +166,7 @@ def test_the_plan_that_is_shown():
     assert f"```text\n{plan}\n```" in README
 
 
+@pytest.mark.slow
 @pytest.mark.draws
 def test_the_table_of_averages(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))

@@ -15,9 +15,8 @@ TESTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "order", ["late", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random:1"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["late", "eager", "random:1"])
 def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(simulated_accelerator, order):
     if not simulated_accelerator:
         pytest.skip("there is no g++ to build it")

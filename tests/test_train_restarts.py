@@ -59,6 +59,7 @@ def kill_and_compare(folder, epochs, kills):
     assert len(first) == epochs * STEPS_PER_EPOCH
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(tmp_path):
     kill_and_compare(tmp_path, epochs=2, kills=[(1, 5), (0, 11)])
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import pytest
 
@@ -111,16 +111,28 @@ def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
     return finish(start(*arguments, **variables), silence)
 
 
+def with_slow_accelerator(layouts: Iterable[str]) -> list[Any]:
+    """The layouts as parameters of a test; the simulated accelerator is left to ``-m slow``."""
+    slow = pytest.param("accelerator", marks=pytest.mark.slow)
+    return [slow if layout == "accelerator" else layout for layout in layouts]
+
+
 def run_on_layouts(
-    layouts: Iterable[str], accelerator: dict[str, str], module: str, *arguments: str
+    request: pytest.FixtureRequest,
+    layouts: Iterable[str],
+    on_accelerator: bool,
+    module: str,
+    *arguments: str,
 ) -> dict[str, Outcome]:
-    """Run ``module`` with each layout, all at once; the simulated one only if it was built."""
-    possible = [layout for layout in layouts if accelerator or layout != "accelerator"]
+    """Run ``module`` with each layout, all at once; on the simulated one where it can be built."""
+    wanted = [layout for layout in layouts if on_accelerator or layout != "accelerator"]
+    accelerator = request.getfixturevalue("simulated_accelerator") if on_accelerator else {}
+    possible = [layout for layout in wanted if accelerator or layout != "accelerator"]
     return finish_all({n: start("-m", module, n, *arguments, **accelerator) for n in possible})
 
 
 def of(outcomes: dict[str, Found], layout: str) -> Found:
     """What was found on ``layout``; skips the test if it could not be tried."""
     if layout not in outcomes:
-        pytest.skip("there is no g++ to build the simulated accelerator")
+        pytest.skip("tried with -m slow, and where there is g++ to build the simulated accelerator")
     return outcomes[layout]

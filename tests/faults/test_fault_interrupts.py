@@ -6,31 +6,31 @@ import json
 
 import pytest
 
-from faults.processes import of, run, run_on_layouts
+from faults.processes import of, run, run_on_layouts, with_slow_accelerator
 
 LAYOUTS = ("shared", "virtual", "alone", "accelerator")
 STRIKES = "24"
 
 
-@pytest.fixture(scope="module", params=["80", pytest.param("400", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["40", pytest.param("400", marks=pytest.mark.slow)])
 def positions(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def everywhere(simulated_accelerator, positions):
-    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", positions)
+def everywhere(request, positions):
+    return run_on_layouts(request, LAYOUTS, positions == "400", "faults.everywhere", positions)
 
 
 @pytest.fixture(scope="module")
-def struck(simulated_accelerator):
-    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.ctrl_c", STRIKES)
+def struck(request, positions):
+    return run_on_layouts(request, LAYOUTS, positions == "400", "faults.ctrl_c", STRIKES)
 
 
-@pytest.fixture(scope="module", params=["30", pytest.param("400", marks=pytest.mark.slow)])
-def in_two_passes(request, simulated_accelerator):
-    place = "whole batch: forward, either pass"
-    return run_on_layouts(LAYOUTS, simulated_accelerator, "faults.everywhere", request.param, place)
+@pytest.fixture(scope="module", params=["20", pytest.param("400", marks=pytest.mark.slow)])
+def in_two_passes(request):
+    place, many = "whole batch: forward, either pass", request.param == "400"
+    return run_on_layouts(request, LAYOUTS, many, "faults.everywhere", request.param, place)
 
 
 def judged(outcome):
@@ -43,21 +43,21 @@ def judged(outcome):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
 def test_between_any_two_instructions(everywhere, positions, layout):
     found = judged(of(everywhere, layout))
     assert len(found) > int(positions) // 2
     assert not all(line["whole"] for line in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
 def test_between_any_two_instructions_of_two_passes(in_two_passes, layout):
     found = judged(of(in_two_passes, layout))
-    assert len(found) > 15
+    assert len(found) > 10
     assert not all(line["whole"] for line in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
 def test_real_signals_at_random_moments_once_and_twice(struck, layout):
     found = judged(of(struck, layout))
     assert len(found) == int(STRIKES)

@@ -12,24 +12,24 @@ LAYOUTS = ("shared", "virtual", "alone", "accelerator")
 STRIKES = "24"
 
 
-@pytest.fixture(scope="module", params=["40", pytest.param("400", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["40", pytest.param("160", marks=pytest.mark.slow)])
 def positions(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def everywhere(request, positions):
-    return run_on_layouts(request, LAYOUTS, positions == "400", "faults.everywhere", positions)
+    return run_on_layouts(request, LAYOUTS, positions == "160", "faults.everywhere", positions)
 
 
 @pytest.fixture(scope="module")
 def struck(request, positions):
-    return run_on_layouts(request, LAYOUTS, positions == "400", "faults.ctrl_c", STRIKES)
+    return run_on_layouts(request, LAYOUTS, positions == "160", "faults.ctrl_c", STRIKES)
 
 
-@pytest.fixture(scope="module", params=["20", pytest.param("400", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["20", pytest.param("160", marks=pytest.mark.slow)])
 def in_two_passes(request):
-    place, many = "whole batch: forward, either pass", request.param == "400"
+    place, many = "whole batch: forward, either pass", request.param == "160"
     return run_on_layouts(request, LAYOUTS, many, "faults.everywhere", request.param, place)
 
 

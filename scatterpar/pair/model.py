@@ -22,7 +22,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers, write_parameters
-from scatterpar.step.request import check_dim, check_module
+from scatterpar.step.options import check_dim, check_module
 from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
 

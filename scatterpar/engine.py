@@ -23,7 +23,7 @@ from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport

@@ -21,7 +21,7 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue

@@ -34,7 +34,8 @@ from torch import Tensor
 from scatterpar.devices import verbs
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
@@ -47,7 +48,7 @@ from scatterpar.step.task import Task, noted
 from scatterpar.step.whole_batch import Peers, WholeBatch
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.randomness import Position, RandomStreams
+from scatterpar.threads.streams import Position, RandomStreams
 from scatterpar.threads.workers import Workers, note
 
 __all__ = ["train_whole"]

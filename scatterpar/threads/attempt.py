@@ -12,7 +12,7 @@ import torch
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
-from scatterpar.threads.randomness import RandomStreams
+from scatterpar.threads.streams import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
 
 __all__ = ["Attempt"]

@@ -249,7 +249,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _fit(self, request: Request) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
-        request = request.checked()
+        request = request.checked(self.device_ids[0])
         if self.accum != "auto":
             return self._compute(request, self.plan(request.sizes))
         plan = partial(self._plan, request.sizes)
@@ -264,7 +264,6 @@ class ScatterOnceParallel(Wrapper):
         """Scatter, replicate, sub-steps, reduce."""
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
-            scale = request.scale_on(self.device_ids[0])
             with clock.phase("scatter"):
                 readout = Readout()
                 glimpse = self._verifier.glimpse(request, plan, readout)
@@ -280,13 +279,13 @@ class ScatterOnceParallel(Wrapper):
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, scattered, criteria, weights)
                     results = compute(
-                        attempt, request, tasks, parts, criteria[0], scale, look, self._ranks
+                        attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
                     ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(parts, plan, weights, terms, request.is_mean, scale)
+                        spread = measure(request, parts, plan, weights, terms)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     parameters = merge_writes(parts, len(results), ledger)
@@ -296,7 +295,7 @@ class ScatterOnceParallel(Wrapper):
                 dtype=results[0].dtype,
                 is_mean=request.is_mean,
                 terms=terms,
-                scale=scale,
+                scale=request.scale,
                 spread=spread,
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
@@ -392,7 +391,7 @@ class ScatterOnceParallel(Wrapper):
         """
         request = self._request(inputs, targets, criterion, reduction, count, verify=False)
         with self._crew.workers.exclusive():
-            request = request.checked()
+            request = request.checked(self.device_ids[0])
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._crew.workers, attempt)

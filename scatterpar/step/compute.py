@@ -35,7 +35,6 @@ def compute(
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
     criterion: Any,
-    scale: float,
     look: _Look | None,
     peers: Peers | None,
 ) -> list[Result]:
@@ -47,7 +46,6 @@ def compute(
         tasks: what each replica is given to do.
         parts: the replicas of the model, and those of the criterion.
         criterion: as it is on the master.
-        scale: the gradient scaler's factor.
         look: looks at some of them.
         peers: other processes, whose outputs the criterion of a whole batch sees too.
 
@@ -59,9 +57,9 @@ def compute(
         if request.whole_batch:
             rehearse(attempt, tasks, parts, Task.output_of)
             peers = None if request.most else peers  # a trial is this process's own
-            return train_whole(attempt, request, tasks, parts, criterion, scale, peers)
+            return train_whole(attempt, request, tasks, parts, criterion, peers)
         rehearse(attempt, tasks, parts, loss_at)
-        work = partial(train, request=request, scale=scale, see=look.see if look else None)
+        work = partial(train, request=request, see=look.see if look else None)
         results = attempt.run(work, tasks)
         if look:
             look.judge(attempt, tasks, results)

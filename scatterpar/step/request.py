@@ -27,8 +27,9 @@ class Request:
 
     Attributes:
         most: leave it at so many sub-steps: a try at what fits into memory.
-        rows: how many the batch has, once that is ``checked``.
+        rows: how many the batch has. This and what follows is known once it is ``checked``.
         sizes: those of each batch, where it is made of several.
+        scale: the scaler's factor.
     """
 
     inputs: Any
@@ -45,6 +46,7 @@ class Request:
     most: int | None = None
     rows: int = 0
     sizes: tuple[int, ...] = ()
+    scale: float = 1.0
 
     @property
     def batch(self) -> tuple[Any, Any]:
@@ -56,18 +58,15 @@ class Request:
         """The loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
 
-    def scale_on(self, device: torch.device) -> float:
-        """The scaler's factor, from the scaler itself, which so gets to know the master."""
-        if self.scaler is None:
-            return 1.0
-        return float(self.scaler.scale(torch.ones((), device=physical(device))))
-
     def as_trial(self) -> Self:
         """The same for the first sub-steps alone, which take the memory of a whole step."""
         return replace(self, return_outputs=False, verify=False, most=2)
 
-    def checked(self) -> Self:
+    def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction settled, if it makes sense.
+
+        Args:
+            device: the master, which a scaler gets to know.
 
         Raises:
             TypeError: a criterion or count that cannot be called, a scaler that is none.
@@ -89,10 +88,13 @@ class Request:
         sizes = batch_sizes(batch, self.dim, rows)
         if self.whole_batch:
             self._require_whole()
-            # Each share has a part of one loss.
-            return replace(self, rows=rows, sizes=sizes, reduction="sum")
-        reduction = resolve_reduction(self.criterion, self.reduction)
-        return replace(self, rows=rows, sizes=sizes, reduction=reduction)
+            reduction = "sum"  # each share has a part of one loss
+        else:
+            reduction = resolve_reduction(self.criterion, self.reduction)
+        scale = 1.0
+        if self.scaler is not None:
+            scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
+        return replace(self, rows=rows, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""

@@ -62,7 +62,6 @@ def train(
     task: Task,
     *,
     request: Request,
-    scale: float,
     see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
@@ -71,7 +70,6 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        scale: the gradient scaler's factor.
         see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
@@ -93,7 +91,7 @@ def train(
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
-                factor = torch.full_like(loss, weight * scale, requires_grad=False)
+                factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
                 pull([loss], [factor], autocast)
             losses.append(loss.detach())
             del loss

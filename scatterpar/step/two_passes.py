@@ -82,7 +82,6 @@ def train_whole(
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
     criterion: Criterion,
-    scale: float,
     peers: Peers | None,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
@@ -93,7 +92,6 @@ def train_whole(
         tasks: each replica's share of the inputs.
         parts: the replicas of the model, and that of the criterion.
         criterion: as it is on the master.
-        scale: the gradient scaler's factor.
         peers: other processes that have rows of the batch.
 
     Returns:
@@ -107,7 +105,8 @@ def train_whole(
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    judge = partial(batch.judge, criterion, scale=scale, check_finite=request.check_finite)
+    told = {"scale": request.scale, "check_finite": request.check_finite}
+    judge = partial(batch.judge, criterion, **told)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _judged_on(shares[0].device, attempt.workers, judge, seen)

@@ -119,12 +119,10 @@ def train_whole(
     batch = WholeBatch([one.joined for one in seen], shares, targets, dim, lists, ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
 
-    def judge() -> Tensor:
-        with streams.of_criterion(seed):
-            return batch.judge(criterion, scale=scale, check_finite=check_finite)
-
+    judge = partial(batch.judge, criterion, scale=scale, check_finite=check_finite)
     try:
-        loss = _judged_on(shares[0].device, workers, judge, seen)
+        with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+            loss = _judged_on(shares[0].device, workers, judge, seen)
         if peers is not None and peers.rank:
             _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])

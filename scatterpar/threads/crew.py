@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices.ledger import Clock, Ledger
-from scatterpar.devices.links import check_links
+from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.readout import Readout
 from scatterpar.plan import Share
 from scatterpar.replicas.bound import Bound, holder_of
@@ -80,14 +80,7 @@ class Crew:
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
-        self._links_checked = False
-
-    def check_links(self) -> None:
-        """Once: whether copies between the devices arrive as they were sent."""
-        if not self._links_checked:
-            with torch.inference_mode(False), torch.no_grad():
-                check_links(self.device_ids)
-            self._links_checked = True
+        self.check_links = LinkCheck(self.device_ids)
 
     def refresh(
         self,

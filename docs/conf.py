@@ -19,7 +19,8 @@ exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-
 
 myst_heading_anchors = 3
 autodoc_typehints = "description"
-autodoc_class_signature = "separated"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
 default_role = "code"  # a word in single backticks, in a docstring
 
 html_theme = "furo"
@@ -27,5 +28,7 @@ html_title = f"scatterpar {release}"
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["templates"]
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["guide.css"]
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"

@@ -49,7 +49,6 @@ class Replica:
             i for i, tensor in enumerate(originals) if is_state(tensor) or i in written
         ]
         own = FlatCopy([originals[i] for i in self._private], device).views
-        self._sources = sources
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
         for i, view in zip(self._private, own, strict=True):
@@ -75,8 +74,8 @@ class Replica:
                 list(written.values()),
             )
 
-    def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy in the buffers of the sources.
+    def refresh(self, sources: Sequence[Tensor]) -> None:
+        """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
 
         A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
         ``p.set_``, ``flatten_parameters``), and so may the user: each goes home.
@@ -88,7 +87,7 @@ class Replica:
             self.tensors[i].data = self._homes[i]
         if self._private:
             torch._foreach_copy_(
-                [self.tensors[i] for i in self._private], [self._sources[i] for i in self._private]
+                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
             )
 
     def is_whole(self) -> bool:

@@ -82,7 +82,7 @@ class Replicas:
             self._broadcast.send(ledger, self._spoilt)
             self._spoilt = set()
             for replica in self.replicas:
-                replica.refresh()
+                replica.refresh(self.sources[replica.device])
                 self._begin_writes(replica)
 
     def _begin_writes(self, replica: Replica) -> None:
@@ -92,8 +92,9 @@ class Replicas:
 
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
+        replica = self.replicas[number]
         with torch.inference_mode(False), torch.no_grad():
-            self.replicas[number].refresh()
+            replica.refresh(self.sources[replica.device])
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""

@@ -30,6 +30,7 @@ __all__ = [
     "has_dynamo",
     "has_gradient_hooks",
     "hooks_taken_off",
+    "is_node_held",
     "private_accelerator",
     "random_operators",
     "route",
@@ -90,6 +91,9 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 # --- the caller's context: there is no public way to read what is set --------------------------
 
 
+_VISITED = "scatterpar"
+
+
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost pair of saved-tensor hooks of this thread."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
@@ -110,6 +114,18 @@ def current_graph_task() -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks run after the gradient of a leaf was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def is_node_held(leaf: Tensor) -> bool:
+    """Whether somebody keeps the node that accumulates the gradient of ``leaf``.
+
+    Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
+    """
+    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    node.metadata[_VISITED] = True
+    del node
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return _VISITED in node.metadata
 
 
 # --- compiled modules: there is no public way to compile another function in the same way --------

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import bits
-from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan
-from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import check_placement
@@ -245,15 +244,6 @@ def _broadcast(
     tensors: Sequence[Tensor], device_ids: Sequence[torch.device]
 ) -> list[Sequence[Tensor]]:
     """The tensors as they are on each replica's device: the master's own, or one copy a device."""
-    ledger = Ledger()
-    here: dict[torch.device, Sequence[Tensor]] = {device_ids[0]: tensors}
-    if tensors and any(device != device_ids[0] for device in device_ids):
-        departure = FlatCopy(tensors, device_ids[0])
-        torch._foreach_copy_(departure.views, list(tensors))
-        for device in dict.fromkeys(device_ids[1:]):
-            if device not in here:
-                arrival = FlatCopy(tensors, device)
-                for target, source in zip(arrival.flats, departure.flats, strict=True):
-                    ledger.copy_into(target, source, "replicate")
-                here[device] = arrival.views
-    return [here.get(device, tensors) for device in device_ids]
+    broadcast = Broadcast(tensors, device_ids)
+    broadcast.send(Ledger())
+    return [broadcast.at(device) for device in device_ids]

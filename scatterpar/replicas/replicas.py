@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from scatterpar.devices import verbs
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.lists import copy_each
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.compiled import Compiler
@@ -90,9 +91,7 @@ class Replica:
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if self._private:
-            torch._foreach_copy_(
-                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
-            )
+            copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""
@@ -232,11 +231,6 @@ class Replicas:
         named = (item for root in self.roots for item in root.named_parameters())
         names = (name for name, tensor in named if tensor is self.tensors[position])
         return next(names, "(not registered)")
-
-    @property
-    def sent(self) -> Sequence[Tensor] | None:
-        """Copies of the tensors as the other devices have them; ``None`` without any."""
-        return self._broadcast.kept
 
     @property
     def modules(self) -> list[nn.Module]:

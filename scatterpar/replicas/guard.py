@@ -14,7 +14,8 @@ from scatterpar.devices import bits
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import FirstWrite
 
 __all__ = ["guarded"]

@@ -94,7 +94,8 @@ def _scattered(words: Tensor, factors: Tensor) -> Tensor:
 
 def _factors(size: int, device: torch.device) -> Tensor:
     """An odd number for each position, without regularity."""
-    numbers = torch.arange(size, out=verbs.empty(size, torch.int64, device))
+    numbers = verbs.empty(size, torch.int64, device)
+    torch.arange(size, out=numbers, device=numbers.device)  # else on the user's default device
     numbers.add_(1).mul_(_MULTIPLY)
     numbers ^= numbers >> 30
     numbers.mul_(_AGAIN)

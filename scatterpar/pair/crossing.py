@@ -97,9 +97,9 @@ def replicate(
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
-    device once, in one message per dtype, and are shared by the replicas there; buffers are
-    each replica's own, and so are the parameters whose ``id`` is in ``private``. A backward
-    pass through the copies adds up their gradients, in replica order, on the master.
+    device once, in few messages, and are shared by the replicas there; buffers are each
+    replica's own, and so are the parameters whose ``id`` is in ``private``. A backward pass
+    through the copies adds up their gradients, in the same order every time, on the master.
 
     Args:
         module: a module on ``device_ids[0]``.

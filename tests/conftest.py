@@ -60,7 +60,8 @@ def _no_moved_generators(request: pytest.FixtureRequest):
     before = police.random_states()
     yield
     moved = police.differences(before, police.random_states())
-    police.put_back_random_states(before)
+    if moved:
+        police.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
         assert not moved, f"the test moved random generators: {sorted(moved)}"
 

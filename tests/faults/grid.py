@@ -2,9 +2,9 @@
 
 ``python -m faults.grid shared`` (from ``tests/``) tries all combinations on replicas that
 share a memory, ``virtual`` on virtual devices, ``accelerator`` on a simulated accelerator's,
-and prints one line of JSON for each. With ``pairs`` as a second argument it tries a twelfth of them.
-Those of ``shared`` and ``virtual`` together are each place with each kind, each place at each
-moment, and each kind at each moment of a sub-step; each of them meets both layouts.
+and prints one line of JSON for each. With ``pairs`` as a second argument it tries a twelfth of
+them. Those of ``shared`` and ``virtual`` together are each place with each kind, each place at
+each moment, and each kind at each moment of a sub-step; each of them meets both layouts.
 """
 
 from __future__ import annotations

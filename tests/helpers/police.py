@@ -29,8 +29,8 @@ def leaked_threads(before: set[int | None]) -> list[str]:
     deadline = time.monotonic() + GRACE_SECONDS
     while leaked := [
         thread.name
-        for thread in set(threading.enumerate()) - threads_of_torchs_compiler()
-        if thread.ident not in before
+        for thread in threading.enumerate()
+        if thread.ident not in before and thread not in threads_of_torchs_compiler()
     ]:
         gc.collect()
         if time.monotonic() > deadline:

@@ -128,6 +128,12 @@ def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiles
 
 
+def records_cuda_graphs(how: Callable[..., Any]) -> bool:
+    """Whether what compiled a module, see ``compiled_how``, records CUDA graphs on a card."""
+    config: Any = getattr(how, "compiler_config", None)
+    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
+
+
 @contextlib.contextmanager
 def many_graphs() -> Iterator[None]:
     """Let torch.compile keep more graphs of one function than it does for one model.

@@ -111,7 +111,29 @@ class Ranks:
             )
         take_over(module, group)
 
-    def check(self, outcome: Outcome) -> None:
+    def together(self, compute: Callable[[], Outcome], settle: Callable[[], None]) -> Outcome:
+        """The outcome of all ranks' batches together, the same bits on every rank.
+
+        Args:
+            compute: gives this rank's own. If it fails, the other ranks are told.
+            settle: called last; if it raises, the other ranks are told. Later there is no way back.
+
+        Raises:
+            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
+            Exception: whatever ``compute`` raises.
+        """
+        try:
+            outcome = compute()
+            with outcome.attempt:
+                settle()
+                self._check(outcome)
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        with outcome.attempt as attempt, attempt.clock.phase("reduce"):
+            return self._exchange(outcome)
+
+    def _check(self, outcome: Outcome) -> None:
         """Refuse, before any collective, what would not fit into one.
 
         Raises:
@@ -132,19 +154,6 @@ class Ranks:
             return attempt()
         except FirstWrite as error:
             raise ValueError(_WRITTEN.format(f"the parameter {error.args[0]!r}")) from error
-
-    def exchange(self, outcome: Outcome) -> Outcome:
-        """The outcome of all ranks' batches together, the same bits on every rank.
-
-        Raises:
-            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
-        """
-        try:
-            with outcome.clock.phase("reduce"):
-                return self._exchange(outcome)
-        except BaseException:
-            outcome.streams.rollback()
-            raise
 
     def _exchange(self, outcome: Outcome) -> Outcome:
         try:

@@ -18,12 +18,12 @@ from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
 from scatterpar.pair.writes import Writers
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers, write_parameters
-from scatterpar.step.request import check_dim, check_module
+from scatterpar.step.options import check_dim, check_module
 from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
 

@@ -27,29 +27,40 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
     of the caller's tensors, which must then not be written. What is replicated comes once to
     each memory, however many replicas are there.
     """
-    arrived: dict[tuple[int, torch.device], Tensor] = {}
-
-    def bring(device: torch.device, leaf: Any) -> Any:
-        if isinstance(leaf, Batches):
-            return Batches(nested.transform(partial(bring, device), leaf.entries), leaf.sizes)
-        if isinstance(leaf, Rows):
-            return Rows(_bring_entries(leaf.entries, device, ledger), leaf.collate)
-        if isinstance(leaf, Replicated):
-            return Replicated(nested.transform(partial(bring_once, device), leaf.value))
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        return ledger.copy(leaf, device, "scatter")
-
-    def bring_once(device: torch.device, leaf: Any) -> Any:
-        key = (id(leaf), device)
-        if key not in arrived:
-            arrived[key] = bring(device, leaf)
-        return arrived[key]
+    crossing = _Crossing(ledger)
 
     def hand_over(share: Share, leaf: Any) -> Any:
-        return bring(share.device, of_share(leaf, share, dim))
+        return crossing.bring(share.device, of_share(leaf, share, dim))
 
     return [nested.transform(partial(hand_over, share), batch) for share in plan.shares]
+
+
+class _Crossing:
+    """Brings a batch to devices. (Nested functions that call each other would be a cycle, and keep
+    what arrived until the garbage collector runs.)
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._arrived: dict[tuple[int, torch.device], Any] = {}
+
+    def bring(self, device: torch.device, leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            entries = nested.transform(partial(self.bring, device), leaf.entries)
+            return Batches(entries, leaf.sizes)
+        if isinstance(leaf, Rows):
+            return Rows(_bring_entries(leaf.entries, device, self._ledger), leaf.collate)
+        if isinstance(leaf, Replicated):
+            return Replicated(nested.transform(partial(self._bring_once, device), leaf.value))
+        if not isinstance(leaf, Tensor) or leaf.device == device:
+            return leaf
+        return self._ledger.copy(leaf, device, "scatter")
+
+    def _bring_once(self, device: torch.device, leaf: Any) -> Any:
+        key = (id(leaf), device)
+        if key not in self._arrived:
+            self._arrived[key] = self.bring(device, leaf)
+        return self._arrived[key]
 
 
 def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> list[Any]:

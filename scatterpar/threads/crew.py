@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.links import check_links
+from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.readout import Readout
 from scatterpar.plan import Plan
 from scatterpar.replicas.bound import Bound, holder_of
@@ -49,7 +49,7 @@ class Crew:
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
-        self._links_checked = False
+        self._check_links = LinkCheck(self.device_ids)
 
     @contextlib.contextmanager
     def attempt(self, plan: Plan) -> Iterator[Attempt]:
@@ -60,13 +60,6 @@ class Crew:
                 yield attempt
         finally:
             self._let_go()
-
-    def _check_links(self) -> None:
-        """Once: whether copies between the devices arrive as they were sent."""
-        if not self._links_checked:
-            with torch.inference_mode(False), torch.no_grad():
-                check_links(self.device_ids)
-            self._links_checked = True
 
     def _let_go(self) -> None:
         """Let go of the replicas' gradients, unless the replicas are let go themselves."""

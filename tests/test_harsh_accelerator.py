@@ -7,12 +7,16 @@ the simulation itself to what CUDA does.
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.oracle import seeded
 from simulated import NAME, control
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, exactness, problems
@@ -187,6 +191,42 @@ def test_no_float64_on_the_device(place, loss):
         torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+OPTIONS = {
+    "wide sums": {"accumulate_dtype": torch.float32},
+    "noise": {"measure_noise": True},
+    "shares": {"shares": [2, 1, 1]},
+    "learned shares": {"shares": "auto"},
+    "mean buffers": {"buffers": "mean"},
+    "finite": {"check_finite": True},
+    "auto": {"accum": "auto"},
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_needs_float64_on_the_device(name, dtype):
+    """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused here."""
+    layers = [nn.BatchNorm1d(16)] if dtype == torch.float32 else []
+    model, inputs, targets = problem(*layers, nn.Dropout(0.1), dtype=dtype)
+    devices = [FIRST, SECOND, FIRST]
+    options = {"accum": 3} | OPTIONS[name]
+    scaler = torch.amp.GradScaler(NAME, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with control.incomplete():
+        with pytest.raises(TypeError, match="has no float64"):
+            torch.zeros(1, dtype=torch.float64, device=FIRST)
+        with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
+            for arguments in ({}, {"return_outputs": True}, {"scaler": scaler}):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **arguments)
+                optimizer.step()
+            with torch.no_grad():
+                assert engine(inputs).dtype == dtype
+        pair = DataParallelModel(model, devices)
+        DataParallelCriterion(nn.CrossEntropyLoss())(pair(inputs), targets).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 STEPS = {
     "plain": ({}, {}),
     "finite": ({"check_finite": True}, {}),
@@ -276,6 +316,24 @@ def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
         torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
 
 
+def test_the_pair_looks_for_itself_too_and_only_once():
+    model, inputs, targets = problem()
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(model(inputs.to(FIRST)), targets.to(FIRST))
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    with control.broken_link(0, 1, "altered"):
+        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
+        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} brought other bytes"):
+            parallel(inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = loss(parallel(inputs), targets)
+        found.backward()
+    torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu())
+    for parameter, wanted in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), wanted.cpu())
+
+
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
 def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
@@ -290,3 +348,42 @@ def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
     assert step.is_exact
     assert f"from {SECOND} to {FIRST}" in step.warned[0]
     assert not list(filter(lambda route: not route.arrives, copies.examine(devices)))
+
+
+@pytest.fixture
+def two_backends(monkeypatch):
+    """A group of one rank: gloo on the host, and on the device a library that sends nothing."""
+    name = "nowhere"
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(
+            name,
+            lambda common, options: FakeProcessGroup._create_internal(
+                common.group_rank, common.group_size, options
+            ),
+            extended_api=True,
+            devices=[NAME],
+        )
+    dist.init_process_group(f"cpu:gloo,{NAME}:{name}", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends, monkeypatch):
+    """Where a rank is lost NCCL ends the process, and gloo raises."""
+    sent = []
+    whole = dist.all_reduce
+
+    def all_reduce(tensor, group):
+        sent.append((tensor.device.type, tensor.dtype, tensor.numel() * tensor.element_size()))
+        whole(tensor, group=group)
+
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], process_group=two_backends) as engine:
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        (where, _, size), *large = sent
+        assert where == "cpu"
+        assert size < 1024
+        assert [message[:2] for message in large] == [(NAME, torch.float32)]
+        assert large[0][2] >= sum(p.numel() for p in model.parameters()) * 4

@@ -51,5 +51,5 @@ def test_the_licence_of_the_images_is_packed():
 
 def test_the_source_distribution_has_what_the_tests_import():
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
-    for folder in ("tests", "benchmarks", "docs", "notebooks"):
+    for folder in ("tests", "benchmarks", "docs", "examples", "notebooks"):
         assert folder in manifest

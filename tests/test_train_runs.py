@@ -350,13 +350,14 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d\d%", printed.out)
     assert re.search(
         r"\d\d% of the time was spent waiting for images: give more --work", printed.out
     )
-    assert re.search(r"waiting=\d\d%", printed.err)
+    assert re.search(r"images/s, loss=\d.*, waiting=\d\d%", printed.err)
 
 
 @pytest.fixture(scope="module")

@@ -246,6 +246,39 @@ def assert_same_logs(ours, stock, relative):
             assert log["loss"] == pytest.approx(other["loss"], rel=relative)
 
 
+def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
+    """With the arguments' backend; it was refused when replicas could not run compiled."""
+    asked, compile_ = [], torch.compile
+
+    def seen(*args, **kwargs):
+        asked.append(kwargs["backend"])
+        return compile_(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", seen)
+    model = IgnoresItems(LOSSES["divides"]).double()
+    model.loss_type = "ForCausalLM"
+    frames, trainers = torch._dynamo.utils.counters["frames"], []
+    for cls, size, backend, extra in (
+        (ScatterOnceTrainer, 3, "eager", {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, 6, None, {}),
+    ):
+        torch.compiler.reset()
+        compiled = frames["ok"]
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2}
+        options |= {"max_steps": 3, "torch_compile_backend": backend}
+        trainer = build(
+            cls, tmp_path, "causal language model", options, extra, copy.deepcopy(model)
+        )
+        quietly(trainer.train)
+        assert (frames["ok"] > compiled) == (backend is not None)
+        trainers.append(trainer)
+    assert_same(*trainers, 1e-7)
+    assert set(asked) == {"eager"}
+    assert type(trainers[0].model) is IgnoresItems
+    found = [quietly(trainer.evaluate)["eval_loss"] for trainer in trainers]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**127])
 def test_the_scaler_of_fp16(tmp_path, scale):
     """Gradients come out scaled and are unscaled before they are clipped; overflow skips a step."""
@@ -518,7 +551,6 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
     refused(tmp_path, monkeypatch, "FSDP", fsdp="full_shard")
     refused(tmp_path, monkeypatch, "lomo", optim=transformers.training_args.OptimizerNames.LOMO)
     refused(tmp_path, monkeypatch, "device_map", model=spread)
-    refused(tmp_path, monkeypatch, "torch_compile", torch_compile=True)
     refused(tmp_path, monkeypatch, "torchrun", world_size=2)
 
 

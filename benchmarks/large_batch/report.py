@@ -7,7 +7,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.large_batch.recipes import BASELINE, LARGE, PUBLISHED, RECIPES, VARIATIONS
+from benchmarks.large_batch.recipes import (
+    BASELINE,
+    CLOSING,
+    GROWING,
+    LARGE,
+    PUBLISHED,
+    RECIPES,
+    VARIATIONS,
+)
 from benchmarks.large_batch.runs import Run, Runs
 from benchmarks.tables import Publisher, Table
 
@@ -20,6 +28,15 @@ COLUMNS = [
     "over the baseline",
     "Goyal et al., 256 and 8192, %",
 ]
+CLOSING_COLUMNS = [
+    "batch and recipe",
+    "updates",
+    "error on images held out, %",
+    "runs",
+    "test error, %",
+    "runs",
+]
+NOISE_COLUMNS = ["epoch", "noise scale of the baseline, images", "batch that follows it"]
 AS_ABOVE = "as above"
 PAIR_COLUMNS = ["change", "256, %", "runs", "4096 with warm-up, %", "runs", "difference"]
 
@@ -37,6 +54,35 @@ def publish(folder: Path, network: str, runs: Runs) -> None:
     found_pairs = {change: [runs.of(recipe.name) for recipe in pairs[change]] for change in pairs}
     rows = [_pair_row(change, *pair) for change, pair in found_pairs.items() if all(pair)]
     write(f"{network}-variations", Table(PAIR_COLUMNS, rows), {"rows": rows})
+
+
+def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> None:
+    """Write what was tried against the loss of accuracy at 4096, and the noise scale beside it.
+
+    Args:
+        folder: that of the README.
+        network: the one of the runs.
+        runs: with the error on the test images.
+        held_out: with the error on images held out of training.
+
+    """
+    write = Publisher(folder, held_out.environment)
+    names = dict.fromkeys([BASELINE.name, LARGE.name, *(recipe.name for recipe in CLOSING)])
+    rows = [_closing_row(name, held_out.of(name), runs.of(name)) for name in names]
+    write(f"{network}-closing", Table(CLOSING_COLUMNS, rows), {"rows": rows})
+    measured = held_out.of(BASELINE.name) + held_out.of(GROWING.name)
+    if len(measured) == 2:
+        baseline, growing = measured
+        scales = [f"{scale:,.0f}" for scale in baseline["noise_scales"]]
+        batches = [f"{batch:,}" for batch in growing["batches"]]
+        lines = [list(row) for row in zip(range(1, len(scales) + 1), scales, batches, strict=True)]
+        write(f"{network}-noise", Table(NOISE_COLUMNS, lines), {"rows": lines})
+
+
+def _closing_row(name: str, held_out: list[Run], tested: list[Run]) -> list[Any]:
+    updates = next((run["updates"] for run in tested + held_out), "")
+    cells = [cell for some in (held_out, tested) for cell in (_spread(_final(some)), len(some))]
+    return [name, updates, *cells]
 
 
 def _row(name: str, runs: list[Run], baseline: float) -> list[Any]:

@@ -1,6 +1,7 @@
-"""One training: a network on all of Fashion-MNIST, through the engine."""
+"""One training: a network on Fashion-MNIST, through the engine."""
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -10,21 +11,32 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.recipe import gradual_warmup, linear_scaled_lr, weight_decay_groups
+from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import load
+from scatterpar.train.growth import Growth
 from scatterpar.train.loop import Batches
 from scatterpar.train.models import SmallCNN
+from scatterpar.train.schedule import make_growing_scheduler
 
 EPOCHS = 20
 BASE_BATCH = 256
 BASE_LR = 0.05
 MICRO_BATCH = 64  # what batch normalisation sees, whatever the batch
 WEIGHT_DECAY = 1e-4
+SHIFT = 2  # pixels, at most, in each direction
+HELD_OUT = 10_000  # the last images to train on, where recipes are chosen
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row of the table: how large the batch is, and how its learning rate is found."""
+    """A row of the table: how large the batch is, and how its learning rate is found.
+
+    Attributes:
+        grows: the batch starts at ``batch`` and follows the noise scale, as ``--batch auto`` does.
+        augmented: images are shifted and mirrored at random.
+        noise: the gradient's noise scale is measured.
+
+    """
 
     name: str
     batch: int
@@ -32,6 +44,9 @@ class Recipe:
     warmup_epochs: int = 0
     epochs: int = EPOCHS
     base_lr: float = BASE_LR
+    grows: bool = False
+    augmented: bool = False
+    noise: bool = False
 
     @property
     def rate(self) -> float:
@@ -41,40 +56,89 @@ class Recipe:
         return linear_scaled_lr(self.base_lr, self.batch, BASE_BATCH)
 
 
-def train(network: str, recipe: Recipe, seed: int) -> dict[str, object]:
-    """Train from scratch; the training loss and the test error, in percent, of each epoch."""
-    train_images, train_labels, test_images, test_labels = fashion_mnist()
+def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[str, object]:
+    """Train from scratch; the training loss and the error, in percent, of each epoch.
+
+    Args:
+        network: its name.
+        recipe: how.
+        seed: decides the first weights, the order of the images, and how they are varied.
+        held_out: so many images are kept from training, and tested in place of the test images.
+
+    """
+    train_images, train_labels, test_images, test_labels = images_of(held_out)
     torch.manual_seed(seed)
     model = NETWORKS[network]()
     groups = weight_decay_groups(model, WEIGHT_DECAY)
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
-    scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
+    if recipe.grows:
+        scheduler = make_growing_scheduler(optimizer, batches, recipe.epochs, recipe.warmup_epochs)
+    else:
+        scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
+    growth, noise, measured = Growth.up_to(batches.rows), NoiseScale(), recipe.noise or recipe.grows
     criterion = nn.CrossEntropyLoss()
-    losses, errors = [], []
+    curves: dict[str, list[float]] = {"losses": [], "errors": [], "batches": [], "noise_scales": []}
+    updates = 0
     with ScatterOnceParallel(
-        model, device_ids=["cpu"] * 2, micro_batch_size=MICRO_BATCH, buffers="mean"
+        model,
+        device_ids=["cpu"] * 2,
+        micro_batch_size=MICRO_BATCH,
+        buffers="mean",
+        measure_noise=measured,
     ) as engine:
-        for _ in range(recipe.epochs):
+        for epoch in range(recipe.epochs):
             engine.train()
             total = 0.0
+            vary = Variation(batches.rows, seed, epoch) if recipe.augmented else Tensor.__getitem__
             for rows in batches.rest_of_epoch():
                 optimizer.zero_grad()
-                loss = engine.forward_backward(train_images[rows], train_labels[rows], criterion)
+                images = vary(train_images, rows)
+                loss = engine.forward_backward(images, train_labels[rows], criterion)
                 optimizer.step()
+                batches.consumed += len(rows)
                 scheduler.step()
+                updates += 1
                 total += loss.item() * len(rows)
-            batches.consumed += len(train_images)
-            losses.append(total / len(train_images))
-            errors.append(test_error(model, test_images, test_labels))
+                if measured:
+                    noise.update(engine.last_step)
+            curves["losses"].append(total / batches.rows)
+            curves["errors"].append(test_error(model, test_images, test_labels))
+            if measured:
+                curves["batches"].append(batches.batch)
+                curves["noise_scales"].append(noise.scale)
+            if recipe.grows:
+                batches.batch = growth.after(batches.batch, noise.scale)
+                scheduler.step()  # its rate is scaled with the batch
     return {
         "recipe": recipe.name,
         "seed": seed,
-        "updates": batches.steps_per_epoch * recipe.epochs,
+        "updates": updates,
         "rate": recipe.rate,
-        "losses": losses,
-        "errors": errors,
+        **{name: curve for name, curve in curves.items() if curve},
     }
+
+
+class Variation:
+    """Shifts images by up to ``SHIFT`` pixels and mirrors half of them; new in each epoch.
+
+    It depends on the seed, the epoch and the image, not on the batch that the image is in.
+    """
+
+    def __init__(self, images: int, seed: int, epoch: int) -> None:
+        number = random.Random(f"variation {seed} {epoch}").getrandbits(32)
+        generator = torch.Generator().manual_seed(number)
+        self.offsets = torch.randint(0, 2 * SHIFT + 1, (2, images), generator=generator)
+        self.mirrored = torch.rand(images, generator=generator) < 0.5
+
+    def __call__(self, images: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows of the images, varied."""
+        side = images.shape[-1]
+        padded = nn.functional.pad(images[rows], [SHIFT] * 4, value=float(images[0].min()))
+        windows = padded.unfold(2, side, 1).unfold(3, side, 1)
+        down, right = self.offsets[:, rows]
+        found = windows[torch.arange(len(rows)), :, down, right]
+        return torch.where(self.mirrored[rows][:, None, None, None], found.flip(-1), found)
 
 
 def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
@@ -130,6 +194,15 @@ def test_error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
         for some, truth in zip(images.split(1000), labels.split(1000), strict=True)
     )
     return 100 * (1 - right / len(images))
+
+
+def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images to train and to test on, with their labels; these are the test set, or held out."""
+    train_images, train_labels, test_images, test_labels = fashion_mnist()
+    if not held_out:
+        return train_images, train_labels, test_images, test_labels
+    kept = len(train_images) - held_out
+    return train_images[:kept], train_labels[:kept], train_images[kept:], train_labels[kept:]
 
 
 @cache

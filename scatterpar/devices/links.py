@@ -18,10 +18,25 @@ from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
 
-__all__ = ["check_links", "pattern"]
+__all__ = ["LinkCheck", "check_links", "pattern"]
 
 _BYTES = 2**20
 _BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
+
+
+class LinkCheck:
+    """Looks once, when it is first called, whether copies between these devices arrive as sent."""
+
+    def __init__(self, device_ids: Sequence[torch.device]) -> None:
+        self._device_ids = device_ids
+        self._done = False
+
+    def __call__(self) -> None:
+        """As ``check_links``; again at the next call, where it raised."""
+        if not self._done:
+            with torch.inference_mode(False), torch.no_grad():
+                check_links(self._device_ids)
+            self._done = True
 
 
 def check_links(device_ids: Sequence[torch.device]) -> None:

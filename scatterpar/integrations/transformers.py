@@ -33,6 +33,7 @@ from scatterpar.integrations.combination import (
     terms_of,
     try_out,
 )
+from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.step.markers import Rows
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
@@ -204,13 +205,20 @@ class ScatterOnceMixin(_Base):
         }
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        if self._engine is not None and self._engine.module.model is not self.model:
+        if self._engine is not None and unwrapped(self._engine.module.model)[0] is not self.model:
             self._let_go()
         if self._engine is None:
-            work = _Work(self._module())
+            work = _Work(self._compiled(self._module()))
             # How losses combine is found out here: verify would refuse what the Trainer warns of.
             self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
         return self._engine
+
+    def _compiled(self, model: nn.Module) -> Any:
+        """The model, compiled where ``torch_compile`` asks for it."""
+        args = self.args
+        options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+        how = checked_how(options if args.torch_compile else None)
+        return model if how is None else how(model)
 
     def _let_go(self) -> None:
         if self._engine is not None:
@@ -284,8 +292,9 @@ class ScatterOnceMixin(_Base):
     ) -> Any:
         """The Trainer's own, with a model that runs on all replicas."""
         alone = self._predicts_alone or getattr(self.args, "predict_with_generate", False)
-        if not alone and len(self._replicas()) > 1 and model is self.model and rows_of(inputs) > 1:
-            model = _OnAllReplicas(model, self)
+        own = unwrapped(model)[0] is self.model  # the Trainer compiles it, too
+        if own and not alone and len(self._replicas()) > 1 and rows_of(inputs) > 1:
+            model = _OnAllReplicas(self._module(), self)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -441,20 +450,15 @@ def _refuse(args: Any, model: Any) -> None:
         "FSDP": bool(args.fsdp),
         "a model spread by device_map": len(set(getattr(model, "hf_device_map", None) or ())) > 1
         and len(set(model.hf_device_map.values())) > 1,
-        "torch_compile": args.torch_compile,
         f"the optimizer {optimizer}": "lomo" in optimizer,
-    }
-    reasons = {
-        "torch_compile": "its replicas would run the code of the original; leave it out",
     }
     for name, given in found.items():
         if given:
-            why = reasons.get(
-                name,
-                "it trains one whole model in one process, with gradients that are complete before "
-                "the optimizer's step; use the stock Trainer",
+            raise ValueError(
+                f"ScatterOnceTrainer does not go together with {name}: it trains one whole model "
+                "in one process, with gradients that are complete before the optimizer's step; use "
+                "the stock Trainer"
             )
-            raise ValueError(f"ScatterOnceTrainer does not go together with {name}: {why}")
 
 
 def _plain(batch: Mapping[str, Any]) -> dict[str, Any]:

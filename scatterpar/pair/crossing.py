@@ -21,13 +21,13 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.rows import opened, take
 from scatterpar.step.scatter import is_borrowed, scatter
+from scatterpar.step.slices import micro_batch
 
 __all__ = ["Crossing", "PassingReplica", "combine", "replicate", "scatter_owned"]
 
@@ -144,7 +144,7 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
             "pair for each of the batches"
         )
     return [
-        opened(take(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device)), copy=True)
+        micro_batch(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
         for piece, share in zip(scatter(batch, plan, dim, crossing), plan.shares, strict=True)
     ]
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scatterpar.devices import bits
 from scatterpar.replicas.broadcast import version
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import FirstWrite
 
 __all__ = ["guarded"]

@@ -38,14 +38,14 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
             roots, values = zip(*gradients, strict=True)
             torch.autograd.backward(roots, values)
         commit_buffers(outcome.buffers)
-        outcome.streams.commit()
+        outcome.attempt.streams.commit()
         if settle is not None:
             settle()
     except BaseException:
         with torch.no_grad():
             for put_back in undo:
                 put_back()
-        outcome.streams.rollback()
+        outcome.attempt.streams.rollback()
         raise
 
 

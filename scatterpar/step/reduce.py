@@ -11,10 +11,11 @@ from torch import Tensor
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
+from scatterpar.step.join import join_rows
 from scatterpar.step.outcome import BufferValue
-from scatterpar.step.scatter import join_rows
 from scatterpar.torch_private import flatten, unflatten
 
 __all__ = [

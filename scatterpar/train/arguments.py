@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from scatterpar.train.errors import UsageError
 from scatterpar.train.optimizers import keyword
@@ -31,6 +31,11 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
+
+
+def batch(text: str) -> int | Literal["auto"]:
+    """Read `auto`, or a whole number above zero."""
+    return "auto" if text == "auto" else count(text)
 
 
 def seed(text: str) -> int:

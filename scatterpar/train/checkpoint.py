@@ -109,6 +109,7 @@ def collect(
         "settings": settings,
         "progress": asdict(progress),
         "consumed": training.batches.consumed,
+        "batch": training.batches.batch,
         "average": None if average is None else dict(average.state_dict()),
         "optimizer": training.optimizer.state_dict(),
         "scheduler": training.scheduler.state_dict(),
@@ -162,6 +163,7 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
     if training.scaler is not None and state["scaler"] is not None:
         training.scaler.load_state_dict(state["scaler"])
     training.batches.consumed = state["consumed"]
+    training.batches.batch = state.get("batch", training.batches.batch)
     everyones = state["random"]
     rank = training.machines.rank
     set_random_states(everyones[rank if rank < len(everyones) else 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from scatterpar.train.arguments import (
     Parser,
+    batch,
     count,
     epochs,
     named_value,
@@ -19,12 +21,14 @@ from scatterpar.train.arguments import (
 )
 from scatterpar.train.data import EMBEDDED, INSTALLED_NAME
 from scatterpar.train.errors import UsageError
+from scatterpar.train.growth import FEWEST_UPDATES, FIRST
 from scatterpar.train.machines import run_id
-from scatterpar.train.options import Options
+from scatterpar.train.options import LARGE_BATCH, Options
 from scatterpar.train.run import run
 
 _PROGRAM = "scatterpar train"
 _DEFAULT_ACCUM = 16
+_DEFAULT_MICRO_BATCH_SIZE = 64  # where the batch grows
 _LONGEST_DEFAULT_WARMUP = 5
 
 
@@ -60,8 +64,11 @@ def parse(arguments: Sequence[str]) -> Options:
         raise UsageError("--accum and --micro-batch-size say the same thing twice: give one")
     if given.devices is not None and given.replicas is not None:
         raise UsageError("--devices already says how many replicas there are: drop --replicas")
+    grows = given.batch == "auto"
+    if grows:
+        _let_grow(given)
     if given.warmup_epochs is None:
-        given.warmup_epochs = min(_LONGEST_DEFAULT_WARMUP, given.epochs // 5)
+        given.warmup_epochs = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, given.epochs // 5)
     if given.warmup_epochs >= given.epochs:
         raise UsageError(
             f"--warmup-epochs {given.warmup_epochs} must be less than --epochs {given.epochs}"
@@ -80,6 +87,17 @@ def parse(arguments: Sequence[str]) -> Options:
         name = run_id() or time.strftime("%Y%m%d-%H%M%S")
         given.out = Path("runs") / f"train-{name}"
     return Options(**vars(given))
+
+
+def _let_grow(given: argparse.Namespace) -> None:
+    """Measure what the batch follows, and keep the size of a sub-step while it grows."""
+    if given.accum is not None:
+        raise UsageError(
+            "--batch auto keeps the size of a sub-step while the batch grows: give "
+            "--micro-batch-size in place of --accum"
+        )
+    given.measure_noise = True
+    given.micro_batch_size = given.micro_batch_size or _DEFAULT_MICRO_BATCH_SIZE
 
 
 def _parser() -> Parser:
@@ -109,7 +127,8 @@ def _add_data(add: Callable[..., object]) -> None:
         metavar="DIR",
         help="folder of images in train/CLASS/ and test/CLASS/ (or val); or folder (or "
         "folder/prefix) of MNIST-family IDX files, gzip or not; or torchvision:NAME, a set of "
-        f"torchvision.datasets such as torchvision:CIFAR10. Names: {EMBEDDED} (default; "
+        "torchvision.datasets such as torchvision:CIFAR10; or datasets:NAME, a set of Hugging "
+        f"Face's datasets or the folder of one. Names: {EMBEDDED} (default; "
         "Fashion-MNIST's test set, 8,192 to train on and 1,808 to test), "
         f"{INSTALLED_NAME} (all of it, from Debian's package dataset-fashion-mnist). "
         "A folder of that name comes first",
@@ -119,9 +138,9 @@ def _add_data(add: Callable[..., object]) -> None:
         type=Path,
         default=Path("data"),
         metavar="DIR",
-        help="where torchvision's sets lie (default data)",
+        help="where the sets of libraries lie (default data)",
     )
-    add("--download", action="store_true", help="fetch torchvision's set where it is missing")
+    add("--download", action="store_true", help="fetch the library's set where it is missing")
     add(
         "--image-size",
         type=count,
@@ -180,10 +199,12 @@ def _add_training(add: Callable[..., object]) -> None:
     )
     add(
         "--batch",
-        type=count,
-        default=4096,
+        type=batch,
+        default=LARGE_BATCH,
         metavar="N",
-        help="images of a step, over all machines (default 4096)",
+        help=f"images of a step, over all machines (default {LARGE_BATCH}); auto: from {FIRST} on, "
+        "doubled between epochs as long as the gradient's noise scale is above it and an epoch "
+        f"has at least {FEWEST_UPDATES} steps; needs two replicas",
     )
     add("--epochs", type=count, default=20, metavar="N", help="default 20")
     add(
@@ -198,7 +219,7 @@ def _add_training(add: Callable[..., object]) -> None:
         type=whole,
         metavar="N",
         help="epochs until the rate is reached; a cosine follows (default: a fifth of --epochs, "
-        "at most 5)",
+        "at most 5; with --batch auto 0)",
     )
     add(
         "--momentum",
@@ -281,7 +302,8 @@ def _add_work(add: Callable[..., object]) -> None:
         "--micro-batch-size",
         type=count,
         metavar="N",
-        help="the other way to say it: images of a sub-step",
+        help="the other way to say it: images of a sub-step (with --batch auto the only one, "
+        f"default {_DEFAULT_MICRO_BATCH_SIZE})",
     )
     add(
         "--replicas",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.loop import Training, train_epoch
 from scatterpar.train.machines import run_id
 from scatterpar.train.options import Options
+from scatterpar.train.preparation import what_comes
 from scatterpar.train.records import Metrics
 from scatterpar.train.schedule import is_tested
 from scatterpar.train.traffic import Traffic
@@ -72,7 +74,7 @@ class Run:
         self._bar = tqdm(
             total=options.epochs * self.images,
             initial=training.batches.consumed,
-            disable=not training.machines.is_first,
+            disable=None if training.machines.is_first else True,  # None: where it is no terminal
             unit=" images",
             unit_scale=True,
             leave=False,
@@ -169,13 +171,14 @@ class Run:
         waiting = waited / seconds if seconds else 0.0
         tested = None
         if is_tested(number, self.options.epochs, self.options.eval_every):
-            tested = evaluate(self.training, self.feed, self.options.batch)
+            tested = evaluate(self.training, self.feed, self.options.tested_together)
             progress.accuracy, self.evaluation = tested.top1, tested
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",
             epoch=number,
             step=progress.step,
+            batch=self.training.batches.batch,
             train_loss=loss,
             test_loss=tested and tested.loss,
             test_accuracy=tested and tested.top1,
@@ -191,7 +194,23 @@ class Run:
             if self.training.machines.is_first:
                 best = collect_best(self.training, tested.top1, self.about)
                 save(self.options.out / BEST_FILE, best)
+        self._grow()
         self._save_if_due()
+
+    def _grow(self) -> None:
+        """Take the next larger batch for the epochs to come where the noise scale allows it."""
+        training, scale = self.training, math.nan if self.noise is None else self.noise.scale
+        batches, growth = training.batches, training.growth
+        if growth is None or batches.epoch == self.options.epochs:
+            return
+        larger = growth.after(batches.batch, scale)
+        if larger == batches.batch:
+            return
+        batches.batch = larger
+        training.scheduler.step()  # its rate is scaled with the batch
+        source, options = self.feed.source, self.options
+        self.feed.foresee(what_comes(training, len(source.test), options, self.progress))
+        self.say(f"  batches of {larger:,} images from here on")
 
     def _line(
         self, number: int, loss: float, tested: Evaluation | None, speed: float, waiting: float
@@ -204,6 +223,8 @@ class Run:
         parts.append(f"{speed:,.0f} images/s")
         if not self.feed.source.in_memory:
             parts.append(f"waiting {waiting:.0%}")
+        if self.training.growth is not None:
+            parts.append(f"batch {self.training.batches.batch:,}")
         if self.noise is not None:
             parts.append(f"noise scale {self.noise.scale:,.0f} images")
         if self.feed.broken:

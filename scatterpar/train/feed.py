@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import tee
 from typing import Any
 
@@ -96,7 +97,8 @@ class Feed:
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
-        self._ahead = _Ahead(source, foreseen, workers, pin) if workers else None
+        self._read_ahead = partial(_Ahead, source, workers=workers, pin=pin) if workers else None
+        self._ahead = None if self._read_ahead is None else self._read_ahead(foreseen)
 
     def batch(self, part: str, rows: Tensor, epoch: int = 0) -> Images:
         """Return rows of a part as they are in an epoch, without those that are broken.
@@ -113,6 +115,12 @@ class Feed:
         for problem in found.broken:
             self._leave_out(problem)
         return found
+
+    def foresee(self, foreseen: Iterable[Request]) -> None:
+        """Let other requests come from here on; what was read ahead is dropped."""
+        self.close()
+        if self._read_ahead is not None:
+            self._ahead = self._read_ahead(foreseen)
 
     def close(self) -> None:
         """End the workers."""

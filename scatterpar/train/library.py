@@ -1,4 +1,4 @@
-"""Data sets of libraries, by name: torchvision's."""
+"""Data sets of libraries, by name: torchvision's, and those of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -78,3 +78,73 @@ def _open_part(factory: Any, name: str, root: Path, download: bool, part: int) -
     raise UsageError(
         f"--data torchvision:{name}: {words} (looked in --data-root {root}; --download fetches it)"
     )
+
+
+def open_datasets(
+    name: str, root: Path, download: bool
+) -> tuple[LibrarySet, LibrarySet, tuple[str, ...]]:
+    """Open a data set of Hugging Face's `datasets` with an image and a class in each row.
+
+    Args:
+        name: a folder that `save_to_disk` wrote, or a name that `load_dataset` takes.
+        root: the folder for what is fetched.
+        download: fetch it where it is missing.
+
+    Raises:
+        UsageError: `datasets` is not installed, the set is not there, or has no such rows.
+    """
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UsageError(
+            f"--data datasets:{name} needs Hugging Face's datasets: pip install datasets pillow"
+        ) from error
+    try:
+        if Path(name).is_dir() and (Path(name) / "dataset_dict.json").exists():
+            parts = library.load_from_disk(name)
+        else:
+            offline = library.DownloadConfig(cache_dir=root, local_files_only=not download)
+            parts = library.load_dataset(name, cache_dir=str(root), download_config=offline)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise UsageError(
+            f"--data datasets:{name}: {words:.300} (looked in --data-root {root}; --download "
+            "fetches it)"
+        ) from error
+    held_out = next((part for part in ("test", "validation", "val") if part in parts), None)
+    if "train" not in parts or held_out is None:
+        raise UsageError(f"--data datasets:{name} has {', '.join(parts)}, not train and test")
+    features = parts["train"].features
+    image = _column(name, features, library.Image)
+    label = _column(name, features, library.ClassLabel)
+    train, test = (
+        LibrarySet(_Rows(parts[part], image, label), f"{name} ({part})")
+        for part in ("train", held_out)
+    )
+    return train, test, tuple(features[label].names)
+
+
+class _Rows:
+    """The rows of a table as pairs of an image and a label."""
+
+    def __init__(self, table: Any, image: str, label: str) -> None:
+        self._table = table
+        self._columns = image, label
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        found = self._table[row]
+        image, label = self._columns
+        return found[image], found[label]
+
+
+def _column(name: str, features: Any, kind: type) -> str:
+    found = [column for column, feature in features.items() if isinstance(feature, kind)]
+    if len(found) != 1:
+        raise UsageError(
+            f"--data datasets:{name} needs one column of kind {kind.__name__}, and has "
+            f"{', '.join(found) or 'none'} among {', '.join(features)}"
+        )
+    return str(found[0])

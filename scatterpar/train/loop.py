@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from scatterpar import ScatterOnceParallel, StepReport
 from scatterpar.train.feed import Feed
+from scatterpar.train.growth import Growth
 from scatterpar.train.machines import Machines
 from scatterpar.train.source import TRAIN
 
@@ -26,7 +27,7 @@ class Batches:
 
     Each epoch is a new random order of all rows, decided by `seed` and the epoch's number
     alone; its last batch has what is left. `consumed`, the samples used so far, is the whole
-    state; whoever uses a batch adds its rows to it.
+    state; whoever uses a batch adds its rows to it. Between epochs `batch` may change.
 
     >>> batches = Batches(rows=5, batch=2, seed=0)
     >>> [len(rows) for rows in batches.rest_of_epoch()]
@@ -78,6 +79,7 @@ class Training:
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
+    growth: Growth | None = None
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """Compute in `autocast`'s dtype where that is safe, within the context."""
@@ -99,8 +101,8 @@ def train_epoch(
             training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
         _update(training)
         rate = training.optimizer.param_groups[0]["lr"]
-        training.scheduler.step()
         batches.consumed += len(rows)
+        training.scheduler.step()
         report = training.engine.last_step
         assert report is not None, "a step was made"
         yield report, rate

@@ -8,13 +8,13 @@ from pathlib import Path
 from scatterpar.train.data import load
 from scatterpar.train.errors import UsageError
 from scatterpar.train.folder import open_folder
-from scatterpar.train.library import open_torchvision
+from scatterpar.train.library import open_datasets, open_torchvision
 from scatterpar.train.pictures import PictureData, Pictures
 from scatterpar.train.source import Source
 from scatterpar.train.transforms import Augmentation
 
 LARGEST_DEFAULT_SIZE = 224
-_TORCHVISION = "torchvision:"
+_LIBRARIES = {"torchvision:": open_torchvision, "datasets:": open_datasets}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def open_data(name: str, reading: Reading) -> Source:
 
     Args:
         name: a folder of images in train/CLASS/ and test/CLASS/ (or val), what `data.load`
-            takes, or `torchvision:` and the name of a set in `torchvision.datasets`.
+            takes, or `torchvision:` and the name of a set in `torchvision.datasets`, or `datasets:`
+            and the name or folder of one of Hugging Face's `datasets`.
         reading: how pictures in files are read.
 
     Raises:
@@ -52,9 +53,10 @@ def open_data(name: str, reading: Reading) -> Source:
     path = Path(name).expanduser()
     if path.is_dir() and is_image_folder(path):
         return _pictures(name, *open_folder(path), reading)
-    if name.startswith(_TORCHVISION):
-        wanted = name.removeprefix(_TORCHVISION)
-        return _pictures(name, *open_torchvision(wanted, reading.root, reading.download), reading)
+    for prefix, open_set in _LIBRARIES.items():
+        if name.startswith(prefix):
+            wanted = name.removeprefix(prefix)
+            return _pictures(name, *open_set(wanted, reading.root, reading.download), reading)
     if reading.augmentation not in (None, Augmentation(kind="none")) or reading.image_size:
         raise UsageError(
             f"--data {name} is used as it is: --image-size, --augment, --erase, --mixup and "

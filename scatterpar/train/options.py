@@ -9,6 +9,7 @@ from typing import Any, Literal
 from scatterpar.train.opening import Reading
 from scatterpar.train.transforms import Augmentation
 
+LARGE_BATCH = 4096
 _DECISIVE = (
     *("data", "image_size", "augment", "smallest_crop", "erase", "mixup", "cutmix", "skip_broken"),
     *("model", "batch", "epochs", "base_lr", "warmup_epochs", "drop_at", "optimizer"),
@@ -35,7 +36,7 @@ class Options:
     model: str
     init: Path | None
     zero_init_residual: bool
-    batch: int
+    batch: int | Literal["auto"]
     accum: int
     micro_batch_size: int | None
     replicas: int | None
@@ -77,6 +78,11 @@ class Options:
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in values.items()
         }
+
+    @property
+    def tested_together(self) -> int:
+        """How many images are tested at once."""
+        return LARGE_BATCH if self.batch == "auto" else self.batch
 
     @property
     def reading(self) -> Reading:

@@ -84,8 +84,14 @@ def _subtitle(run: Run, ending: str) -> str:
     devices = ", ".join(str(device) for device in run.training.engine.device_ids)
     return (
         f"{ending} after {run.training.batches.epoch} of {run.options.epochs} epochs and "
-        f"{run.progress.step} steps; batches of {run.options.batch:,} images on {devices}"
+        f"{run.progress.step} steps; {_batches(run)} on {devices}"
     )
+
+
+def _batches(run: Run) -> str:
+    batch, growth = run.training.batches.batch, run.training.growth
+    grown = "" if growth is None else f"{growth.sizes[0]:,} to "
+    return f"batches of {grown}{batch:,} images"
 
 
 def _facts(run: Run, tested: Evaluation | None) -> Iterable[tuple[str, str]]:

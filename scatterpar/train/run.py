@@ -121,14 +121,18 @@ def _announce(
         )
     parameters = sum(parameter.numel() for parameter in training.engine.parameters())
     print(f"{options.model}: {parameters:,} parameters")
-    machines, rows = training.machines, min(options.batch, len(source.train))
+    machines, rows = training.machines, min(training.batches.batch, len(source.train))
     if machines.size > 1:
         print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
     print(training.engine.plan(-(-rows // machines.size)), flush=True)
     if progress.step:
         print(f"resumed after {progress.step} steps, {training.batches.consumed:,} images")
-    else:
-        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+        return
+    if training.growth is not None:
+        most = training.growth.sizes[-1]
+        lines = [*lines, f"the batch follows the gradient's noise scale, up to {most:,} images"]
+    if lines:
+        print(*lines, sep="\n", flush=True)
 
 
 def _check(
@@ -138,7 +142,9 @@ def _check(
     options: Options,
     devices: list[torch.device],
 ) -> bool:
-    rows = training.batches.order(0)[: options.batch]
+    rows = training.batches.order(0)[: training.batches.batch]
+    if training.machines.is_first:
+        print(f"checking the gradients of the first {len(rows):,} images ...", flush=True)
     found = Feed(source).batch(TRAIN, rows)
     cut = (options.accum, options.micro_batch_size, devices)
     model, machines = training.engine.module, training.machines

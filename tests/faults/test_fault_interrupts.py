@@ -57,6 +57,22 @@ def test_between_any_two_instructions_of_two_passes(in_two_passes, layout):
     assert not all(line["whole"] for line in found)
 
 
+@pytest.mark.parametrize("layout", with_slow_accelerator(("shared", "accelerator")))
+def test_between_any_two_instructions_of_the_random_streams(request, layout):
+    """A criterion of all rows draws in the main thread, from a stream that is opened there.
+
+    An interrupt in the middle of opening it left it open for good, or its lock taken.
+    """
+    place, file = "whole batch: forward, either pass", "threads/randomness.py"
+    many = layout == "accelerator"
+    outcomes = run_on_layouts(
+        request, [layout], many, "faults.everywhere", "160" if many else "40", place, file
+    )
+    found = judged(of(outcomes, layout))
+    assert len(found) > 20
+    assert {line["where"].partition(":")[0] for line in found} == {"randomness.py"}
+
+
 @pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
 def test_real_signals_at_random_moments_once_and_twice(struck, layout):
     found = judged(of(struck, layout))

@@ -1,0 +1,191 @@
+"""`--batch auto`: the batch follows the gradient's noise scale, and a run goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+
+import pytest
+import torch
+from helpers.pictures import write_folder
+from helpers.torchrun import differences, steps
+from test_train_runs import Stop, stop_after
+
+from scatterpar.train import ending
+from scatterpar.train.cli import main, parse
+from scatterpar.train.ending import what_it_means
+from scatterpar.train.feed import Feed, Request
+from scatterpar.train.growth import Growth
+from scatterpar.train.loop import Batches
+from scatterpar.train.opening import Reading, open_data
+from scatterpar.train.schedule import make_growing_scheduler, make_scheduler
+from scatterpar.train.source import TRAIN
+
+pytestmark = pytest.mark.draws
+
+GROWING = ["--batch", "auto", "--model", "helpers.torchrun:Small", "--epochs", "4"]
+GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05"]
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch):
+    monkeypatch.setattr(ending, "draw_curves", lambda records, path: path.touch())
+
+
+def test_sizes_end_where_an_epoch_would_run_out_of_updates():
+    assert Growth.up_to(8192).sizes == (256, 512, 1024)
+    assert Growth.up_to(8191).sizes == (256, 512)
+    assert Growth.up_to(100).sizes == (256,)
+    assert Growth.up_to(60_000, fits=lambda batch: batch != 1024).sizes == (256, 512, 2048, 4096)
+
+
+@pytest.mark.parametrize(
+    ("batch", "scale", "after"),
+    [
+        *[(256, 511.9, 256), (256, 512.0, 512), (256, 1e9, 512), (512, 1e9, 2048)],
+        *[(512, 100.0, 512), (4096, 1e9, 4096)],  # never smaller, and never beyond
+        *[(256, float("nan"), 256), (256, float("inf"), 256)],  # nothing is known
+    ],
+)
+def test_the_batch_takes_the_next_size_that_the_noise_scale_reaches(batch, scale, after):
+    growth = Growth.up_to(60_000, fits=lambda size: size != 1024)
+    assert growth.after(batch, scale) == after
+
+
+def rates(make, rows, epochs):
+    """The rate of every step, with batches of 256."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    batches = Batches(rows, 256, seed=0)
+    scheduler, found = make(optimizer, batches), []
+    while batches.epoch < epochs:
+        for batch in batches.rest_of_epoch():
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            batches.consumed += len(batch)
+            scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("drops", [(), (3, 4)])
+def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drops):
+    epochs, a_step = 6, 4  # updates of an epoch
+
+    def fixed(optimizer, batches):
+        at = [drop * a_step for drop in drops]
+        return make_scheduler(optimizer, epochs * a_step, warmup * a_step, at)
+
+    def growing(optimizer, batches):
+        return make_growing_scheduler(optimizer, batches, epochs, warmup, drops)
+
+    assert rates(growing, 1024, epochs) == pytest.approx(rates(fixed, 1024, epochs), abs=1e-9)
+
+
+def test_the_rate_is_scaled_with_the_batch():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    batches = Batches(2048, 256, seed=0)
+    scheduler = make_growing_scheduler(optimizer, batches, epochs=4, warmup_epochs=0)
+    batches.consumed, batches.batch = 2 * 2048, 1024
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 4 / 2)
+
+
+def records(out, kind):
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """An uninterrupted run and what it printed."""
+    out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
+    with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
+        assert main([*GROWING, "--out", str(out)]) == 0
+    return out, printed.getvalue()
+
+
+def test_a_run_follows_the_noise_scale_that_it_measures(grown):
+    out, printed = grown
+    growth, epochs, made = Growth.up_to(8192), records(out, "epoch"), steps(out)
+    batches = [record["batch"] for record in epochs]
+    assert batches[0] == 256
+    assert batches[-1] > 256
+    for number, (batch, following) in enumerate(itertools.pairwise(batches), 1):
+        scale = [r["noise_scale"] for r in made if r["epoch"] == number][-1]
+        assert following == growth.after(batch, scale)
+    for number, batch in enumerate(batches, 1):
+        sizes = [r["images"] for r in made if r["epoch"] == number]
+        assert sizes == [batch] * (8192 // batch)
+        assert f"epoch {number}/4: loss " in printed
+        rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
+        cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / 4))
+        assert rate == pytest.approx(0.05 * cosine * batch / 256)
+    assert re.search(
+        r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on", printed
+    )
+    assert "the batch follows the gradient's noise scale, up to 1,024 images" in printed
+    assert "noise scale of the gradient at the end: " in printed
+    assert "batches of 256 to " in (out / "report.html").read_text()
+
+
+def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
+    whole, parts = grown[0], tmp_path / "parts"
+    first = len([r for r in steps(whole) if r["epoch"] == 1])
+    for last in (first, first + 5):  # at the growth, and in the middle of a later epoch
+        stop_after(monkeypatch, last)
+        resume = [] if last == first else ["--resume"]
+        with pytest.raises(Stop):
+            main([*GROWING, "--out", str(parts), "--checkpoint-every", "1", *resume])
+    monkeypatch.undo()
+    assert main([*GROWING, "--out", str(parts), "--resume"]) == 0
+    assert differences(whole, parts) == []
+    found = [
+        [(r["images"], r["loss"], r["learning_rate"]) for r in steps(o)] for o in (whole, parts)
+    ]
+    assert found[0] == found[1]
+
+
+def test_what_it_needs_is_said(tmp_path, capsys):
+    assert main(["--batch", "auto", "--devices", "cpu", "--out", str(tmp_path)]) == 2
+    words = "is measured between replicas, and there is one: give --replicas 2, or name its device"
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert "--devices cpu,cpu" in printed
+    assert main(["--batch", "auto", "--accum", "4"]) == 2
+    assert "give --micro-batch-size in place of --accum" in capsys.readouterr().err
+    options = parse(["--batch", "auto", "--epochs", "10"])
+    assert (options.micro_batch_size, options.warmup_epochs) == (64, 0)
+    assert options.measure_noise
+    assert parse(["--batch", "auto", "--micro-batch-size", "32"]).micro_batch_size == 32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_requests_may_come_than_were_foreseen(tmp_path, workers):
+    data = open_data(str(write_folder(tmp_path, train=40, test=1)), Reading())
+    rows = torch.arange(120)
+    first, second = ([Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30))
+    with Feed(data, iter(first), workers) as feed:
+        assert feed.batch(TRAIN, first[0].rows).rows.tolist() == rows[:50].tolist()
+        feed.foresee(second)
+        for request in second:
+            found = feed.batch(TRAIN, request.rows)
+            assert found.rows.tolist() == request.rows.tolist()
+            assert torch.equal(found.images, data.read(TRAIN, request.rows, 0).images)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (4096, "goes 80% as far .* counts 20% .*: a smaller --batch needs fewer images"),
+        (1000, "goes 50% as far .* counts 50% .*: --batch suits it"),
+        (100, "a larger --batch needs fewer steps"),
+    ],
+)
+def test_the_end_says_what_the_noise_scale_means(batch, words):
+    said = what_it_means(1024.0 if batch == 4096 else 1000.0, batch)
+    assert re.search(words, " ".join(said.split()))

@@ -48,9 +48,14 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Be the program: `scatterpar` and `python -m scatterpar`."""
     try:
         leave(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print("interrupted before training began", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

@@ -4,14 +4,13 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
     batch - plan - scatter -+- share 0 - replica 0: sub-step 0 ... 15 -+- reduce - commit
                             +- share 1 - replica 1: sub-step 0 ... 15 -+
+                            +- share 2 - replica 2: sub-step 0 ... 15 -+
                             +- share 3 - replica 3: sub-step 0 ... 15 -+
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -19,37 +18,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.devices.ledger import Clock, Ledger
-from scatterpar.devices.memory_search import smallest_that_fits
+from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.replicas.guard import guarded
-from scatterpar.replicas.replicas import Replicas, check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
-from scatterpar.report import GradientNoise, StepReport, warn
-from scatterpar.step.commit import commit, commit_buffers, write_parameters
-from scatterpar.step.markers import has_entries
+from scatterpar.report import StepReport
+from scatterpar.step.commit import commit
+from scatterpar.step.compute import compute
+from scatterpar.step.criteria import Count
+from scatterpar.step.fitting import Fitting
+from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.merge import merge_writes
-from scatterpar.step.noise import Spread, estimate, measure
+from scatterpar.step.noise import Spread, measure
+from scatterpar.step.options import check_noise, check_options
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
-from scatterpar.step.reduce import collect, reduce_buffers, reduce_gradients
-from scatterpar.step.rehearsal import rehearse
-from scatterpar.step.request import Request, check_accumulate_dtype, check_options
-from scatterpar.step.rows import batch_sizes, count_rows, micro_batches
-from scatterpar.step.scatter import hand_out, scatter
-from scatterpar.step.substeps import Result, infer, prepare_autograd, train
-from scatterpar.step.two_passes import train_whole
-from scatterpar.step.weights import Count, weigh
-from scatterpar.threads.crew import Crew, Task, run_shares, set_aside
-from scatterpar.threads.interrupts import Interrupts
-from scatterpar.threads.randomness import RandomStreams
+from scatterpar.step.reduce import reduce_buffers, reduce_gradients
+from scatterpar.step.request import Request
+from scatterpar.step.scatter import scatter
+from scatterpar.step.slices import micro_batches
+from scatterpar.step.task import hand_out
+from scatterpar.step.weights import weigh
+from scatterpar.threads.crew import Crew, set_aside
 from scatterpar.verify.check import GradientCheck, compare
-from scatterpar.verify.verifier import Look, Verifier
+from scatterpar.verify.verifier import Verifier
 
 __all__ = ["ScatterOnceParallel"]
 
@@ -140,11 +137,10 @@ class ScatterOnceParallel(Wrapper):
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
-        check_options(module, accum, micro_batch_size, dim, buffers)
-        check_accumulate_dtype(accumulate_dtype)
+        check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
         self.module = module
         self.accum: Any = accum
-        self._fitting = 1
+        self._fitting = Fitting()
         self.device_ids = resolve(device_ids)
         self._pace = Pace(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
@@ -161,12 +157,8 @@ class ScatterOnceParallel(Wrapper):
         if process_group is not None:
             mean = buffers == "mean"
             self._ranks = Ranks(process_group, module, self.device_ids[0], mean, accumulate_dtype)
-        if measure_noise and len(self.device_ids) * (self._ranks.size if self._ranks else 1) < 2:
-            only = str(self.device_ids[0])
-            raise ValueError(
-                "measure_noise=True compares the gradients of replicas, and there is one; name its "
-                f"device twice: device_ids={[only] * 2}"
-            )
+        if measure_noise:
+            check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._hire()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,18 +170,9 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _hire(self) -> None:
-        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how)
-        self._verifier = Verifier(self.verify)
-
-    def plan(self, rows: int | Sequence[int]) -> Plan:
-        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
-
-        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
-        """
-        return self._plan(rows, self._fitting if self.accum == "auto" else self.accum)
-
-    def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
-        return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
+        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
+        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how, earlier)
+        self._verifier = Verifier()
 
     def forward_backward(
         self,
@@ -247,140 +230,63 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = Request(
+        request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
         with self._crew.workers.exclusive() as interrupts:
             if self._ranks is None:
-                outcome, retries = self._fit(request.checked(self.dim))
-                noise = self._noise(outcome)
-                commit(outcome, settle=interrupts.deliver)
+                outcome, settle = self._fit(request), interrupts.deliver
             else:
-                outcome, retries = self._with_the_others(request, interrupts)
-                noise = self._noise(outcome)
-                commit(outcome)  # the other ranks do so too: there is no way back
-            self._pace.observe(outcome.plan, outcome.clock.passes)
-            self.last_step = StepReport(
-                outcome.plan,
-                outcome.loss,
-                outcome.clock.seconds,
-                outcome.ledger.bytes,
-                outcome.ledger.messages,
-                retries,
-                noise,
-            )
+                outcome = self._ranks.together(partial(self._fit, request), interrupts.deliver)
+                settle = None  # the other ranks commit too: there is no way back
+            noise = outcome.noise() if self.measure_noise else None
+            commit(outcome, settle)
+            self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
+            self.last_step = outcome.report(noise)
             device = physical(self.device_ids[0])
             # Filled in, not copied: the host waits for a copy.
             loss = torch.full((), outcome.loss, dtype=outcome.dtype, device=device)
         return (loss, outcome.outputs) if return_outputs else loss
 
-    def _with_the_others(self, request: Request, interrupts: Interrupts) -> tuple[Outcome, int]:
-        """The outcome of all ranks together; whoever fails before, tells them."""
-        assert self._ranks is not None
-        outcome = None
-        try:
-            outcome, retries = self._fit(request.checked(self.dim))
-            interrupts.deliver()
-            self._ranks.check(outcome)
-        except BaseException as error:
-            if outcome is not None:
-                outcome.streams.rollback()
-            self._ranks.report_failure(error)
-            raise
-        return self._ranks.exchange(outcome), retries
-
-    def _fit(self, request: Request) -> tuple[Outcome, int]:
-        """The outcome with as many sub-steps as the memory asks for, and the tries it took."""
-        rows = request.rows
+    def _fit(self, request: Request) -> Outcome:
+        """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
+        request = request.checked(self.device_ids[0])
         if self.accum != "auto":
-            return self._compute(request, self.plan(request.sizes)), 0
-        start = self._fitting
-        self._fitting, outcome, retries = smallest_that_fits(
-            start,
-            -(-max(request.sizes) // len(self.device_ids)),
-            attempt=lambda accum: self._compute(request, self._plan(request.sizes, accum)),
-            trial=lambda accum: self._try(request, self._plan(request.sizes, accum)),
-        )
-        if retries:
-            try:
-                warn(
-                    f'accum="auto": {rows} rows with accum={start} ran out of memory; '
-                    f"accum={self._fitting} is the smallest that fits, and is kept"
-                )
-            except Warning:  # the user makes errors of warnings
-                outcome.streams.rollback()
-                raise
-        return outcome, retries
+            return self._compute(request, self.plan(request.sizes))
+        plan = partial(self._plan, request.sizes)
+        return self._fitting.fit(request, len(self.device_ids), plan, self._compute)
 
-    def _noise(self, outcome: Outcome) -> GradientNoise | None:
-        if not self.measure_noise:
-            return None
-        gradients = [gradient for _, gradient in outcome.gradients if gradient is not None]
-        factor = outcome.scale * (1.0 if outcome.is_mean else outcome.spread.terms)
-        try:
-            return estimate(outcome.spread, gradients, factor)
-        except BaseException:
-            outcome.streams.rollback()
-            raise
-
-    def _try(self, request: Request, plan: Plan) -> None:
-        """Take the memory of a step, in its first sub-steps, without a trace."""
-        request = replace(request, return_outputs=False)
-        self._compute(request, plan, most=2).streams.rollback()
-
-    def _compute(
-        self, request: Request, plan: Plan, most: int | None = None, *, verify: bool = True
-    ) -> Outcome:
-        """Scatter, replicate, sub-steps, reduce: all of the step but the commit."""
-        once = partial(self._compute_once, request, plan, most, verify and not most)
+    def _compute(self, request: Request, plan: Plan) -> Outcome:
+        """All of the step but the commit; anew once parameters are found to be written."""
+        once = partial(self._compute_once, request, plan)
         return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
 
-    def _compute_once(
-        self, request: Request, plan: Plan, most: int | None, verify: bool
-    ) -> Outcome:
-        ledger, clock, streams = Ledger(), Clock(), self._streams(plan)
-        scale = self._scale(request.scaler)
-        self._crew.check_links()
-        try:
+    def _compute_once(self, request: Request, plan: Plan) -> Outcome:
+        """Scatter, replicate, sub-steps, reduce."""
+        with self._crew.attempt(plan) as attempt:
+            ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
                 readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout) if verify else None
-                weights, terms = weigh(
-                    plan,
-                    request.reduction,
-                    request.criterion,
-                    request.targets,
-                    self.dim,
-                    request.count,
-                    micro_batches(request.batch, plan, self.dim),
-                    readout,
-                )
+                glimpse = self._verifier.glimpse(request, plan, readout)
+                pieces = micro_batches(request.batch, plan, self.dim)
+                weights, terms = weigh(request, plan, pieces, readout)
                 scattered = scatter(request.batch, plan, self.dim, ledger)
-                look = glimpse.look(weights, self.dim) if glimpse else None
+                look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
             with set_aside(parts):
                 with clock.phase("compute"):
-                    theirs = None if request.whole_batch else criteria  # else it is one alone
-                    tasks = hand_out(request.batch, plan, parts, scattered, theirs, weights)
-                    how = {
-                        "dim": self.dim,
-                        "scale": scale,
-                        "check_finite": self.check_finite,
-                        "keep_outputs": request.return_outputs,
-                        "most": most,
-                    }
-                    results = self._substeps(
-                        request, tasks, parts, criteria, streams, ledger, clock, look, how
+                    tasks = hand_out(request, plan, parts, scattered, criteria, weights)
+                    results = compute(
+                        attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
                     ledger.settle()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        of = terms if request.is_mean else None
-                        spread = measure(parts, plan, weights, of, scale)
+                        spread = measure(request, parts, plan, weights, terms)
                     gradients = reduce_gradients(parts, len(results), ledger)
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     parameters = merge_writes(parts, len(results), ledger)
@@ -390,51 +296,29 @@ class ScatterOnceParallel(Wrapper):
                 dtype=results[0].dtype,
                 is_mean=request.is_mean,
                 terms=terms,
-                scale=scale,
+                scale=request.scale,
                 spread=spread,
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
                 parameters=parameters,
-                streams=streams,
-                ledger=ledger,
-                clock=clock,
+                attempt=attempt,
             )
-        except BaseException:
-            streams.rollback()
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                ledger.settle()
-            raise
-        finally:
-            self._crew.clear()
 
-    def _substeps(
-        self,
-        request: Request,
-        tasks: Sequence[Task],
-        parts: Sequence[Replicas],
-        criteria: Sequence[Any],
-        streams: RandomStreams,
-        ledger: Ledger,
-        clock: Clock,
-        look: Look | None,
-        how: dict[str, Any],
-    ) -> list[Result]:
-        """Every replica's sub-steps, each by its worker: gradients are then in the replicas."""
-        workers = self._crew.workers
-        prepare_autograd()
-        with guarded(parts):
-            if request.whole_batch:
-                rehearse(workers, streams, tasks, parts, dim=self.dim, end="outputs")
-                peers = None if how["most"] else self._ranks  # a try is this process's own
-                on_master = criteria[0], request.targets, peers, ledger
-                return train_whole(workers, streams, tasks, clock, parts, *on_master, **how)
-            rehearse(workers, streams, tasks, parts, dim=self.dim, end="loss")
-            work = partial(train, **how, see=look.see if look else None)
-            results = run_shares(workers, streams, work, tasks, clock)
-            if look:
-                look.judge(tasks, results, streams, workers)
-            return results
+    def plan(self, rows: int | Sequence[int]) -> Plan:
+        """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
+
+        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
+        """
+        return self._plan(rows, self._fitting.accum if self.accum == "auto" else self.accum)
+
+    def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
+        return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
+
+    def _request(self, *asked: Any, **options: Any) -> Request:
+        """What the user asked of one step, with what the engine was told at construction."""
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
@@ -465,52 +349,10 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._crew.workers.exclusive():
-            return once_known(lambda: self._infer(inputs, kwargs))
-
-    def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = ((inputs, kwargs), None)
-        with Ledger() as ledger:
-            plan = self.plan(self._rows_of_one_batch(inputs, kwargs))
-            self._crew.check_links()
-            streams = self._streams(plan)
-            try:
-                scattered = scatter(batch, plan, self.dim, ledger)
-                parts, _ = self._crew.refresh(self.module, None, ledger)
-                tasks = hand_out(batch, plan, parts, scattered)
-                workers = self._crew.workers
-                with guarded(parts):
-                    rehearse(workers, streams, tasks, parts, dim=self.dim, end="inference")
-                    work = partial(infer, dim=self.dim)
-                    outputs = run_shares(workers, streams, work, tasks, Clock())
-                output = collect(outputs, plan, self.dim, ledger, lists=has_entries(batch))
-                parameters = merge_writes(parts, len(outputs), ledger)
-            except BaseException:
-                streams.rollback()
-                raise
-            write_parameters(parameters)
-            if self.module.training:
-                commit_buffers(reduce_buffers(parts, plan.shares, self.buffers_from, ledger))
-            streams.commit()
-        return output
-
-    def _rows_of_one_batch(self, inputs: Any, kwargs: Any) -> int:
-        named = {"inputs": inputs, "keyword inputs": kwargs}
-        rows = count_rows(named, self.dim)
-        if batch_sizes(named, self.dim, rows) != (rows,):
-            raise ValueError(
-                "Rows.from_batches is for forward_backward; for inference, call the engine for "
-                "each of the batches"
-            )
-        return rows
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """The relative sizes of the replicas' shares, one number each.
-
-        With ``shares="auto"`` what was learned so far; the same numbers, passed as ``shares=``
-        to another engine, make the same plans.
-        """
-        return self._pace.shares
+            plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
+            request = self._request((inputs, kwargs))
+            run = partial(infer, self._crew, self.module, request, plan, self.buffers_from)
+            return once_known(run)
 
     def check(
         self,
@@ -548,13 +390,21 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = Request(inputs, targets, criterion, reduction, count, None, False)
+        request = self._request(inputs, targets, criterion, reduction, count, verify=False)
         with self._crew.workers.exclusive():
-            request = request.checked(self.dim)
-            plan = self.plan(request.sizes)
-            attempt = partial(self._compute, request, plan, verify=False)
+            request = request.checked(self.device_ids[0])
+            attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._crew.workers, attempt)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The relative sizes of the replicas' shares, one number each.
+
+        With ``shares="auto"`` what was learned so far; the same numbers, passed as ``shares=``
+        to another engine, make the same plans.
+        """
+        return self._pace.shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
@@ -576,13 +426,3 @@ class ScatterOnceParallel(Wrapper):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _streams(self, plan: Plan) -> RandomStreams:
-        before = 0 if self._ranks is None else self._ranks.rank * len(self.device_ids)
-        return RandomStreams([share.device for share in plan.shares], before)
-
-    def _scale(self, scaler: torch.amp.GradScaler | None) -> float:
-        """The scaler's factor, from the scaler itself, which so gets to know the master."""
-        if scaler is None:
-            return 1.0
-        return float(scaler.scale(torch.ones((), device=physical(self.device_ids[0]))))

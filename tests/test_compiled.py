@@ -314,7 +314,7 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
         barrier.wait(60)
         return CRITERION(outputs, targets)
 
-    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3), verify=False)
+    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
     with engine:
         engine.forward_backward(*batch(24), criterion)
 
@@ -341,6 +341,25 @@ def test_what_is_refused(compile, error, words):
         ScatterOnceParallel(nn.Linear(1, 1), compile=compile)
 
 
+@pytest.mark.parametrize("way", ["torch.compile", "method", "a block"])
+def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatch):
+    """They went through where they were not asked for by ``compile=``."""
+    model = given = build(network)
+    asked = {"options": {"triton.cudagraphs": True}}
+    if way == "torch.compile":
+        given = torch.compile(model, **asked)
+    elif way == "method":
+        model.compile(**asked)
+    else:
+        model[1].compile(**asked)
+    name = "Block" if way == "a block" else "Sequential"
+    with ScatterOnceParallel(given, 3, ["cpu"] * 2) as engine:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        with pytest.raises(ValueError, match=f"{name} was compiled with CUDA graphs, which repl"):
+            engine.forward_backward(*batch(), CRITERION)
+        assert model[0].weight.grad is None
+
+
 def test_the_pair_refuses_in_words(graphs):
     model = build(network)
     with pytest.raises(TypeError, match="the module was compiled, and the pair runs its copies"):
@@ -352,7 +371,9 @@ def test_the_pair_refuses_in_words(graphs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_ids", DEVICES[1:], ids=str)
-def test_with_torchs_own_compiler(device_ids):
+def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # it does compile, every time
+    torch._dynamo.reset()
     model, twin = build(network), build(network)
     for each, compiles in ((model, True), (twin, None)):
         with ScatterOnceParallel(each, 3, device_ids, compile=compiles) as engine:

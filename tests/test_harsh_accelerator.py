@@ -7,15 +7,20 @@ the simulation itself to what CUDA does.
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.oracle import seeded
 from simulated import NAME, control
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, exactness, problems
+from scatterpar.devices import chunks, fingerprints
 
 pytestmark = [
     pytest.mark.cuda,
@@ -187,6 +192,42 @@ def test_no_float64_on_the_device(place, loss):
         torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+OPTIONS = {
+    "wide sums": {"accumulate_dtype": torch.float32},
+    "noise": {"measure_noise": True},
+    "shares": {"shares": [2, 1, 1]},
+    "learned shares": {"shares": "auto"},
+    "mean buffers": {"buffers": "mean"},
+    "finite": {"check_finite": True},
+    "auto": {"accum": "auto"},
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_needs_float64_on_the_device(name, dtype):
+    """Neither MPS nor the smaller XPUs have it; an operator that makes some is refused here."""
+    layers = [nn.BatchNorm1d(16)] if dtype == torch.float32 else []
+    model, inputs, targets = problem(*layers, nn.Dropout(0.1), dtype=dtype)
+    devices = [FIRST, SECOND, FIRST]
+    options = {"accum": 3} | OPTIONS[name]
+    scaler = torch.amp.GradScaler(NAME, init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with control.incomplete():
+        with pytest.raises(TypeError, match="has no float64"):
+            torch.zeros(1, dtype=torch.float64, device=FIRST)
+        with ScatterOnceParallel(model, device_ids=devices, **options) as engine:
+            for arguments in ({}, {"return_outputs": True}, {"scaler": scaler}):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **arguments)
+                optimizer.step()
+            with torch.no_grad():
+                assert engine(inputs).dtype == dtype
+        pair = DataParallelModel(model, devices)
+        DataParallelCriterion(nn.CrossEntropyLoss())(pair(inputs), targets).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 STEPS = {
     "plain": ({}, {}),
     "finite": ({"check_finite": True}, {}),
@@ -229,6 +270,61 @@ def counted(step):
     before = control.counters()
     step()
     return control.counters() - before
+
+
+class Bare(nn.Module):
+    """Large and small parameters, statistics, and next to no activations."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(512, 1024), *[(64, 32)] * 40, *[(32,)] * 40]
+        self.weights = nn.ParameterList([torch.randn(size) for size in sizes])
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, rows):
+        return self.norm(rows).mean() * torch.stack([w.sum() for w in self.weights]).sum()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
+    """Three times and more it was: flat copies to send, to receive, and of gradients at the end."""
+    chunk = 2**16
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
+    with seeded():
+        model, rows = Bare(), torch.randn(4 * devices, 32)
+    model.to(FIRST)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    room = 2 * chunk + 2**15  # all activations, buffers and what is counted
+    with ScatterOnceParallel(model, 1, range(devices), verify=False) as engine:
+        for step in ("first", "later", "unchanged", "kept"):
+            if step in ("first", "later", "unchanged"):
+                optimizer.zero_grad()
+            for index in range(devices):
+                torch.accelerator.synchronize(index)
+                torch.accelerator.reset_peak_memory_stats(index)
+            engine.forward_backward(rows)
+            master, *others = (torch.accelerator.max_memory_allocated(i) for i in range(devices))
+            assert master <= (2 + (step == "kept")) * size + room, step
+            assert max(others) <= 2 * size + room, step
+            if step == "first":
+                optimizer.step()
+
+
+def test_a_broken_link_of_the_tree_is_found(late):
+    """Parameters go from the third device to the fourth."""
+    model, inputs, targets = problem()
+    other = copy.deepcopy(model)
+    nn.CrossEntropyLoss()(other(inputs.to(FIRST)), targets.to(FIRST)).backward()
+    with (
+        control.broken_link(2, 3, "altered"),
+        ScatterOnceParallel(model, 1, range(4)) as engine,
+        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 brought other bytes"),
+    ):
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
 
 
 class Rebinds(nn.Module):
@@ -276,6 +372,24 @@ def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
         torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
 
 
+def test_the_pair_looks_for_itself_too_and_only_once():
+    model, inputs, targets = problem()
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(model(inputs.to(FIRST)), targets.to(FIRST))
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    with control.broken_link(0, 1, "altered"):
+        parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
+        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} brought other bytes"):
+            parallel(inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = loss(parallel(inputs), targets)
+        found.backward()
+    torch.testing.assert_close(found.detach().cpu(), expected.detach().cpu())
+    for parameter, wanted in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), wanted.cpu())
+
+
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
 def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
@@ -290,3 +404,42 @@ def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
     assert step.is_exact
     assert f"from {SECOND} to {FIRST}" in step.warned[0]
     assert not list(filter(lambda route: not route.arrives, copies.examine(devices)))
+
+
+@pytest.fixture
+def two_backends(monkeypatch):
+    """A group of one rank: gloo on the host, and on the device a library that sends nothing."""
+    name = "nowhere"
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(
+            name,
+            lambda common, options: FakeProcessGroup._create_internal(
+                common.group_rank, common.group_size, options
+            ),
+            extended_api=True,
+            devices=[NAME],
+        )
+    dist.init_process_group(f"cpu:gloo,{NAME}:{name}", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends, monkeypatch):
+    """Where a rank is lost NCCL ends the process, and gloo raises."""
+    sent = []
+    whole = dist.all_reduce
+
+    def all_reduce(tensor, group):
+        sent.append((tensor.device.type, tensor.dtype, tensor.numel() * tensor.element_size()))
+        whole(tensor, group=group)
+
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], process_group=two_backends) as engine:
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        (where, _, size), *large = sent
+        assert where == "cpu"
+        assert size < 1024
+        assert [message[:2] for message in large] == [(NAME, torch.float32)]
+        assert large[0][2] >= sum(p.numel() for p in model.parameters()) * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import importlib.metadata
 import re
 from pathlib import Path
@@ -41,6 +42,17 @@ def test_the_page_says_what_the_readme_says():
         assert f". **{name}**" in README, name
 
 
+def test_the_console_script_is_the_command():
+    name, _, target = SETUP["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "scatterpar"
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {scatterpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_licence_of_the_images_is_packed():
     files = SETUP["metadata"]["license_files"].split()
     assert [Path(file).name for file in files] == ["LICENSE", "SOURCE.md"]
@@ -51,5 +63,5 @@ def test_the_licence_of_the_images_is_packed():
 
 def test_the_source_distribution_has_what_the_tests_import():
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").split()
-    for folder in ("tests", "benchmarks", "docs", "notebooks"):
+    for folder in ("tests", "benchmarks", "docs", "examples", "notebooks"):
         assert folder in manifest

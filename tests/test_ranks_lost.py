@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults.processes import SILENCE, run
-from helpers.gang import failure
+from helpers.gang import failure, gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
 from torch import nn
@@ -65,8 +69,65 @@ def test_a_rank_that_is_lost_is_an_error_within_the_timeout(tmp_path, how):
         for worker in workers:
             worker.kill()
             worker.communicate()
-    words = "another rank was lost in this step; nothing was changed on this one"
-    assert f"RuntimeError {words}" in printed
+    assert "RuntimeError rank 0 of 2 waited " in printed
+    assert "for the flags and counts of all ranks, and another rank was lost" in printed
+    assert "nothing was changed on this rank" in printed
+
+
+def absent(group, folder):
+    """Rank 1 does not come to the third step, and never to the second engine."""
+    limit = timedelta(seconds=100)
+    pairs = [dist.new_group([0, 1], backend="cpu:gloo", timeout=limit) for _ in range(2)]
+    if group.rank() == 2:
+        return None
+    module = build(mlp)
+    batch = randn(4, FEATURES), randint(CLASSES, 4)
+    engine = ScatterOnceParallel(module, process_group=pairs[0])
+    for _ in range(2):
+        engine.forward_backward(*batch, CRITERION)
+    dist.barrier(group=pairs[1])
+    found = []
+    if group.rank() == 0:
+        before = [p.grad.clone() for p in module.parameters()]
+        for pair in pairs:  # only now, since on a busy machine one rank may be much later
+            _set_pg_timeout(timedelta(seconds=0.5), pair)
+        found.append(failure(engine.forward_backward, *batch, CRITERION))
+        assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
+        found.append(failure(ScatterOnceParallel, build(mlp), process_group=pairs[1]))
+        (folder / "waited").touch()
+    else:
+        while not (folder / "waited").exists():  # alive, and not there
+            time.sleep(0.02)
+    for pair in pairs:
+        dist.destroy_process_group(pair)
+    return found
+
+
+def test_who_waits_for_a_rank_that_does_not_come_says_what_for(tmp_path):
+    found, *_ = gang()(3, absent, tmp_path)
+    waited_for = ["the flags and counts of all ranks", "the other ranks' description of the module"]
+    for (kind, words), what in zip(found, waited_for, strict=True):
+        assert kind == "RuntimeError"
+        assert re.match(rf"rank 0 of 2 waited \d+\.\d s for {what}, and another rank was", words)
+        assert "did not come within the process group's timeout" in words
+    assert "timeout; nothing was changed on this rank. The group cannot be used" in found[0][1]
+
+
+def with_nccl_alone(group):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        ScatterOnceParallel(build(mlp), process_group=group).close()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_group_without_gloo_is_warned_of():
+    ((words,),) = gang()(1, with_nccl_alone)
+    assert words.startswith("the process group has nccl alone, which ends this process where")
+    assert 'init_process_group("cpu:gloo,' in words
 
 
 LEAVE = """

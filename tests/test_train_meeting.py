@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from scatterpar.train.meeting import of_this_attempt
+from scatterpar.train.meeting import backend, of_this_attempt
 
 LIMIT = timedelta(seconds=120)
 
@@ -42,3 +43,21 @@ def test_a_rank_that_does_not_come_is_named():
     store.set("asked by 2", "from a process that died")
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 did not come in time"):
         of_this_attempt(store, 0, 3, timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("card", "nccl", "expected"),
+    [
+        (None, True, "gloo"),
+        ("cuda", True, "cpu:gloo,cuda:nccl"),
+        ("cuda", False, "cpu:gloo,cuda:gloo"),
+        ("xpu", False, "cpu:gloo,xpu:xccl"),
+        ("mps", False, "cpu:gloo,mps:gloo"),
+    ],
+)
+def test_tensors_on_the_host_always_have_a_backend(monkeypatch, card, nccl, expected):
+    """Without a name torch made NCCL alone on a machine with cards, and no count could be sent."""
+    found = torch.device(card) if card else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    assert backend() == expected

@@ -71,11 +71,11 @@ def _patched(run: Callable[[], Any]) -> Callable[[], None]:
     from scatterpar.step import two_passes
 
     def patched() -> None:
-        kept, two_passes._changes = two_passes._changes, lambda *_: []
+        kept, two_passes.differences = two_passes.differences, lambda *_: []
         try:
             run()
         finally:
-            two_passes._changes = kept
+            two_passes.differences = kept
 
     return patched
 

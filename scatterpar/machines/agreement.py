@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.flat import by_dtype
+from scatterpar.machines.waiting import waiting_for
 from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["agree", "sparse_weights", "take_over"]
 
 _LONGEST_LINE = 512  # bytes of a line in the error, so that all ranks can exchange theirs
+_MODULES = "the other ranks' description of the module"
 
 
 def agree(module: nn.Module, options: str, group: dist.ProcessGroup, control: torch.device) -> None:
@@ -52,7 +54,8 @@ def take_over(module: nn.Module, group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
             flat = flatten([tensor.detach() for tensor in tensors])
-            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+            with waiting_for("rank 0's parameters and buffers", group):
+                dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             torch._foreach_copy_(tensors, list(unflatten(flat, tensors)))
 
 
@@ -69,10 +72,12 @@ def sparse_weights(module: nn.Module) -> set[int]:
 def _refuse(mine: str, group: dist.ProcessGroup, control: torch.device) -> None:
     """Raise the first difference of the lowest rank that differs from rank 0."""
     size = torch.tensor([len(mine.encode())], device=control)
-    dist.broadcast(size, group=group, group_src=0)
+    with waiting_for(_MODULES, group):
+        dist.broadcast(size, group=group, group_src=0)
     text = torch.frombuffer(bytearray(mine.encode().ljust(int(size))), dtype=torch.uint8)
     text = text[: int(size)].to(control)
-    dist.broadcast(text, group=group, group_src=0)
+    with waiting_for(_MODULES, group):
+        dist.broadcast(text, group=group, group_src=0)
     theirs = bytes(text.tolist()).decode()
     here = ""
     if mine != theirs:
@@ -89,7 +94,8 @@ def _gather(data: bytes, group: dist.ProcessGroup, control: torch.device) -> lis
     """Every rank's ``data``, of the same length on all."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(control)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
+    with waiting_for(_MODULES, group):
+        dist.all_gather(everyones, mine, group=group)
     return [bytes(tensor.tolist()) for tensor in everyones]
 
 

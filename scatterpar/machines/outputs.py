@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.step import nested
-from scatterpar.step.scatter import join
+from scatterpar.step.join import join
 
 __all__ = ["Shown"]
 

@@ -3,6 +3,10 @@
 All ranks take part in the collectives of every step, whatever happens to them: in a small
 one that says who failed and how much each rank's loss counts, and, if nobody failed, in one
 per dtype with the gradients and buffers. Nothing is pickled.
+
+The small one goes through the host's memory where the group has a backend for it, as
+``"cpu:gloo,cuda:nccl"`` has: a rank that waits there for one that was lost gets an error within the
+group's timeout, where NCCL ends the process.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack
+from scatterpar.machines.waiting import waiting_for
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.replicas.writes import FirstWrite
+from scatterpar.report import warn
 from scatterpar.step.noise import Spread
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
@@ -88,6 +94,13 @@ class Ranks:
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if on_host else physical(device)
+        if not on_host:
+            backend = dist.get_backend(group)
+            warn(
+                f"the process group has {backend} alone, which ends this process where another "
+                f"rank is lost; with gloo for the host's memory too that is an error you can "
+                f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
+            )
         policy = "mean" if mean_buffers else "master"
         options = f"buffers={policy!r}\naccumulate_dtype={wide}"
         agree(module, options, group, self._control)
@@ -98,7 +111,29 @@ class Ranks:
             )
         take_over(module, group)
 
-    def check(self, outcome: Outcome) -> None:
+    def together(self, compute: Callable[[], Outcome], settle: Callable[[], None]) -> Outcome:
+        """The outcome of all ranks' batches together, the same bits on every rank.
+
+        Args:
+            compute: gives this rank's own. If it fails, the other ranks are told.
+            settle: called last; if it raises, the other ranks are told. Later there is no way back.
+
+        Raises:
+            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
+            Exception: whatever ``compute`` raises.
+        """
+        try:
+            outcome = compute()
+            with outcome.attempt:
+                settle()
+                self._check(outcome)
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        with outcome.attempt as attempt, attempt.clock.phase("reduce"):
+            return self._exchange(outcome)
+
+    def _check(self, outcome: Outcome) -> None:
         """Refuse, before any collective, what would not fit into one.
 
         Raises:
@@ -120,19 +155,6 @@ class Ranks:
         except FirstWrite as error:
             raise ValueError(_WRITTEN.format(f"the parameter {error.args[0]!r}")) from error
 
-    def exchange(self, outcome: Outcome) -> Outcome:
-        """The outcome of all ranks' batches together, the same bits on every rank.
-
-        Raises:
-            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
-        """
-        try:
-            with outcome.clock.phase("reduce"):
-                return self._exchange(outcome)
-        except BaseException:
-            outcome.streams.rollback()
-            raise
-
     def _exchange(self, outcome: Outcome) -> Outcome:
         try:
             exchange = self._prepare(outcome)
@@ -147,7 +169,7 @@ class Ranks:
         gradients, buffers = list(exchange.dense), list(outcome.buffers)
         for parcel in exchange.parcels:
             parcel.weigh(factor, outcome.plan.rows / rows)
-            self._sum(parcel.flat)
+            self._sum(parcel.flat, f"the sum of all gradients in {parcel.flat.dtype}")
             found, settled = parcel.unpack()
             for i, gradient in found.items():
                 gradients[i] = gradient
@@ -197,7 +219,7 @@ class Ranks:
         everything = parcel.new_zeros(sum(sizes))
         parcels = everything.split(sizes)
         parcels[self.rank].copy_(parcel)
-        self._sum(everything)
+        self._sum(everything, "the outputs and targets of all ranks")
         self._all_know = False
         return shown.of_all(parcels, self.rank)
 
@@ -251,28 +273,25 @@ class Ranks:
         flags = [0.0] * -(-self.size // _FLAGS)
         flags[self.rank // _FLAGS] = failed * 2.0 ** (self.rank % _FLAGS)
         words = torch.tensor([*mine, *flags], dtype=torch.float64, device=self._control)
-        self._sum(words)
+        self._sum(words, "the flags and counts of all ranks")
         values: list[float] = words.tolist()
         sums = [int(value) for value in values[len(mine) :]]
         those = [r for r in range(self.size) if sums[r // _FLAGS] >> (r % _FLAGS) & 1]
         return values[: len(mine)], those
 
-    def _sum(self, tensor: Tensor) -> None:
+    def _sum(self, tensor: Tensor, what: str) -> None:
         group = self._group()
         if group is None:
             raise RuntimeError(
                 "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
                 "a new group and a new engine"
             )
-        try:
+        with waiting_for(what, group, still="; nothing was changed on this rank"):
             dist.all_reduce(tensor, group=group)
-        except RuntimeError as error:
-            note(error, "another rank was lost in this step; nothing was changed on this one")
-            raise
 
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
         total = (gradient * factor).coalesce().to(self._control)
-        self._sum(total)
+        self._sum(total, "the sum of all sparse gradients")
         return total.to(tensor.device) if total._nnz() else None
 
 

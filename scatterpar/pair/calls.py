@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from scatterpar.devices.ledger import Clock
 from scatterpar.plan import Plan
-from scatterpar.step.substeps import noted
-from scatterpar.threads.crew import Task, run_shares
-from scatterpar.threads.randomness import RandomStreams
+from scatterpar.step.task import Task, noted
+from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
 
@@ -58,12 +56,7 @@ def run_each(
             return task.module(*args, **kwargs)
 
     tasks = [Task(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    streams = RandomStreams([share.device for share in plan.shares])
-    try:
-        with around:
-            results = run_shares(workers, streams, apply, tasks, Clock())
-    except BaseException:
-        streams.rollback()
-        raise
-    streams.commit()
+    with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
+        results = attempt.run(apply, tasks)
+    attempt.streams.commit()
     return results

@@ -19,10 +19,12 @@ from scatterpar.replicas.bound import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
-from scatterpar.step.request import check_dim
+from scatterpar.step.criteria import Count, resolve_reduction
+from scatterpar.step.options import check_dim
+from scatterpar.step.request import Request
 from scatterpar.step.rows import count_rows, has_rows
 from scatterpar.step.substeps import scalar_loss
-from scatterpar.step.weights import Count, resolve_reduction, weigh
+from scatterpar.step.weights import weigh
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion"]
@@ -100,12 +102,12 @@ class DataParallelCriterion(Wrapper):
             self._workers = Workers(len(outputs), "this DataParallelCriterion")
         with self._workers.exclusive(), Crossing() as crossing:
             reduction = resolve_reduction(self.module, reduction)
+            request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)
             plan = self._plan(outputs, targets)
             devices = [share.device for share in plan.shares]
             pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
-            what = plan, reduction, self.module, targets, self.dim, count, calls
-            weights, _ = weigh(*what, Readout())
+            weights, _ = weigh(request, plan, calls, Readout())
             owner = holder_of(self.module)
             replicas = replicate(owner, devices) if owner else []
             criteria = [replica.of(self.module) for replica in replicas]

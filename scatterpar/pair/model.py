@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
 from scatterpar.pair.writes import Writers
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.replicas import check_placement
+from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers, write_parameters
-from scatterpar.step.request import check_dim, check_module
+from scatterpar.step.options import check_dim, check_module
 from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
 
@@ -73,6 +74,7 @@ class DataParallelModel(Wrapper):
     def _hire(self) -> None:
         self._workers = Workers(len(self.device_ids), "this DataParallelModel")
         self._writers = Writers()
+        self._check_links = LinkCheck(self.device_ids)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs: a tuple with one entry per replica used, each on its device.
@@ -88,7 +90,8 @@ class DataParallelModel(Wrapper):
 
         Raises:
             ValueError: no rows, or tensors that disagree in them.
-            RuntimeError: a call from inside another, or a lazy module never called before.
+            RuntimeError: a call from inside another, a lazy module never called before, or copies
+                between the devices that bring other bytes through the host's memory too.
 
             What the module raises arrives as it is, with a note of the replica.
         """
@@ -100,6 +103,7 @@ class DataParallelModel(Wrapper):
 
     def _run(self, plan: Plan, batch: Any) -> tuple[Any, ...]:
         devices = [share.device for share in plan.shares]
+        self._check_links()
         with Crossing() as crossing:
             replicas = replicate(self.module, devices, self._writers.known(self.module))
             modules = [replica.of(self.module) for replica in replicas]

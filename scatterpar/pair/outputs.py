@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.step import nested
-from scatterpar.step.scatter import join
+from scatterpar.step.join import join
 
 __all__ = ["gather", "require_entries", "sizes"]
 

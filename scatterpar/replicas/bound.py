@@ -1,4 +1,4 @@
-"""What a ``functools.partial`` binds is replicated like what a module holds."""
+"""The module behind a function; what a ``functools.partial`` binds is replicated like one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from scatterpar.replicas.mirror import Survey, owner_of
+from scatterpar.replicas.mirror import Survey
 
-__all__ = ["Bound", "holder_of"]
+__all__ = ["Bound", "holder_of", "owner_of"]
+
+
+def owner_of(function: Any) -> nn.Module | None:
+    """The module that ``function`` is, or is a method of."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 class Bound(nn.Module):

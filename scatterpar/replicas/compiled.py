@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ class Compiler:
             replica: its copy.
             is_root: it is what the user asked to be compiled as a whole.
             how: the user's own compiled module says how.
+
+        Raises:
+            ValueError: with CUDA graphs, where there is an accelerator.
         """
         own = module._compiled_call_impl
         if own is not None:
@@ -56,6 +59,8 @@ class Compiler:
             how = self._how
         if how is None:
             return None
+        if torch_private.records_cuda_graphs(how) and torch.accelerator.is_available():
+            _refuse_cuda_graphs(f"{type(module).__name__} was compiled with")
         self.is_used = True
         return partial(how(self._function_for(type(module))), replica)
 
@@ -86,11 +91,15 @@ def checked_how(compile: bool | Mapping[str, Any] | None) -> How | None:
     mode = compile.get("mode")
     graphs = (compile.get("options") or {}).get("triton.cudagraphs", False)
     if graphs or (mode in _CUDA_GRAPHS and torch.accelerator.is_available()):
-        raise ValueError(
-            f"compile={dict(compile)!r} asks for CUDA graphs, which replicas in threads have not "
-            f'been tried with; use mode="default" or mode="max-autotune-no-cudagraphs"'
-        )
+        _refuse_cuda_graphs(f"compile={dict(compile)!r} asks for")
     return partial(torch.compile, **compile)
+
+
+def _refuse_cuda_graphs(what: str) -> NoReturn:
+    raise ValueError(
+        f"{what} CUDA graphs, which replicas in threads have not been tried with; use "
+        f'mode="default" or mode="max-autotune-no-cudagraphs"'
+    )
 
 
 def unwrapped(module: Any) -> tuple[Any, How | None]:

@@ -31,15 +31,9 @@ from scatterpar.replicas.kinds import (
 from scatterpar.replicas.sparse import assembled, is_sparse, pieces_of
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["Mirror", "Snapshot", "Survey", "owner_of"]
+__all__ = ["Mirror", "Snapshot", "Survey"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-
-
-def owner_of(function: Any) -> nn.Module | None:
-    """The module that ``function`` is, or is a method of."""
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 class Survey:

@@ -2,127 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
-from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of, is_script, script_state
-from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
+from scatterpar.replicas.mirror import Snapshot, Survey
+from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.recurrent import weight_blocks
+from scatterpar.replicas.replica import Replica, is_state
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import Writes, renormalised
+from scatterpar.replicas.writes import renormalised
 
-__all__ = ["Replica", "Replicas", "check_placement", "sum_dtype"]
-
-
-class Replica:
-    """One working copy: its modules, and its tensors in the order of the master's.
-
-    Attributes:
-        index: the number of the replica.
-        device: where it lives.
-        roots: the copies of the modules that were replicated.
-        tensors: this copy's tensors; those that are trained are leaves.
-        of: this copy's counterpart of a module of the master's, or of a method of one.
-        written: positions of the parameters that a forward pass writes.
-        writes: what it writes to them; ``None`` where it writes none.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        device: torch.device,
-        roots: Sequence[nn.Module],
-        survey: Survey,
-        sources: Sequence[Tensor],
-        written: dict[int, str],
-        compiler: Compiler,
-    ) -> None:
-        self.index = index
-        self.device = device
-        originals = list(survey.tensors.values())
-        self.written = list(written)
-        self._private = [
-            i for i, tensor in enumerate(originals) if _is_state(tensor) or i in written
-        ]
-        self._own = FlatCopy([originals[i] for i in self._private], device).views
-        self._homes = self._homes_at(sources)
-        # ``.data``: an alias that counts its own versions, so that writes can be told apart.
-        self.tensors = [home.data for home in self._homes]
-        for i, original in enumerate(originals):
-            if isinstance(original, nn.Parameter):
-                self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
-                vars(self.tensors[i]).update(vars(original))
-        copies = dict(zip(survey.tensors, self.tensors, strict=True))
-        mirror = Mirror(survey, copies, compiler)
-        self._mirror = mirror
-        self.of = mirror.of
-        self.roots = tuple(mirror.of(root) for root in roots)
-        self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
-        self._state = Snapshot(mirror.containers)
-        self.writes: Writes | None = None
-        if written:
-            self.writes = Writes(
-                [self.tensors[i] for i in written],
-                [self._homes[i] for i in written],
-                list(written.values()),
-            )
-
-    def refresh(self, sources: Sequence[Tensor]) -> None:
-        """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
-
-        A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
-        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home.
-        """
-        if not self._state.unchanged():
-            self._state.restore()
-        self._mirror.rebind()
-        self._homes = self._homes_at(sources)
-        for i in self.strays():
-            self.tensors[i].data = self._homes[i]
-        if self._private:
-            torch._foreach_copy_(
-                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
-            )
-
-    def is_whole(self) -> bool:
-        """Whether sparse tensors still lie on the pieces that are refreshed."""
-        return all(
-            all(map(Tensor.is_set_to, pieces_of(tensor), pieces))
-            for tensor, pieces in self._mirror.sparse
-        )
-
-    def strays(self) -> list[int]:
-        """Positions of the tensors that do not lie where they did after the last refresh."""
-        at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
-        return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
-
-    def _homes_at(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Where each tensor lies: with ``sources``, or in memory of this replica's own."""
-        homes = list(sources)
-        for i, view in zip(self._private, self._own, strict=True):
-            homes[i] = view
-        return homes
-
-    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
-        """Obey attributes that the user rebound on the master."""
-        self._state.assign(entries)
-
-    def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Take over which tensors are trained, and in which dtype their gradients add up."""
-        for tensor, dtype in zip(self.tensors, dtypes, strict=True):
-            tensor.requires_grad_(dtype is not None)
-            if dtype is not None:
-                tensor.grad_dtype = dtype
+__all__ = ["Replicas", "sum_dtype"]
 
 
 class Replicas:
@@ -234,11 +133,6 @@ class Replicas:
         return next(names, "(not registered)")
 
     @property
-    def sent(self) -> Sequence[Tensor] | None:
-        """Copies of the tensors as the other devices have them; ``None`` without any."""
-        return self._broadcast.kept
-
-    @property
     def modules(self) -> list[nn.Module]:
         """Each replica's copy of the first root."""
         return [replica.roots[0] for replica in self.replicas]
@@ -300,7 +194,7 @@ class Replicas:
         self.buffers = [buffers_of(module) for module in modules]
         written = self._written_ones(survey)
         self.shared = [
-            i for i, t in enumerate(self.tensors) if not _is_state(t) and i not in written
+            i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
         ]
         blocks = weight_blocks(modules, survey.tensors)
         self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
@@ -337,47 +231,10 @@ class Replicas:
         return signature
 
 
-def check_placement(
-    roots: Iterable[nn.Module], master: torch.device, *, lazy: bool = False
-) -> None:
-    """Refuse modules that cannot be replicated from ``master``, naming what is in the way.
-
-    With ``lazy``, parameters that are not initialised yet are let pass.
-
-    Raises:
-        RuntimeError: a lazy module that has not been initialised.
-        ValueError: a parameter or buffer on another device.
-    """
-    expected = verbs.physical(master)
-    for root in roots:
-        for kind, named in (
-            ("parameter", root.named_parameters()),
-            ("buffer", root.named_buffers()),
-        ):
-            for name, tensor in named:
-                if is_lazy(tensor):
-                    if lazy:
-                        continue
-                    raise RuntimeError(
-                        f"{type(root).__name__} has an uninitialised lazy {kind}, {name!r}: "
-                        f"call the module once on one micro-batch before the first step"
-                    )
-                if tensor.device != expected:
-                    raise ValueError(
-                        f"{type(root).__name__} must be on device_ids[0], which is {master}, but "
-                        f"its {kind} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
-                    )
-
-
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     """The dtype that a leaf's gradient adds up in: its ``grad_dtype``, or ``wide`` if wider."""
     own = tensor.grad_dtype or tensor.dtype
     return own if wide is None else torch.promote_types(own, wide)
-
-
-def _is_state(tensor: Tensor) -> bool:
-    """Whether every replica needs its own copy: all but parameters, which a step only reads."""
-    return not isinstance(tensor, nn.Parameter)
 
 
 def _is_switch(before: Any, after: Any) -> bool:

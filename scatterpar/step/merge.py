@@ -8,7 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 
 __all__ = ["merge_writes"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from scatterpar.plan import Plan
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import GradientNoise
+from scatterpar.step.request import Request
 
 __all__ = ["Spread", "estimate", "measure"]
 
@@ -35,27 +36,28 @@ class Spread:
 
 
 def measure(
+    request: Request,
     parts: Sequence[Replicas],
     plan: Plan,
     weights: Sequence[Sequence[float]],
-    terms: float | None,
-    scale: float,
+    terms: float,
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up.
 
     Args:
+        request: says how the losses combined.
         parts: the replicas of the model, and those of the criterion.
         plan: the shares.
         weights: those of each share's micro-batches.
-        terms: how many terms the loss is a mean of; ``None`` for a sum, whose rows are its terms.
-        scale: the gradient scaler's factor.
+        terms: how many terms the loss is a mean of; where it is a sum, its rows are its terms.
     """
-    if terms is None:
-        counts = [float(share.rows) for share in plan.shares]
-        added = [scale * count for count in counts]
-    else:
+    if request.is_mean:
         counts = [sum(own) * terms for own in weights]
-        added = [scale * sum(own) for own in weights]
+        added = [request.scale * sum(own) for own in weights]
+    else:
+        counts = [float(share.rows) for share in plan.shares]
+        added = [request.scale * count for count in counts]
+        terms = sum(counts)
     squares = [
         count * _squared_norm(_gradients_of(parts, replica)) / factor**2
         for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
@@ -63,9 +65,7 @@ def measure(
     ]
     # A criterion that closes over the user's own parameters writes past the replicas.
     is_whole = all(t.grad is None for part in parts for t in part.trained_tensors)
-    return Spread(
-        sum(squares) if is_whole else math.nan, len(squares), terms or sum(counts), plan.rows
-    )
+    return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 
 
 def estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> GradientNoise:

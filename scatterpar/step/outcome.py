@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan
-from scatterpar.step.noise import Spread
-from scatterpar.threads.randomness import RandomStreams
+from scatterpar.report import GradientNoise, StepReport
+from scatterpar.step.noise import Spread, estimate
+from scatterpar.threads.attempt import Attempt
 
 __all__ = ["BufferValue", "Outcome"]
 
@@ -35,9 +35,8 @@ class Outcome:
         gradients: every trained tensor of the user's, and its gradient if any replica used it.
         parameters: those that the forward passes wrote, and their new values.
         buffers: the dict that holds a buffer of the user's, its name, and its new value.
-        streams: the random numbers of the step.
-        ledger: what was copied.
-        clock: what it took.
+        attempt: the random numbers of the step, what was copied, and what it took.
+        retries: how many tries before it ran out of memory.
     """
 
     plan: Plan
@@ -51,6 +50,25 @@ class Outcome:
     gradients: list[tuple[Tensor, Tensor | None]]
     parameters: list[tuple[Tensor, Tensor]]
     buffers: list[BufferValue]
-    streams: RandomStreams
-    ledger: Ledger
-    clock: Clock
+    attempt: Attempt
+    retries: int = 0
+
+    def noise(self) -> GradientNoise:
+        """What the spread of the replicas' gradients says, before the commit uses these up."""
+        gradients = [gradient for _, gradient in self.gradients if gradient is not None]
+        factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
+        with self.attempt:
+            return estimate(self.spread, gradients, factor)
+
+    def report(self, noise: GradientNoise | None) -> StepReport:
+        """What the step did, in numbers."""
+        clock, ledger = self.attempt.clock, self.attempt.ledger
+        return StepReport(
+            self.plan,
+            self.loss,
+            clock.seconds,
+            ledger.bytes,
+            ledger.messages,
+            self.retries,
+            noise,
+        )

@@ -11,51 +11,41 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scatterpar import torch_private
-from scatterpar.devices.ledger import Clock
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
-from scatterpar.step.substeps import forward, loss_of, noted, predict, pull, rows_of
+from scatterpar.step.substeps import pull
+from scatterpar.step.task import Task
+from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.crew import Task, run_shares
-from scatterpar.threads.randomness import RandomStreams
-from scatterpar.threads.workers import Workers
 
 __all__ = ["rehearse"]
-
-End = Literal["loss", "outputs", "inference"]
 
 _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
 
 
 def rehearse(
-    workers: Workers,
-    streams: RandomStreams,
+    attempt: Attempt,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
-    *,
-    dim: int,
-    end: End,
+    forward: Callable[[Task, int], Any],
 ) -> None:
     """Run what the replicas have not met before, and leave no trace of it but compiled code.
 
     Args:
-        workers: compute, one replica each.
-        streams: the random numbers of the step, which are wound back.
-        tasks: what each replica is given in the step.
+        attempt: the step.
+        tasks: what each replica is given in it.
         parts: the replicas of the model, and those of the criterion.
-        dim: the dimension that holds the rows.
-        end: what a sub-step ends in: a loss, outputs whose gradients come later, or outputs that
-            have none.
+        forward: all of a sub-step but its backward pass, for the micro-batch of this number.
     """
     if not any(part.compiler.is_used for part in parts):
         return
-    new = [_new_kinds(task, parts[0], dim, end) for task in tasks]
+    new = [_new_kinds(task, parts[0], forward) for task in tasks]
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
@@ -65,12 +55,13 @@ def rehearse(
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()
-                with noted(task.share, number), task.substep():
-                    _exercise(task, number, dim, end)
+                with task.substep(number):
+                    _pull_zeros(forward(task, number))
 
+    streams = attempt.streams
     before = [streams.now(task.share.replica) for task in tasks]
     try:
-        run_shares(workers, streams, one_at_a_time, tasks, Clock())
+        attempt.run(one_at_a_time, tasks, timed=False)
     finally:
         streams.rollback()  # what is drawn while torch compiles comes from the process's generator
         for task, position in zip(tasks, before, strict=True):
@@ -81,24 +72,19 @@ def rehearse(
         parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
 
 
-def _exercise(task: Task, number: int, dim: int, end: End) -> None:
-    """One sub-step, forward and, where there is one, backward, with gradients of zero."""
-    if end == "inference":
-        with torch.no_grad():
-            predict(task, number, dim)
-        return
-    output = forward(task, number, dim)
-    if end == "loss":
-        output = loss_of(output, rows_of(task, task.targets, number, dim), task.criterion)
+def _pull_zeros(output: Any) -> None:
+    """A backward pass with gradients of zero, where there is a graph."""
     roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
     if roots:
         pull(roots, [torch.zeros_like(root) for root in roots], autocast_types())
 
 
-def _new_kinds(task: Task, part: Replicas, dim: int, end: End) -> dict[int, Hashable]:
+def _new_kinds(
+    task: Task, part: Replicas, forward: Callable[[Task, int], Any]
+) -> dict[int, Hashable]:
     """The first micro-batch of each kind that this replica has not met, and the kind."""
     flags = (
-        end,
+        forward,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple(autocast_types()),
@@ -106,7 +92,7 @@ def _new_kinds(task: Task, part: Replicas, dim: int, end: End) -> dict[int, Hash
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):
-        rows = rows_of(task, (task.inputs, task.targets), number, dim)
+        rows = task.rows_of((task.inputs, task.targets), number)
         kind = (flags, tuple(map(_outline, nested.leaves(rows))))
         if _key(task, kind) not in part.rehearsed and kind not in found.values():
             found[number] = kind

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from scatterpar.devices.verbs import physical
+from scatterpar.step.criteria import Count, resolve_reduction
 from scatterpar.step.rows import batch_sizes, count_rows
-from scatterpar.step.weights import Count, resolve_reduction
 
-__all__ = ["Request", "check_accumulate_dtype", "check_dim", "check_module", "check_options"]
-
+__all__ = ["Request"]
 
 _ORDER = (
     "It is forward_backward(inputs, targets, criterion), with criterion= by name where there are "
@@ -23,18 +23,30 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked of one step."""
+    """What the user asked of one step, and what the engine was told at construction.
+
+    Attributes:
+        most: leave it at so many sub-steps: a try at what fits into memory.
+        rows: how many the batch has. This and what follows is known once it is ``checked``.
+        sizes: those of each batch, where it is made of several.
+        scale: the scaler's factor.
+    """
 
     inputs: Any
-    targets: Any
-    criterion: Callable[[Any, Any], Any] | None
-    reduction: str | None
-    count: Count | None
-    scaler: torch.amp.GradScaler | None
-    return_outputs: bool | Callable[[Any], Any]
+    targets: Any = None
+    criterion: Callable[[Any, Any], Any] | None = None
+    reduction: str | None = None
+    count: Count | None = None
+    scaler: torch.amp.GradScaler | None = None
+    return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
+    dim: int = 0
+    check_finite: bool = False
+    verify: bool = True
+    most: int | None = None
     rows: int = 0
-    sizes: tuple[int, ...] = ()  # the rows of each batch, where it is made of several
+    sizes: tuple[int, ...] = ()
+    scale: float = 1.0
 
     @property
     def batch(self) -> tuple[Any, Any]:
@@ -46,11 +58,15 @@ class Request:
         """The loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
 
-    def checked(self, dim: int) -> Self:
+    def as_trial(self) -> Self:
+        """The same for the first sub-steps alone, which take the memory of a whole step."""
+        return replace(self, return_outputs=False, verify=False, most=2)
+
+    def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction settled, if it makes sense.
 
         Args:
-            dim: the dimension that holds the rows.
+            device: the master, which a scaler gets to know.
 
         Raises:
             TypeError: a criterion or count that cannot be called, a scaler that is none.
@@ -68,14 +84,17 @@ class Request:
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
         batch = {"inputs": self.inputs, "targets": self.targets}
-        rows = count_rows(batch, dim)
-        sizes = batch_sizes(batch, dim, rows)
+        rows = count_rows(batch, self.dim)
+        sizes = batch_sizes(batch, self.dim, rows)
         if self.whole_batch:
             self._require_whole()
-            # Each share has a part of one loss.
-            return replace(self, rows=rows, sizes=sizes, reduction="sum")
-        reduction = resolve_reduction(self.criterion, self.reduction)
-        return replace(self, rows=rows, sizes=sizes, reduction=reduction)
+            reduction = "sum"  # each share has a part of one loss
+        else:
+            reduction = resolve_reduction(self.criterion, self.reduction)
+        scale = 1.0
+        if self.scaler is not None:
+            scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
+        return replace(self, rows=rows, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""
@@ -114,80 +133,3 @@ class Request:
 def _shown(function: Any) -> str:
     name = getattr(function, "__name__", None)
     return name if isinstance(name, str) else repr(function)
-
-
-def check_options(module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any) -> None:
-    """Refuse what an engine cannot be made of, in words.
-
-    Raises:
-        TypeError: an argument of the wrong type, or a module that cannot be replicated.
-        ValueError: an argument out of range.
-    """
-    check_module(module)
-    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
-        if name == "accum" and value == "auto":
-            continue
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            also = ' or "auto"' if name == "accum" else ""
-            raise TypeError(f"{name} must be an int{also}, got {value!r}")
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if micro_batch_size is not None and accum != 1:
-        raise ValueError(
-            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
-            f"cut; pass one of them"
-        )
-    check_dim(dim)
-    if buffers not in ("master", "mean"):
-        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')
-
-
-def check_accumulate_dtype(dtype: Any) -> None:
-    """Refuse a dtype that gradients cannot add up in.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: it is not a real floating-point dtype.
-    """
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got {dtype}"
-        )
-
-
-def check_module(module: Any) -> None:
-    """Refuse what cannot be replicated.
-
-    Raises:
-        TypeError: no ``nn.Module``.
-    """
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        name = module.__name__
-        raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(module, nn.DataParallel):
-        raise TypeError(
-            "module is wrapped in nn.DataParallel, whose work this does; pass the model itself, "
-            "which is its .module"
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "module is wrapped in DistributedDataParallel, which reduces gradients in every "
-            "backward pass; pass the model itself, which is its .module, and process_group= for "
-            "several processes"
-        )
-
-
-def check_dim(dim: Any) -> None:
-    """Refuse a dimension that is no int.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {dim!r}")

@@ -1,27 +1,23 @@
-"""The rows of a batch: how many, which ones, and what a module gets to see of them."""
+"""The rows of a batch: how many there are, and what has none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
+from scatterpar.step.markers import Batches, Rows, all_tensors
 
 __all__ = [
     "batch_sizes",
     "count_rows",
     "has_rows",
-    "micro_batches",
-    "opened",
-    "take",
-    "take_share",
-    "together",
+    "sizes_of",
 ]
 
 _MARK = (
@@ -41,17 +37,19 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
     Raises:
         ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad; a list of images.
+            of a sparse or jagged layout, or one that requires grad; a list of images, a packed
+            sequence.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
         if data:
             _require_data(name, part)
+        _refuse_packed(name, part)
         _refuse_images(name, part, dim)
         for leaf in nested.leaves(part):
             size = _size(name, leaf, dim)
-            if size is not None:
-                found.setdefault(size, f"{name} with {size} ({_shown(leaf)})")
+            if size is not None and size not in found:
+                found[size] = f"{name} with {size} ({_shown(leaf)})"
     if not found:
         raise ValueError(
             "the batch has no tensor with rows: "
@@ -77,7 +75,7 @@ def batch_sizes(batch: Mapping[str, Any], dim: int, rows: int) -> tuple[int, ...
     for name, part in batch.items():
         for leaf in nested.leaves(part):
             if isinstance(leaf, Batches):
-                found.setdefault(_sizes(leaf, dim, name), name)
+                found.setdefault(sizes_of(leaf, dim, name), name)
     if len(found) > 1:
         parts = ", ".join(
             f"{name} with {' + '.join(map(str, sizes))}" for sizes, name in found.items()
@@ -97,7 +95,7 @@ def has_rows(value: Any) -> bool:
 def _size(name: str, leaf: Any, dim: int) -> int | None:
     """How many rows a leaf has; ``None`` for what goes to every replica as it is."""
     if isinstance(leaf, Batches):
-        return sum(_sizes(leaf, dim, name))
+        return sum(sizes_of(leaf, dim, name))
     if isinstance(leaf, Rows):
         return len(leaf.entries)
     if not isinstance(leaf, Tensor):
@@ -140,7 +138,8 @@ def _refuse_foreign(name: str, leaf: Any) -> None:
         )
 
 
-def _sizes(leaf: Batches, dim: int, name: str = "inputs") -> tuple[int, ...]:
+def sizes_of(leaf: Batches, dim: int, name: str = "inputs") -> tuple[int, ...]:
+    """The rows of each of several batches."""
     if leaf.sizes is not None:
         return tuple(leaf.sizes)
     return tuple(
@@ -162,6 +161,20 @@ def _require_data(name: str, part: Any) -> None:
             )
 
 
+def _refuse_packed(name: str, value: Any) -> None:
+    """Of a packed sequence, the tensors inside would be split, and none of them has the rows."""
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+        )
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_packed(name, item)
+
+
 def _refuse_images(name: str, value: Any, dim: int) -> None:
     """A list of ``[3, H, W]`` images would be split over its channels, and nobody would know."""
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
@@ -181,99 +194,3 @@ def _is_image(entry: Any) -> bool:
     if not isinstance(entry, Tensor) or entry.ndim != 3 or entry.size(0) != 3:
         return False
     return entry.is_floating_point() or entry.dtype == torch.uint8
-
-
-def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies.
-
-    0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
-    """
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Batches):
-            return _take_batches(leaf, start, stop, dim, copy)
-        if isinstance(leaf, Rows):
-            entries = leaf.entries[start:stop]
-            return Rows(nested.transform(_clone, entries) if copy else entries, leaf.collate)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not leaf.ndim:
-            return leaf.clone()
-        piece = leaf.narrow(dim, start, stop - start)
-        return piece.clone() if copy else piece
-
-    return nested.transform(one, value)
-
-
-def take_share(value: Any, share: Share, dim: int) -> Any:
-    """The rows of a share. Where they are not in a row, a tensor becomes several batches."""
-
-    def one(leaf: Any) -> Any:
-        pieces = [take(leaf, start, stop, dim) for start, stop in share.spans]
-        if isinstance(leaf, Batches):
-            sizes = [size for piece in pieces for size in piece.sizes]
-            return Batches([batch for piece in pieces for batch in piece.entries], sizes)
-        if isinstance(leaf, Rows):
-            return Rows([entry for piece in pieces for entry in piece.entries], leaf.collate)
-        if isinstance(leaf, Tensor) and leaf.ndim and len(pieces) > 1:
-            return Batches(pieces, [piece.size(dim) for piece in pieces])
-        return pieces[0]
-
-    return nested.transform(one, value)
-
-
-def together(pieces: Sequence[Any], dim: int) -> Any:
-    """The rows of several micro-batches as those of one; what has no rows is the first one's."""
-
-    def one(leaves: list[Any]) -> Any:
-        first = leaves[0]
-        if isinstance(first, Batches):
-            return Batches([together([leaf.entries[0] for leaf in leaves], dim)])
-        if isinstance(first, Rows):
-            return Rows([entry for leaf in leaves for entry in leaf.entries], first.collate)
-        return torch.cat(leaves, dim) if isinstance(first, Tensor) and first.ndim else first
-
-    return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
-
-
-def _take_batches(leaf: Batches, start: int, stop: int, dim: int, copy: bool) -> Batches:
-    pieces, sizes, first = [], [], 0
-    for batch, size in zip(leaf.entries, _sizes(leaf, dim), strict=True):
-        low, high = max(start - first, 0), min(stop - first, size)
-        if low < high:
-            pieces.append(take(batch, low, high, dim, copy=copy))
-            sizes.append(high - low)
-        first += size
-    return Batches(pieces, sizes)
-
-
-def opened(value: Any, *, copy: bool = False) -> Any:
-    """What a module or criterion sees of a micro-batch: its markers are gone.
-
-    Args:
-        value: the rows of one micro-batch.
-        copy: copy what is replicated, so that no two sub-steps share it.
-    """
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Batches):
-            (batch,) = leaf.entries  # no micro-batch reaches over the end of a batch
-            return opened(batch, copy=copy)
-        if isinstance(leaf, Rows):
-            return leaf.entries if leaf.collate is None else leaf.collate(leaf.entries)
-        if isinstance(leaf, Replicated):
-            return nested.transform(_clone, leaf.value) if copy else leaf.value
-        return leaf
-
-    return nested.transform(one, value)
-
-
-def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:
-    """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
-    for share in plan.shares:
-        for start, stop in share.micro_batches:
-            yield opened(take(batch, start, stop, dim))
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -12,28 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.plan import Share
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
-from scatterpar.step.markers import has_entries
-from scatterpar.step.rows import opened, take
-from scatterpar.step.scatter import as_call, join_rows
+from scatterpar.step.join import join_rows
+from scatterpar.step.request import Request
+from scatterpar.step.task import Task, noted
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.crew import Task
 from scatterpar.threads.randomness import followed
-from scatterpar.threads.workers import note
 
 __all__ = [
     "Result",
-    "forward",
-    "infer",
     "kept",
+    "loss_at",
     "loss_of",
-    "noted",
-    "predict",
     "prepare_autograd",
     "pull",
-    "rows_of",
     "scalar_loss",
     "train",
 ]
@@ -68,11 +61,7 @@ def prepare_autograd() -> None:
 def train(
     task: Task,
     *,
-    dim: int,
-    scale: float,
-    check_finite: bool,
-    keep_outputs: bool | Callable[[Any], Any],
-    most: int | None,
+    request: Request,
     see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
@@ -80,76 +69,41 @@ def train(
 
     Args:
         task: the replica, its rows and their weights.
-        dim: the dimension that holds the rows.
-        scale: the gradient scaler's factor.
-        check_finite: refuse losses that are NaN or infinite.
-        keep_outputs: keep the module's outputs, or what this function makes of them.
-        most: leave it at so many sub-steps.
+        request: which losses to refuse, which outputs to keep, how many sub-steps to try.
         see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
-    share = task.share
+    share, keep = task.share, request.return_outputs
     autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    for number, weight in enumerate(task.weights[:most]):
+    for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-        with noted(share, number), task.substep():
-            output = forward(task, number, dim)
+        with task.substep(number):
+            output = task.output_of(number)
             if see is not None:
                 see(share.replica, number, output)
-            targets = rows_of(task, task.targets, number, dim)
-            loss = loss_of(output, targets, task.criterion)
-            if keep_outputs:
-                outputs.append(kept(output, keep_outputs))
-            del output, targets
+            loss = loss_of(output, task.rows_of(task.targets, number), task.criterion)
+            if keep:
+                outputs.append(kept(output, keep))
+            del output
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
-                factor = torch.full_like(loss, weight * scale, requires_grad=False)
+                factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
                 pull([loss], [factor], autocast)
             losses.append(loss.detach())
             del loss
     joined = None
     with noted(share):
-        if keep_outputs:
-            rows = [stop - start for start, stop in share.micro_batches[:most]]
-            joined = join_rows(outputs, dim, task.weights[:most], rows, strict=True)
+        if keep:
+            rows = [stop - start for start, stop in share.micro_batches[: request.most]]
+            joined = join_rows(outputs, task.dim, task.weights[: request.most], rows, strict=True)
         values = _on_the_host(losses)
-    if check_finite:
+    if request.check_finite:
         _require_finite(values, task)
     return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
-
-
-def infer(task: Task, *, dim: int, proceed: Callable[[], None]) -> Any:
-    """The module's outputs on its share, computed without a graph in micro-batches and joined.
-
-    The task's ``inputs`` are positional and keyword arguments.
-    """
-    outputs = []
-    rows = [stop - start for start, stop in task.share.micro_batches]
-    for number in range(len(rows)):
-        if number:
-            proceed()
-        with noted(task.share, number), task.substep(), torch.no_grad():
-            outputs.append(predict(task, number, dim))
-    with noted(task.share):
-        return join_rows(outputs, dim, rows, rows, lists=has_entries(task.inputs))
-
-
-def forward(task: Task, number: int, dim: int) -> Any:
-    """The module's output for one micro-batch."""
-    args, kwargs = as_call(rows_of(task, task.inputs, number, dim))
-    return task.module(*args, **kwargs)
-
-
-def predict(task: Task, number: int, dim: int) -> Any:
-    """The module's output for one micro-batch of inference."""
-    args, kwargs = rows_of(task, task.inputs, number, dim)
-    output = task.module(*args, **kwargs)
-    nested.refuse_generators(output)
-    return output
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -165,11 +119,10 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
         torch.autograd.backward(roots, gradients)
 
 
-def rows_of(task: Task, value: Any, number: int, dim: int) -> Any:
-    """The rows of one micro-batch."""
-    start, stop = task.share.cuts[number : number + 2]
-    rows = take(value, start, stop, dim, copy=task.copies)
-    return opened(rows, copy=True)
+def loss_at(task: Task, number: int) -> Tensor:
+    """The loss of one micro-batch, as ``train`` computes it."""
+    targets = task.rows_of(task.targets, number)
+    return loss_of(task.output_of(number), targets, task.criterion)
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
@@ -186,11 +139,24 @@ def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
     else:
         source = "the module"
         loss = output
+        _refuse_pairs(output)
         if isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
         elif not isinstance(output, Tensor):
             loss = getattr(output, "loss", output)
     return scalar_loss(loss, source)
+
+
+def _refuse_pairs(output: Any) -> None:
+    """Many models return ``(logits, loss)``, and which of them it is the criterion has to say."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
+        return
+    numbers = [i for i, t in enumerate(output) if isinstance(t, Tensor) and not t.ndim]
+    if len(numbers) == 1:
+        raise TypeError(
+            f"the module returns a {type(output).__name__} of {len(output)}, whose entry "
+            f"{numbers[0]} may be the loss: pass criterion=lambda output, _: output[{numbers[0]}]"
+        )
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
@@ -252,26 +218,3 @@ def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-class noted:
-    """Note on whatever is raised in the body where it happened.
-
-    Args:
-        share: the replica's share.
-        number: the sub-step, where there are any.
-    """
-
-    def __init__(self, share: Share, number: int | None = None) -> None:
-        self._share = share
-        self._number = number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            where = f"in replica {self._share.replica} on {self._share.device}"
-            if self._number is not None:
-                where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
-            note(error, f"{where}, counted from 0")

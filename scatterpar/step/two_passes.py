@@ -32,20 +32,23 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replica import Replica
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
+from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
 from scatterpar.step.outcome import BufferValue
-from scatterpar.step.scatter import join_rows
-from scatterpar.step.substeps import Result, forward, kept, noted, pull
+from scatterpar.step.repetition import differences, require_unchanged
+from scatterpar.step.request import Request
+from scatterpar.step.substeps import Result, kept, pull
+from scatterpar.step.task import Task, noted
 from scatterpar.step.whole_batch import Peers, WholeBatch
+from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.crew import Task, run_shares
-from scatterpar.threads.randomness import Position, RandomStreams
+from scatterpar.threads.streams import Position, RandomStreams
 from scatterpar.threads.workers import Workers, note
 
 __all__ = ["train_whole"]
@@ -74,62 +77,42 @@ class Seen:
 
 
 def train_whole(
-    workers: Workers,
-    streams: RandomStreams,
+    attempt: Attempt,
+    request: Request,
     tasks: Sequence[Task],
-    clock: Clock,
     parts: Sequence[Replicas],
     criterion: Criterion,
-    targets: Any,
     peers: Peers | None,
-    ledger: Ledger,
-    *,
-    dim: int,
-    scale: float,
-    check_finite: bool,
-    keep_outputs: bool | Callable[[Any], Any],
-    most: int | None,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
     Args:
-        workers: compute, one replica each.
-        streams: the random numbers of the step.
+        attempt: the step.
+        request: has the whole batch's targets, as the caller gave them.
         tasks: each replica's share of the inputs.
-        clock: notes when each started and ended.
         parts: the replicas of the model, and that of the criterion.
         criterion: as it is on the master.
-        targets: the whole batch's, as the caller gave them.
         peers: other processes that have rows of the batch.
-        ledger: copies, and counts what it copied.
-        dim: the dimension that holds the rows.
-        scale: the gradient scaler's factor.
-        check_finite: refuse a loss that is NaN or infinite.
-        keep_outputs: keep the module's outputs, or what this function makes of them.
-        most: leave it at so many sub-steps in the second pass.
 
     Returns:
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    first = partial(first_pass, streams=streams, dim=dim, keep_outputs=keep_outputs)
-    seen = run_shares(workers, streams, first, tasks, clock)
+    streams = attempt.streams
+    seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
     shares = [task.share for task in tasks]
     lists = has_entries(tasks[0].inputs)
-    batch = WholeBatch([one.joined for one in seen], shares, targets, dim, lists, ledger)
+    joined = [one.joined for one in seen]
+    batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-
-    def judge() -> Tensor:
-        with streams.of_criterion(seed):
-            return batch.judge(criterion, scale=scale, check_finite=check_finite)
-
+    judge = partial(batch.judge, criterion, scale=request.scale, check_finite=request.check_finite)
     try:
-        loss = _judged_on(shares[0].device, workers, judge, seen)
+        with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+            loss = _judged_on(shares[0].device, attempt.workers, judge, seen)
         if peers is not None and peers.rank:
             _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
-        second = partial(second, streams=streams, dim=dim, most=most)
-        run_shares(workers, streams, second, tasks, clock)
+        attempt.run(partial(second, streams=streams, most=request.most), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
             note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
@@ -140,18 +123,13 @@ def train_whole(
 
 
 def first_pass(
-    task: Task,
-    *,
-    streams: RandomStreams,
-    dim: int,
-    keep_outputs: bool | Callable[[Any], Any],
-    proceed: Callable[[], None],
+    task: Task, *, request: Request, streams: RandomStreams, proceed: Callable[[], None]
 ) -> Seen:
     """The module's outputs on a share, each without its graph but the last.
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
-    share = task.share
+    share, keep, dim = task.share, request.return_outputs, task.dim
     pieces: list[Any] = []
     returned: list[Any] = []
     positions: list[Position] = []
@@ -159,14 +137,14 @@ def first_pass(
     for number in range(len(share.micro_batches)):
         if number:
             proceed()
+        output = None  # its graph goes before the next one comes
         with noted(share, number):
             positions.append(streams.now(share.replica))
-            output = None  # its graph goes before the next one comes
-            with task.substep():
-                output = forward(task, number, dim)
+            with task.substep(number):
+                output = task.output_of(number)
             pieces.append(nested.transform(_leaf, output))
-            if keep_outputs:
-                returned.append(kept(output, keep_outputs))
+            if keep:
+                returned.append(kept(output, keep))
     if autocast_types():
         torch.clear_autocast_cache()  # what it holds is part of graphs that are gone
     rows = [stop - start for start, stop in share.micro_batches]
@@ -175,7 +153,7 @@ def first_pass(
             join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(task.inputs))
             for few in _of_each_span(share)
         ]
-        outputs = join_rows(returned, dim, rows, rows, strict=True) if keep_outputs else None
+        outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None
     return Seen(pieces, joined, output, positions, outputs)
 
 
@@ -213,7 +191,6 @@ def second_pass(
     gradients: Sequence[Sequence[Tensor | None]],
     model: Replicas,
     streams: RandomStreams,
-    dim: int,
     most: int | None,
     proceed: Callable[[], None],
 ) -> None:
@@ -227,7 +204,7 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with noted(share, last), task.substep(resumed=True):
+    with task.substep(last, resumed=True):
         _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
@@ -237,15 +214,15 @@ def second_pass(
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
-        with noted(share, number), task.substep():
+        with task.substep(number):
             streams.rewind(share.replica, own.positions[number])
-            output = forward(task, number, dim)
-            changes.append(_changes(output, own.pieces[number]))
+            output = task.output_of(number)
+            changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             del output
     streams.rewind(share.replica, position)
     commit_buffers(buffers)
-    _require_unchanged(changes, share)
+    require_unchanged(changes, share)
 
 
 def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -257,60 +234,6 @@ def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
 
 def _gradients(piece: Any) -> list[Tensor | None]:
     return [leaf.grad for leaf in nested.tensors(piece)]
-
-
-def _changes(output: Any, piece: Any) -> list[Tensor]:
-    """By how much of the tolerance an output of the second pass is not that of the first.
-
-    Left on the device: to ask for the numbers here would make the next sub-step wait.
-
-    Raises:
-        RuntimeError: the outputs are not of the same kind.
-    """
-    now, before = list(nested.tensors(output)), list(nested.tensors(piece))
-    if [_kind(tensor) for tensor in now] != [_kind(tensor) for tensor in before]:
-        raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
-    return [
-        _distance(one.detach(), other.detach())
-        for one, other in zip(now, before, strict=True)
-        if other.numel() and other.grad is not None
-    ]
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.requires_grad
-
-
-def _distance(now: Tensor, before: Tensor) -> Tensor:
-    """The largest difference, in units of the tolerance; NaN where only one of them is NaN.
-
-    Kernels may round otherwise the second time; another mask is further off than any rounding.
-    """
-    equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
-    off = torch.where(equal, 0, now - before).abs().amax()
-    wide = torch.promote_types(off.dtype, torch.float32)  # not float64: MPS has none
-    off, size = off.to(wide), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(wide)
-    return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
-
-
-def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
-    """Refuse gradients that belong to other outputs than the loss was computed from.
-
-    Raises:
-        RuntimeError: an output of the second pass is not that of the first.
-    """
-    for number, found in enumerate(changes):
-        if not all(change.item() <= 1 for change in found):
-            with noted(share, number):
-                raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
-
-
-_WHY = (
-    "whole_batch=True computes every micro-batch but a replica's last one twice, and this module "
-    "depends on something that is not the same the second time, such as the random numbers of "
-    "Python or NumPy, or a counter outside of it; draw from torch's generators and keep state in "
-    "the module, or have one sub-step per replica, which is computed once. Nothing was changed"
-)
 
 
 def _of_each_span(share: Share) -> list[slice]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
+from scatterpar.step.join import join, join_rows
 from scatterpar.step.markers import Batches
-from scatterpar.step.rows import opened, take
-from scatterpar.step.scatter import is_borrowed, join, join_rows, scatter
+from scatterpar.step.scatter import is_borrowed, scatter
+from scatterpar.step.slices import opened, take
 from scatterpar.step.substeps import pull, scalar_loss
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import note

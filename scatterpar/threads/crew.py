@@ -3,69 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from scatterpar.devices.ledger import Clock, Ledger
-from scatterpar.devices.links import check_links
+from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.readout import Readout
-from scatterpar.plan import Share
+from scatterpar.plan import Plan
 from scatterpar.replicas.bound import Bound, holder_of
 from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Survey
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.replicas.writes import Writes
-from scatterpar.threads.randomness import RandomStreams
-from scatterpar.threads.workers import Cancelled, Workers
+from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Workers
 
-__all__ = ["Crew", "Task", "run_shares", "set_aside"]
-
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one replica is given to do.
-
-    Attributes:
-        share: which rows these are, and how they are cut into micro-batches.
-        module: the replica.
-        inputs: the share's rows of the inputs, on the replica's device.
-        targets: likewise the targets.
-        criterion: the replica's own; ``None`` where the module computes the loss.
-        weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        copies: micro-batches are copies of their rows: where these are the caller's own, which
-            must not be written, and where compiled code would be made anew for every view.
-        writes: the replica's own copies of parameters that a forward pass writes.
-    """
-
-    share: Share
-    module: Callable[..., Any]
-    inputs: Any
-    targets: Any = None
-    criterion: Callable[[Any, Any], Any] | None = None
-    weights: Sequence[float] = ()
-    copies: bool = False
-    writes: Sequence[Writes] = ()
-
-    def substep(self, *, resumed: bool = False) -> contextlib.ExitStack:
-        """What is around every sub-step, or around the rest of one."""
-        stack = contextlib.ExitStack()
-        for writes in self.writes:
-            stack.enter_context(writes.substep(resumed=resumed))
-        return stack
+__all__ = ["Crew", "set_aside"]
 
 
 class Crew:
     """Replicas of modules on ``device_ids``, with a worker for each.
 
     A crew is made anew, not copied, when its owner is copied or unpickled.
+
+    Args:
+        device_ids: one entry per replica.
+        accumulate_dtype: gradients add up in this dtype, where their own is narrower.
+        compile_how: compiles the replicas of the module.
+        earlier: how many replicas of other processes are numbered before these.
     """
 
     def __init__(
@@ -73,21 +40,32 @@ class Crew:
         device_ids: Sequence[torch.device],
         accumulate_dtype: torch.dtype | None = None,
         compile_how: How | None = None,
+        earlier: int = 0,
     ) -> None:
         self.device_ids = tuple(device_ids)
+        self._earlier = earlier
         self._accumulate_dtype = accumulate_dtype
         self._compile_how = compile_how
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
-        self._links_checked = False
+        self._check_links = LinkCheck(self.device_ids)
 
-    def check_links(self) -> None:
-        """Once: whether copies between the devices arrive as they were sent."""
-        if not self._links_checked:
-            with torch.inference_mode(False), torch.no_grad():
-                check_links(self.device_ids)
-            self._links_checked = True
+    @contextlib.contextmanager
+    def attempt(self, plan: Plan) -> Iterator[Attempt]:
+        """One try at a step: what is raised in the body leaves no trace in random numbers."""
+        self._check_links()
+        try:
+            with Attempt(self.workers, [s.device for s in plan.shares], self._earlier) as attempt:
+                yield attempt
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the replicas' gradients, unless the replicas are let go themselves."""
+        if not self.workers.abandoned:
+            for part in (self.model, self._criterion):
+                part.clear_gradients()
 
     def refresh(
         self,
@@ -154,12 +132,6 @@ class Crew:
         (held, *_) = (*self._criterion.roots, None)
         return held if isinstance(held, Bound) and held.function is criterion else holder
 
-    def clear(self) -> None:
-        """Let go of the replicas' gradients, unless the replicas are let go themselves."""
-        if not self.workers.abandoned:
-            for part in (self.model, self._criterion):
-                part.clear_gradients()
-
 
 @contextlib.contextmanager
 def set_aside(parts: Sequence[Replicas]) -> Iterator[None]:
@@ -176,39 +148,3 @@ def set_aside(parts: Sequence[Replicas]) -> Iterator[None]:
     finally:
         for tensor, gradient in kept:
             tensor.grad = gradient
-
-
-def run_shares(
-    workers: Workers,
-    streams: RandomStreams,
-    function: Callable[..., _Result],
-    tasks: Sequence[Task],
-    clock: Clock,
-) -> list[_Result]:
-    """``function(task, proceed=…)`` for every replica's task, each by its worker.
-
-    Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
-    once another has failed: the function calls it wherever it can stop. ``clock`` notes when
-    each started and ended.
-    """
-    cancel = threading.Event()
-    spans = {task.share.replica: (0.0, 0.0) for task in tasks}
-    clock.passes.append(spans)
-
-    def proceed() -> None:
-        if cancel.is_set():
-            raise Cancelled
-
-    def work(task: Task) -> _Result:
-        start = time.perf_counter()
-        with streams.of(task.share.replica):
-            result = function(task, proceed=proceed)
-        spans[task.share.replica] = (start, time.perf_counter())
-        return result
-
-    return workers.parallel_apply(
-        [work] * len(tasks),
-        [(task,) for task in tasks],
-        devices=[task.share.device for task in tasks],
-        cancel=cancel,
-    )

@@ -81,7 +81,7 @@ class Machines:
 def connected() -> Iterator[Machines]:
     """Meet the other machines where torchrun started this process; otherwise open no port.
 
-    The backend is torch's default: gloo for tensors on the host, NCCL between NVIDIA GPUs.
+    Tensors on the host go by gloo, those on NVIDIA GPUs by NCCL.
     """
     if not launched():
         yield Machines()

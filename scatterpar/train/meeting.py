@@ -12,6 +12,7 @@ import time
 import uuid
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -23,7 +24,21 @@ def meet(timeout: timedelta) -> None:
     """Make the default process group of all ranks of this attempt."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store = of_this_attempt(store, rank, size, timeout)
-    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def backend() -> str:
+    """Gloo for tensors on the host, and the accelerator's own library those on cards.
+
+    Without a name torch takes the accelerator's alone.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return dist.Backend.GLOO
+    library = dist.get_default_backend_for_device(accelerator)
+    if library == dist.Backend.NCCL and not dist.is_nccl_available():  # Windows
+        library = dist.Backend.GLOO
+    return f"cpu:gloo,{accelerator.type}:{library}"
 
 
 def of_this_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:

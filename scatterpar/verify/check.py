@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.bound import owner_of
 from scatterpar.step.captured import captured_tensors
 from scatterpar.step.markers import transform
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.rows import opened
-from scatterpar.step.scatter import as_call
+from scatterpar.step.slices import opened
 from scatterpar.step.substeps import loss_of, prepare_autograd
+from scatterpar.step.task import as_call
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.kinds import has_batch_statistics
@@ -96,8 +96,8 @@ def compare(
             f"in one; pass one of them"
         )
     outcome = attempt()
-    drawn = outcome.streams.drawn
-    outcome.streams.rollback()
+    drawn = outcome.attempt.streams.drawn
+    outcome.attempt.undo()
     tensors = [tensor for tensor, _ in outcome.gradients]
     owner = owner_of(request.criterion)
     roots = [module] if owner is None else [module, owner]

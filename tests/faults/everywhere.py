@@ -3,7 +3,8 @@
 ``python -m faults.everywhere shared 300`` counts the instructions of one step and then takes
 300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
 that of before the step or that of a whole step, and the next step is exact. A third argument
-names another place of ``places.py``, whose steps are taken.
+names another place of ``places.py``, whose steps are taken; a fourth one the file of the engine
+whose instructions alone are counted, such as ``threads/randomness.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from faults.grid import SECONDS_EACH, Bench, bench_on
 from faults.places import PLACES
 from faults.state import capture, differences, values_differ
 
-WATCHED = (str(Path(scatterpar.__file__).parent), contextlib.__file__, threading.__file__)
+PACKAGE = Path(scatterpar.__file__).parent
+WATCHED = (str(PACKAGE), contextlib.__file__, threading.__file__)
 
 
 class At:
     """Counts instructions of the engine, and interrupts before the one of a given number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, watched: tuple[str, ...] = WATCHED) -> None:
         self.number = number
+        self.watched = watched
         self.seen = 0
         self.where = "nowhere"
         self.forked = False
@@ -46,7 +49,7 @@ class At:
         sys.settrace(None)
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(WATCHED):
+        if not frame.f_code.co_filename.startswith(self.watched):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -68,13 +71,16 @@ def _is_under(frame: FrameType | None, *names: str) -> bool:
     return False
 
 
-def run(layout: str, times: int, name: str = "forward, first line") -> Iterator[dict[str, Any]]:
+def run(
+    layout: str, times: int, name: str = "forward, first line", file: str = ""
+) -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
     place = PLACES[name]
+    watched = (str(PACKAGE / file),) if file else WATCHED
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = bench_on(layout)
     bench.back_to_start(bench.subject, accumulate=True)
-    with At(-1) as count:
+    with At(-1, watched) as count:
         bench.step(bench.engine, place)
     for i in range(times):
         faulthandler.dump_traceback_later(SECONDS_EACH, exit=True)
@@ -83,7 +89,7 @@ def run(layout: str, times: int, name: str = "forward, first line") -> Iterator[
         bench.back_to_start(bench.subject, accumulate=accumulate)
         before = capture(bench.subject)
         raised = "nothing"
-        with At(count.seen * i // times) as at:
+        with At(count.seen * i // times, watched) as at:
             try:
                 bench.step(bench.engine, place)
             except BaseException as error:

@@ -1,0 +1,99 @@
+"""The tables that README and guide quote from the benchmarks: ``python -m benchmarks.readme``.
+
+It measures nothing. It reads the raw numbers that are kept beside the benchmarks, and writes the
+tables between their markers. A test computes them again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
+PEERS = {
+    "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
+    "`nn.DataParallel` called 16 times (on a CPU a loop with larger micro-batches)": [
+        "nn.DataParallel x 16"
+    ],
+    "DDP with `no_sync` or accelerate, the faster one, in two processes": [
+        "DistributedDataParallel, no_sync",
+        "accelerate, accumulate",
+    ],
+}
+RECIPES = {
+    "256": "256, baseline",
+    "4096, the rate of 256": "4096, rate as at 256",
+    "4096, rate scaled at once": "4096, rate scaled, no warm-up",
+    "4096, rate scaled, warm-up of 5 epochs": "4096, rate scaled, gradual warm-up",
+    "4096, rate scaled, warm-up of 10 epochs": "4096, rate scaled, gradual warm-up, of 10 epochs",
+}
+
+
+def figures() -> str:
+    """A step's time as a part of each peer's, round by round; of several peers the faster one."""
+    found = {name: _read(f"step_time/{name}.json") for name in MODELS}
+    where = found["cnn"]["environment"]
+    lines = [f"| beside | {' | '.join(MODELS.values())} |", "|---|---:|---:|---:|"]
+    for words, peers in PEERS.items():
+        ratios = [_slowest(found[name]["seconds"], peers) for name in MODELS]
+        lines.append(f"| {words} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    hardware = (
+        f"Two replicas on {where['cores']} cores of an {where['processor']}, torch "
+        f"{where['torch']}, batches of 4096 images, `accum=16`."
+    )
+    return "\n".join([*lines, "", hardware])
+
+
+def _slowest(seconds: dict[str, list[float]], peers: list[str]) -> float:
+    """The largest median of the engine's time over a peer's."""
+    pairs = [zip(seconds["engine"], seconds[peer], strict=True) for peer in peers]
+    return max(1 / statistics.median(b / a for a, b in rounds) for rounds in pairs)
+
+
+def accuracy() -> str:
+    """Test errors by batch and recipe, of both networks."""
+    networks = [
+        _read(f"large_batch/{name}-errors.json")["final_errors"] for name in ("cnn", "tiny")
+    ]
+    lines = [
+        "| batch and recipe | small CNN, test error, % | tiny network, test error, % |",
+        "|---|---:|---:|",
+    ]
+    for words, row in RECIPES.items():
+        cells = [
+            f"{statistics.mean(e[row]):.2f} ± {statistics.stdev(e[row]):.2f}" for e in networks
+        ]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "figures": (ROOT / "README.md", figures),
+    "accuracy": (ROOT / "docs" / "large-batches.md", accuracy),
+}
+
+
+def between(name: str, text: str) -> tuple[str, str, str]:
+    """What a page has before, between and after the markers of ``name``."""
+    before, opening, rest = text.partition(f"<!-- {name} -->\n")
+    table, closing, after = rest.partition(f"\n<!-- /{name} -->")
+    if not (opening and closing):
+        raise ValueError(f"the page has no markers for {name}")
+    return before + opening, table, closing + after
+
+
+def _read(path: str) -> Any:
+    return json.loads((HERE / path).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    for name, (page, table) in TABLES.items():
+        before, _, after = between(name, page.read_text(encoding="utf-8"))
+        page.write_text(before + table() + after, encoding="utf-8")
+        print(f"{page.relative_to(ROOT)}: {name}")

@@ -1,0 +1,34 @@
+"""How Sphinx builds the guide: ``sphinx-build -c docs . build/guide``.
+
+The source folder is that of the whole repository. So links between these pages, those of the
+benchmarks and the CHANGELOG lead to the same place in a clone and in the guide. Nothing is fetched,
+neither when the guide is built nor when it is read.
+"""
+
+from scatterpar import __version__
+
+project = "scatterpar"
+copyright = "the scatterpar developers"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "benchmarks/README.md", "benchmarks/*/README.md", "*.md"]
+# The README is the page before the guide; docs/package.md is the one that an index shows.
+exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-info"]
+
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+default_role = "code"  # a word in single backticks, in a docstring
+
+html_theme = "furo"
+html_title = f"scatterpar {release}"
+html_additional_pages = {"index": "redirect.html"}
+templates_path = ["templates"]
+html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["guide.css"]
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"

@@ -1,0 +1,127 @@
+"""MNIST's loop on all the devices of the machine.
+
+The loop, the network and the schedule are those of
+https://github.com/pytorch/examples/tree/main/mnist, in words of our own. ``train`` has the
+original's lines and, beside them, the one line of the engine. The data are the Fashion-MNIST images
+that the package includes.
+
+    python examples/mnist.py                       # every accelerator, or the CPU
+    python examples/mnist.py --devices cpu cpu     # two replicas on the CPU
+    python examples/mnist.py --stock               # one device, the original's lines
+
+With ``--double --dropout 0`` all three print the same losses. (Replicas draw masks of dropout of
+their own.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from scatterpar import ScatterOnceParallel
+from scatterpar.train.data import load
+
+Batches = Iterable[Sequence[Tensor]]
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers, for images of 28 x 28."""
+
+    def __init__(self, dropout: float = 0.25) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Flatten(),
+            nn.Linear(9216, 128),
+            nn.ReLU(),
+            nn.Dropout(2 * dropout),
+            nn.Linear(128, 10),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logarithms of the classes' probabilities, (rows, 10)."""
+        return F.log_softmax(self.head(self.features(images)), dim=1)
+
+
+def train(
+    model: nn.Module,
+    engine: ScatterOnceParallel | None,
+    loader: Batches,
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[float]:
+    """One pass over the data: the losses. Without an engine on the model's device alone."""
+    model.train()
+    device = next(model.parameters()).device
+    for images, labels in loader:
+        optimizer.zero_grad()
+        if engine is None:  # the original's lines
+            output = model(images.to(device))
+            loss = F.nll_loss(output, labels.to(device))
+            loss.backward()
+        else:  # what takes their place
+            loss = engine.forward_backward(images, labels, F.nll_loss)
+        optimizer.step()
+        yield loss.item()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, loader: Batches) -> float:
+    """The share of the images whose class is found, as in the original: on one device."""
+    model.eval()
+    device = next(model.parameters()).device
+    hits = [model(images.to(device)).argmax(1).cpu().eq(labels) for images, labels in loader]
+    return torch.cat(hits).double().mean().item()
+
+
+def loaders(rows: int, dtype: torch.dtype) -> tuple[Batches, Batches]:
+    """Batches to train and to test on; their order is the same in every run."""
+    data = load("embedded")
+    parts = [
+        TensorDataset(data.standardise(split.images).to(dtype), split.labels)
+        for split in (data.train, data.test)
+    ]
+    order = torch.Generator().manual_seed(1)
+    return DataLoader(parts[0], rows, shuffle=True, generator=order), DataLoader(parts[1], 1000)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=64, help="images in a batch")
+    parser.add_argument("--accum", type=int, default=1, help="sub-steps of each replica")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
+    parser.add_argument("--dropout", type=float, default=0.25)
+    parser.add_argument("--devices", nargs="+", default=None, help="such as cuda:0 cuda:1")
+    parser.add_argument("--stock", action="store_true", help="the original's lines")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    args = parser.parse_args(arguments)
+
+    torch.manual_seed(1)
+    device = args.devices[0] if args.devices else torch.accelerator.current_accelerator() or "cpu"
+    dtype = torch.float64 if args.double else torch.float32
+    model = Net(args.dropout).to(device, dtype)
+    engine = None if args.stock else ScatterOnceParallel(model, args.accum, args.devices)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    batches, held_out = loaders(args.rows, dtype)
+    for epoch in range(args.epochs):
+        for step, loss in enumerate(islice(train(model, engine, batches, optimizer), args.steps)):
+            if step % 20 == 0:
+                print(f"epoch {epoch}, step {step}: loss {loss:.12f}")
+        print(f"epoch {epoch}: accuracy {accuracy(model, held_out):.4f}")
+        scheduler.step()
+
+
+if __name__ == "__main__":
+    main()

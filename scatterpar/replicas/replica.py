@@ -1,0 +1,118 @@
+"""One replica: a working copy of modules, with tensors of its own or shared with its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.flat import FlatCopy
+from scatterpar.devices.lists import copy_each
+from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.kinds import buffers_of
+from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
+from scatterpar.replicas.sparse import pieces_of
+from scatterpar.replicas.writes import Writes
+
+__all__ = ["Replica", "is_state"]
+
+
+class Replica:
+    """One working copy: its modules, and its tensors in the order of the master's.
+
+    Attributes:
+        index: the number of the replica.
+        device: where it lives.
+        roots: the copies of the modules that were replicated.
+        tensors: this copy's tensors; those that are trained are leaves.
+        of: this copy's counterpart of a module of the master's, or of a method of one.
+        written: positions of the parameters that a forward pass writes.
+        writes: what it writes to them; ``None`` where it writes none.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        roots: Sequence[nn.Module],
+        survey: Survey,
+        sources: Sequence[Tensor],
+        written: dict[int, str],
+        compiler: Compiler,
+    ) -> None:
+        self.index = index
+        self.device = device
+        originals = list(survey.tensors.values())
+        self.written = list(written)
+        self._private = [
+            i for i, tensor in enumerate(originals) if is_state(tensor) or i in written
+        ]
+        own = FlatCopy([originals[i] for i in self._private], device).views
+        # Where each tensor lies: with the sources, or in memory of this replica's own.
+        self._homes = list(sources)
+        for i, view in zip(self._private, own, strict=True):
+            self._homes[i] = view
+        # ``.data``: an alias that counts its own versions, so that writes can be told apart.
+        self.tensors = [home.data for home in self._homes]
+        for i, original in enumerate(originals):
+            if isinstance(original, nn.Parameter):
+                self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
+                vars(self.tensors[i]).update(vars(original))
+        copies = dict(zip(survey.tensors, self.tensors, strict=True))
+        mirror = Mirror(survey, copies, compiler)
+        self._mirror = mirror
+        self.of = mirror.of
+        self.roots = tuple(mirror.of(root) for root in roots)
+        self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
+        self._state = Snapshot(mirror.containers)
+        self.writes: Writes | None = None
+        if written:
+            self.writes = Writes(
+                [self.tensors[i] for i in written],
+                [self._homes[i] for i in written],
+                list(written.values()),
+            )
+
+    def refresh(self, sources: Sequence[Tensor]) -> None:
+        """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
+
+        A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
+        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home.
+        """
+        if not self._state.unchanged():
+            self._state.restore()
+        self._mirror.rebind()
+        for i in self.strays():
+            self.tensors[i].data = self._homes[i]
+        if self._private:
+            copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
+
+    def is_whole(self) -> bool:
+        """Whether sparse tensors still lie on the pieces that are refreshed."""
+        return all(
+            all(map(Tensor.is_set_to, pieces_of(tensor), pieces))
+            for tensor, pieces in self._mirror.sparse
+        )
+
+    def strays(self) -> list[int]:
+        """Positions of the tensors that do not lie where they did after the last refresh."""
+        at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
+        return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
+
+    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
+        """Obey attributes that the user rebound on the master."""
+        self._state.assign(entries)
+
+    def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Take over which tensors are trained, and in which dtype their gradients add up."""
+        for tensor, dtype in zip(self.tensors, dtypes, strict=True):
+            tensor.requires_grad_(dtype is not None)
+            if dtype is not None:
+                tensor.grad_dtype = dtype
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether every replica needs its own copy: all but parameters, which a step only reads."""
+    return not isinstance(tensor, nn.Parameter)

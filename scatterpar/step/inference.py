@@ -1,0 +1,96 @@
+"""Inference: scatter once, run in micro-batches without a graph, gather to the master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from scatterpar.plan import Plan
+from scatterpar.replicas.guard import guarded
+from scatterpar.step import nested
+from scatterpar.step.commit import commit_buffers, write_parameters
+from scatterpar.step.join import join_rows
+from scatterpar.step.markers import has_entries
+from scatterpar.step.merge import merge_writes
+from scatterpar.step.reduce import collect, reduce_buffers
+from scatterpar.step.rehearsal import rehearse
+from scatterpar.step.request import Request
+from scatterpar.step.rows import batch_sizes, count_rows
+from scatterpar.step.scatter import scatter
+from scatterpar.step.task import Task, hand_out, noted
+from scatterpar.threads.crew import Crew
+
+__all__ = ["infer", "rows_of_one_batch"]
+
+
+def rows_of_one_batch(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int:
+    """How many rows a module's positional and keyword arguments have along ``dim``.
+
+    Raises:
+        ValueError: as ``count_rows``; several batches.
+    """
+    named = {"inputs": inputs, "keyword inputs": kwargs}
+    rows = count_rows(named, dim)
+    if batch_sizes(named, dim, rows) != (rows,):
+        raise ValueError(
+            "Rows.from_batches is for forward_backward; for inference, call the engine for "
+            "each of the batches"
+        )
+    return rows
+
+
+def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_from: str) -> Any:
+    """The module's output for the whole batch, on the master.
+
+    Args:
+        crew: computes.
+        module: the user's.
+        request: its ``inputs`` are positional and keyword arguments.
+        plan: how the batch is cut.
+        buffers_from: whose buffers the module has afterwards, if it is in training mode.
+
+    Raises:
+        FirstWrite: parameters were written, by a forward pass that did not do so before.
+    """
+    with crew.attempt(plan) as attempt:
+        ledger = attempt.ledger
+        scattered = scatter(request.batch, plan, request.dim, ledger)
+        parts, criteria = crew.refresh(module, None, ledger)
+        tasks = hand_out(request, plan, parts, scattered, criteria)
+        with guarded(parts):
+            rehearse(attempt, tasks, parts, _predicted)
+            outputs = attempt.run(_infer_share, tasks)
+        lists = has_entries(request.batch)
+        output = collect(outputs, plan, request.dim, ledger, lists=lists)
+        parameters = merge_writes(parts, len(outputs), ledger)
+        ledger.settle()
+    write_parameters(parameters)
+    if module.training:
+        commit_buffers(reduce_buffers(parts, plan.shares, buffers_from, ledger))
+    attempt.streams.commit()
+    return output
+
+
+def _infer_share(task: Task, *, proceed: Callable[[], None]) -> Any:
+    """The module's outputs on its share, computed in micro-batches and joined."""
+    outputs = []
+    rows = [stop - start for start, stop in task.share.micro_batches]
+    for number in range(len(rows)):
+        if number:
+            proceed()
+        with task.substep(number):
+            outputs.append(_predicted(task, number))
+    with noted(task.share):
+        return join_rows(outputs, task.dim, rows, rows, lists=has_entries(task.inputs))
+
+
+def _predicted(task: Task, number: int) -> Any:
+    """The module's output for one micro-batch of inference."""
+    with torch.no_grad():
+        args, kwargs = task.rows_of(task.inputs, number)
+        output = task.module(*args, **kwargs)
+        nested.refuse_generators(output)
+        return output

@@ -1,0 +1,110 @@
+"""What an engine can be made of, and what is refused, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["check_dim", "check_module", "check_noise", "check_options"]
+
+
+def check_options(
+    module: Any,
+    accum: Any,
+    micro_batch_size: Any,
+    dim: Any,
+    buffers: Any,
+    accumulate_dtype: Any,
+) -> None:
+    """Refuse what an engine cannot be made of.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a module that cannot be replicated.
+        ValueError: an argument out of range.
+    """
+    check_module(module)
+    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
+        if name == "accum" and value == "auto":
+            continue
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            also = ' or "auto"' if name == "accum" else ""
+            raise TypeError(f"{name} must be an int{also}, got {value!r}")
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if micro_batch_size is not None and accum != 1:
+        raise ValueError(
+            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
+            f"cut; pass one of them"
+        )
+    check_dim(dim)
+    if buffers not in ("master", "mean"):
+        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')
+    _check_accumulate_dtype(accumulate_dtype)
+
+
+def _check_accumulate_dtype(dtype: Any) -> None:
+    """Refuse a dtype that gradients cannot add up in.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got {dtype}"
+        )
+
+
+def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
+    """Refuse to compare the gradients of replicas where there is one.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if len(device_ids) * ranks < 2:
+        only = str(device_ids[0])
+        raise ValueError(
+            "measure_noise=True compares the gradients of replicas, and there is one; name its "
+            f"device twice: device_ids={[only] * 2}"
+        )
+
+
+def check_module(module: Any) -> None:
+    """Refuse what cannot be replicated.
+
+    Raises:
+        TypeError: no ``nn.Module``.
+    """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module.__name__
+        raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.DataParallel):
+        raise TypeError(
+            "module is wrapped in nn.DataParallel, whose work this does; pass the model itself, "
+            "which is its .module"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "module is wrapped in DistributedDataParallel, which reduces gradients in every "
+            "backward pass; pass the model itself, which is its .module, and process_group= for "
+            "several processes"
+        )
+
+
+def check_dim(dim: Any) -> None:
+    """Refuse a dimension that is no int.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")

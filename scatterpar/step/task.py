@@ -1,0 +1,143 @@
+"""What one replica is given to do: its share of the batch, and what it does with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scatterpar.plan import Plan, Share
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.writes import Writes
+from scatterpar.step.markers import all_tensors
+from scatterpar.step.request import Request
+from scatterpar.step.slices import micro_batch
+from scatterpar.threads.workers import note
+
+__all__ = ["Task", "as_call", "hand_out", "noted"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one replica is given to do.
+
+    Attributes:
+        share: which rows these are, and how they are cut into micro-batches.
+        module: the replica.
+        inputs: the share's rows of the inputs, on the replica's device.
+        targets: likewise the targets.
+        criterion: the replica's own; ``None`` where the module computes the loss.
+        weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        dim: the dimension that holds the rows.
+        copies: micro-batches are copies of their rows: where these are the caller's own, which
+            must not be written, and where compiled code would be made anew for every view.
+        writes: the replica's own copies of parameters that a forward pass writes.
+    """
+
+    share: Share
+    module: Callable[..., Any]
+    inputs: Any
+    targets: Any = None
+    criterion: Callable[[Any, Any], Any] | None = None
+    weights: Sequence[float] = ()
+    dim: int = 0
+    copies: bool = False
+    writes: Sequence[Writes] = ()
+
+    def rows_of(self, value: Any, number: int) -> Any:
+        """The rows of one micro-batch, of the inputs or of the targets."""
+        start, stop = self.share.cuts[number : number + 2]
+        return micro_batch(value, start, stop, self.dim, copy=self.copies)
+
+    def output_of(self, number: int) -> Any:
+        """The module's output for one micro-batch."""
+        args, kwargs = as_call(self.rows_of(self.inputs, number))
+        return self.module(*args, **kwargs)
+
+    def substep(
+        self, number: int, *, resumed: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """What is around every sub-step, or, with ``resumed``, around the rest of one."""
+        where = noted(self.share, number)
+        return self._writing(where, resumed) if self.writes else where
+
+    @contextlib.contextmanager
+    def _writing(self, where: noted, resumed: bool) -> Iterator[None]:
+        with where, contextlib.ExitStack() as stack:
+            for writes in self.writes:
+                stack.enter_context(writes.substep(resumed=resumed))
+            yield
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How ``inputs`` reach a module: a mapping by name, a tuple by position, all else as one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    return (inputs,), {}
+
+
+class noted:
+    """Note on whatever is raised in the body where it happened.
+
+    Args:
+        share: the replica's share.
+        number: the sub-step, where there are any.
+    """
+
+    def __init__(self, share: Share, number: int | None = None) -> None:
+        self._share = share
+        self._number = number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            where = f"in replica {self._share.replica} on {self._share.device}"
+            if self._number is not None:
+                where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
+            note(error, f"{where}, counted from 0")
+
+
+def hand_out(
+    request: Request,
+    plan: Plan,
+    parts: Sequence[Replicas],
+    scattered: Sequence[tuple[Any, Any]],
+    criteria: Sequence[Any],
+    weights: Sequence[Sequence[float]] | None = None,
+) -> list[Task]:
+    """What each replica is given to do; with fewer rows than replicas, the last ones rest.
+
+    Args:
+        request: what the user asked for.
+        plan: the shares.
+        parts: the replicas of the model, and those of the criterion.
+        scattered: the inputs and targets of each share.
+        criteria: the criterion of each replica; that of a whole batch is called elsewhere.
+        weights: those of each share's micro-batches.
+    """
+    # A compiled module's graphs hold for rows that begin where the memory does.
+    compiled = any(part.compiler.is_used for part in parts)
+    borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
+    tasks = []
+    for i, share in enumerate(plan.shares):
+        replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
+        inputs, targets = scattered[i]
+        tasks.append(
+            Task(
+                share,
+                module=replicas[0].roots[0],
+                inputs=inputs,
+                targets=targets,
+                criterion=None if request.whole_batch else criteria[i],
+                weights=weights[i] if weights else (),
+                dim=request.dim,
+                copies=compiled or share.device in borrowed,
+                writes=[replica.writes for replica in replicas if replica.writes is not None],
+            )
+        )
+    return tasks

@@ -1,0 +1,98 @@
+"""One try at a step: who works, what they draw, what is copied, and how long it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.plan import Share
+from scatterpar.threads.streams import RandomStreams
+from scatterpar.threads.workers import Cancelled, Workers
+
+__all__ = ["Attempt"]
+
+
+class _OfShare(Protocol):
+    """What a replica is given to do."""
+
+    @property
+    def share(self) -> Share:
+        """The rows that it is given."""
+
+
+_Result = TypeVar("_Result")
+
+
+class Attempt:
+    """One try at a step, or at a part of one.
+
+    What is raised where it is entered as a context leaves no trace in the random numbers; it may
+    be entered again.
+
+    Args:
+        workers: compute, one replica each.
+        devices: the device of each replica that takes part.
+        earlier: how many replicas of other processes are numbered before these.
+
+    Attributes:
+        streams: what is drawn.
+        ledger: what is copied.
+        clock: what it takes.
+    """
+
+    def __init__(self, workers: Workers, devices: Sequence[torch.device], earlier: int = 0) -> None:
+        self.workers = workers
+        self.streams = RandomStreams(devices, earlier)
+        self.ledger = Ledger()
+        self.clock = Clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Leave no trace; what is copied may be written again."""
+        self.streams.rollback()
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            self.ledger.settle()
+
+    def run(
+        self, function: Callable[..., _Result], tasks: Sequence[_OfShare], *, timed: bool = True
+    ) -> list[_Result]:
+        """``function(task, proceed=…)`` for every replica's task, each by its worker.
+
+        Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
+        once another has failed: the function calls it wherever it can stop. When each started
+        and ended is noted, if it is ``timed``.
+        """
+        cancel = threading.Event()
+        spans = {task.share.replica: (0.0, 0.0) for task in tasks}
+        if timed:
+            self.clock.passes.append(spans)
+
+        def proceed() -> None:
+            if cancel.is_set():
+                raise Cancelled
+
+        def work(task: Any) -> _Result:
+            start = time.perf_counter()
+            with self.streams.of(task.share.replica):
+                result = function(task, proceed=proceed)
+            spans[task.share.replica] = (start, time.perf_counter())
+            return result
+
+        return self.workers.parallel_apply(
+            [work] * len(tasks),
+            [(task,) for task in tasks],
+            devices=[task.share.device for task in tasks],
+            cancel=cancel,
+        )

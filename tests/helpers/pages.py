@@ -1,0 +1,68 @@
+"""The pages of the guide as tests read them: their snippets, and what these take for granted."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import scatterpar
+
+ROOT = Path(__file__).parent.parent.parent
+CLASSES = 3
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Each section of second order by its title; those without a snippet are left out."""
+    found = re.split(r"^## ", read(page), flags=re.MULTILINE)[1:]
+    titled = {section.partition("\n")[0]: section for section in found}
+    return {title: text for title, text in titled.items() if blocks(text, "python")}
+
+
+def namespace() -> dict[str, Any]:
+    """What pages take for granted: a model on the master, data, a loss."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64 * 16, 4, dtype=torch.float64, generator=generator)
+    labels = torch.randint(CLASSES, (64 * 16,), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    if torch.accelerator.is_available():
+        model, images, labels = (x.to("cuda:0") for x in (model, images, labels))
+    return {
+        "torch": torch,
+        "nn": nn,
+        "scatterpar": scatterpar,
+        "model": model,
+        "net": copy.deepcopy(model),
+        "images": images,
+        "labels": labels,
+        "loader": [(images, labels)],
+        "dataset": TensorDataset(images, labels),
+        "device_ids": [images.device] * 2,
+        "DataLoader": DataLoader,
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+    }
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    """Run a snippet, and end the threads of the engine that it leaves open."""
+    try:
+        exec(code, names)
+    finally:
+        if "engine" in names:
+            names["engine"].close()

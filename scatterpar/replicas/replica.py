@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.flat import FlatCopy
+from scatterpar.devices.lists import copy_each
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
@@ -86,9 +87,7 @@ class Replica:
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if self._private:
-            torch._foreach_copy_(
-                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
-            )
+            copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

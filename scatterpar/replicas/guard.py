@@ -30,7 +30,7 @@ def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
         RuntimeError: likewise, by a forward pass that left it alone so far, so that no
             copy of its values was kept.
     """
-    guards = [_Guard(part) for part in parts]
+    guards = [_Guard(part) for part in parts if part.shared]
     try:
         yield
     except BaseException as error:
@@ -100,7 +100,8 @@ class _Guard:
         moved = defaultdict(list)
         for replica in self._part.replicas:
             found.update(self._written_in_place(replica))
-            for i in set(self._part.shared).intersection(replica.strays()):
+            strays = replica.strays()
+            for i in set(self._part.shared).intersection(strays) if strays else ():
                 tensor, home = replica.tensors[i], self._part.sources[replica.device][i]
                 if _kind(tensor) == _kind(home):
                     moved[replica.device].append((i, tensor, home))
@@ -145,7 +146,7 @@ class _Guard:
         }
 
     def _versions_of(self, replica: Replica) -> list[int]:
-        return [version(replica.tensors[i]) for i in self._part.shared]
+        return list(map(version, [replica.tensors[i] for i in self._part.shared]))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def launching(found: Mapping[str, float]) -> str:
         for cards in CARDS:
             launch = cards * 1e3 * found[sub_step.module]
             times = launch / sub_step.milliseconds
-            line.append(f"{launch:.1f}" + (f" (**{times:.1f} x**)" if times > 1 else ""))
+            line.append(f"{launch:.1f}" + (f" (**{times:.1f} x**)" if times >= 1.05 else ""))
         rows.append(line)
     return table(["a sub-step", "compute", "1 card", *(str(n) for n in CARDS[1:])], rows)
 

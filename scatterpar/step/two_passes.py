@@ -105,8 +105,7 @@ def train_whole(
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    told = {"scale": request.scale, "check_finite": request.check_finite}
-    judge = partial(batch.judge, criterion, **told)
+    judge = partial(batch.judge, criterion, scale=request.scale, check_finite=request.check_finite)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _judged_on(shares[0].device, attempt.workers, judge, seen)

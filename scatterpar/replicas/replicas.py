@@ -43,6 +43,7 @@ class Replicas:
         sources: the tensors as each memory has them.
         shared: positions of the parameters that replicas in one memory share.
         is_trusted: a step has shown that forward passes write none of these.
+        lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Replicas:
         self.sources: dict[torch.device, Sequence[Tensor]] = {}
         self.shared: list[int] = []
         self.is_trusted = False
+        self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []

@@ -55,6 +55,9 @@ def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Every leaf of ``value``, in order."""
+    if isinstance(value, Tensor):
+        yield value
+        return
     if isinstance(value, (tuple, list)):
         children: Any = value
     elif isinstance(value, Mapping):

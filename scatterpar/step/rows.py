@@ -48,8 +48,8 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
         _refuse_images(name, part, dim)
         for leaf in nested.leaves(part):
             size = _size(name, leaf, dim)
-            if size is not None:
-                found.setdefault(size, f"{name} with {size} ({_shown(leaf)})")
+            if size is not None and size not in found:
+                found[size] = f"{name} with {size} ({_shown(leaf)})"
     if not found:
         raise ValueError(
             "the batch has no tensor with rows: "

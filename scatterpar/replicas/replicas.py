@@ -44,6 +44,7 @@ class Replicas:
         shared: positions of the parameters that replicas in one memory share.
         trained: positions of the leaves that a backward pass gives gradients.
         is_trusted: a step has shown that forward passes write none of these.
+        lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Replicas:
         self.shared: list[int] = []
         self.trained: list[int] = []
         self.is_trusted = False
+        self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []

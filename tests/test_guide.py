@@ -31,7 +31,7 @@ SNIPPETS = {
 def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
     names, code = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, SNIPPETS[name]
     if "engine." in code and "engine =" not in code:
-        exec(START[0], names)
+        names["engine"] = ScatterOnceParallel(names["model"], accum=2)
     if "process_group" in code:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own

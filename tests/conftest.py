@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import simulated
+import torch
 from helpers import police
 from hypothesis import HealthCheck, settings
 
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))  # they share the cores
     config.addinivalue_line(
         "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
     )
@@ -60,7 +63,8 @@ def _no_moved_generators(request: pytest.FixtureRequest):
     before = police.random_states()
     yield
     moved = police.differences(before, police.random_states())
-    police.put_back_random_states(before)
+    if moved:
+        police.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
         assert not moved, f"the test moved random generators: {sorted(moved)}"
 

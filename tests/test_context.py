@@ -277,15 +277,18 @@ def test_a_disabled_grad_scaler_does_nothing(devices):
 
 def test_workers_share_the_caller_s_threads(devices):
     """Two cores and two workers: one thread each, or they get into each other's way."""
-    threads = torch.get_num_threads()
-    answers = asked(devices, torch.get_num_threads, count=2)
-    assert answers == [max(1, threads // 2)] * 2
-    assert torch.get_num_threads() == threads
-    seen = []
-    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    later.start()
-    later.join()
-    assert seen == [threads]
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        assert asked(devices, torch.get_num_threads, count=2) == [3, 3]
+        assert torch.get_num_threads() == 6
+        seen = []
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == [6]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_steps_from_another_thread(devices):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.thinned import pairwise
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -19,10 +20,7 @@ OPTIMIZERS = {
 STEPS = 5
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("rows", [64, 37, 9, 3, 1])
-@pytest.mark.parametrize("accum", [1, 3, 16])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pairwise(replicas=[1, 2, 4], accum=[1, 3, 16], rows=[64, 37, 9, 3, 1], optimizer=OPTIMIZERS)
 def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimizer):
     model = mlp()
     plain = copy.deepcopy(model)

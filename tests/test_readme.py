@@ -34,7 +34,7 @@ def test_three_commands_that_install_with_the_tested_versions():
         assert install is not None
         assert install[1] in setup["options.extras_require"]
     assert commands[0].endswith("python -m scatterpar train")
-    assert commands[1].endswith("python -m pytest")
+    assert commands[1].endswith("python -m pytest -n 2 --dist worksteal")
     assert commands[2].endswith("sphinx-build -q -W --keep-going -c docs . build/guide")
 
 

@@ -19,6 +19,7 @@ from helpers.oracle import (
     randint,
     randn,
 )
+from helpers.thinned import pairwise
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -80,9 +81,7 @@ def assert_program(engine, inputs, targets=None, criterion=pairs):
         assert_close(dict(model.named_buffers())[name].double(), buffer.double(), name)
 
 
-@pytest.mark.parametrize("accum", [1, 3, 16])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("loss", LOSSES)
+@pairwise(loss=LOSSES, replicas=[1, 2, 4], accum=[1, 3, 16])
 def test_the_gradient_is_that_of_the_whole_batch(devices, loss, replicas, accum):
     with ScatterOnceParallel(two_views(), accum, devices(replicas)) as engine:
         for rows in (37, 9, 3, 1):

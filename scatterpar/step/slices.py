@@ -33,7 +33,8 @@ def micro_batch(value: Any, start: int, stop: int, dim: int, *, copy: bool) -> A
         return _slice(value, start, stop, dim, copy)
 
     def one(leaf: Any) -> Any:
-        return _opened(_slice(leaf, start, stop, dim, copy), copy=True)
+        rows = _slice(leaf, start, stop, dim, copy)
+        return rows if isinstance(rows, Tensor) else _opened(rows, copy=True)
 
     return nested.transform(one, value)
 

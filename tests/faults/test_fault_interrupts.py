@@ -6,77 +6,68 @@ import json
 
 import pytest
 
-from faults.processes import of, run, run_on_layouts, with_slow_accelerator
+from faults.processes import run
 
 LAYOUTS = ("shared", "virtual", "alone", "accelerator")
-STRIKES = "24"
+TWO_PASSES = "whole batch: forward, either pass"
 
 
-@pytest.fixture(scope="module", params=["40", pytest.param("160", marks=pytest.mark.slow)])
-def positions(request):
-    return request.param
+def strikes(quick, few, many, layouts=LAYOUTS):
+    """Few strikes on some layouts; with ``-m slow`` many on each."""
+    slow = [pytest.param(layout, many, marks=pytest.mark.slow) for layout in layouts]
+    return pytest.mark.parametrize(("layout", "times"), [*((name, few) for name in quick), *slow])
 
 
-@pytest.fixture(scope="module")
-def everywhere(request, positions):
-    return run_on_layouts(request, LAYOUTS, positions == "160", "faults.everywhere", positions)
+@pytest.fixture
+def lines_of(request, layout):
+    """What a script says line by line on a layout, after it was seen to have come to its end."""
+    variables = {}
+    if layout == "accelerator":
+        variables = request.getfixturevalue("simulated_accelerator")
+        if not variables:
+            pytest.skip("there is no g++ to build the simulated accelerator")
+
+    def lines(module, *arguments):
+        outcome = run("-m", module, layout, *arguments, **variables)
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.endswith("end\n"), outcome.err
+        found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
+        wrong = [line for line in found if line["wrong"]]
+        assert not wrong, "\n".join(map(str, wrong))
+        return found
+
+    return lines
 
 
-@pytest.fixture(scope="module")
-def struck(request, positions):
-    return run_on_layouts(request, LAYOUTS, positions == "160", "faults.ctrl_c", STRIKES)
-
-
-@pytest.fixture(scope="module", params=["20", pytest.param("160", marks=pytest.mark.slow)])
-def in_two_passes(request):
-    place, many = "whole batch: forward, either pass", request.param == "160"
-    return run_on_layouts(request, LAYOUTS, many, "faults.everywhere", request.param, place)
-
-
-def judged(outcome):
-    """Every line of a script, after it was seen to have come to its end."""
-    assert outcome.code == 0, outcome.err
-    assert outcome.out.endswith("end\n"), outcome.err
-    found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
-    wrong = [line for line in found if line["wrong"]]
-    assert not wrong, "\n".join(map(str, wrong))
-    return found
-
-
-@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
-def test_between_any_two_instructions(everywhere, positions, layout):
-    found = judged(of(everywhere, layout))
-    assert len(found) > int(positions) // 2
+@strikes(["shared", "alone"], few="40", many="160")
+def test_between_any_two_instructions(lines_of, layout, times):
+    found = lines_of("faults.everywhere", times)
+    assert len(found) > int(times) // 2
     assert not all(line["whole"] for line in found)
 
 
-@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
-def test_between_any_two_instructions_of_two_passes(in_two_passes, layout):
-    found = judged(of(in_two_passes, layout))
+@strikes(["virtual"], few="20", many="160")
+def test_between_any_two_instructions_of_two_passes(lines_of, layout, times):
+    found = lines_of("faults.everywhere", times, TWO_PASSES)
     assert len(found) > 10
     assert not all(line["whole"] for line in found)
 
 
-@pytest.mark.parametrize("layout", with_slow_accelerator(("shared", "accelerator")))
-def test_between_any_two_instructions_of_the_random_streams(request, layout):
+@strikes(["shared"], few="40", many="160", layouts=["accelerator"])
+def test_between_any_two_instructions_of_the_random_streams(lines_of, layout, times):
     """A criterion of all rows draws in the main thread, from a stream that is opened there.
 
     An interrupt in the middle of opening it left it open for good, or its lock taken.
     """
-    place, file = "whole batch: forward, either pass", "threads/randomness.py"
-    many = layout == "accelerator"
-    outcomes = run_on_layouts(
-        request, [layout], many, "faults.everywhere", "160" if many else "40", place, file
-    )
-    found = judged(of(outcomes, layout))
+    found = lines_of("faults.everywhere", times, TWO_PASSES, "threads/randomness.py")
     assert len(found) > 20
     assert {line["where"].partition(":")[0] for line in found} == {"randomness.py"}
 
 
-@pytest.mark.parametrize("layout", with_slow_accelerator(LAYOUTS))
-def test_real_signals_at_random_moments_once_and_twice(struck, layout):
-    found = judged(of(struck, layout))
-    assert len(found) == int(STRIKES)
+@strikes(["virtual", "alone"], few="24", many="48")
+def test_real_signals_at_random_moments_once_and_twice(lines_of, layout, times):
+    found = lines_of("faults.ctrl_c", times)
+    assert len(found) == int(times)
     assert any(line["inside"] for line in found)
 
 
@@ -124,7 +115,11 @@ print("exact")
 """
 
 
-@pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]', '["cpu"]'])
+SHARED, ALONE = '["cpu"] * 2', '["cpu"]'
+VIRTUAL = '["cpu:0", "cpu:1"]'
+
+
+@pytest.mark.parametrize("devices", [SHARED, ALONE, pytest.param(VIRTUAL, marks=pytest.mark.slow)])
 def test_a_long_step_ends_at_its_next_sub_step(devices):
     script = LONG.format(pause="time.sleep(0.1)", devices=devices, times=1, at_once=1)
     outcome = run("-c", script)
@@ -136,7 +131,7 @@ def test_a_long_step_ends_at_its_next_sub_step(devices):
     assert int(visits) < 60
 
 
-@pytest.mark.parametrize("devices", ['["cpu"] * 2', '["cpu:0", "cpu:1"]'])
+@pytest.mark.parametrize("devices", [VIRTUAL, pytest.param(SHARED, marks=pytest.mark.slow)])
 def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
     script = LONG.format(pause="release.wait(1000)", devices=devices, times=2, at_once=2)
     outcome = run("-c", script)

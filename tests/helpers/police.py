@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import signal
@@ -28,8 +29,8 @@ def leaked_threads(before: set[int | None]) -> list[str]:
     deadline = time.monotonic() + GRACE_SECONDS
     while leaked := [
         thread.name
-        for thread in set(threading.enumerate()) - threads_of_torchs_compiler()
-        if thread.ident not in before
+        for thread in threading.enumerate()
+        if thread.ident not in before and thread not in threads_of_torchs_compiler()
     ]:
         gc.collect()
         if time.monotonic() > deadline:
@@ -101,11 +102,13 @@ def put_back(before: dict[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    return {"torch": torch.default_generator.get_state().tolist(), "random": random.getstate()}
+    state = torch.default_generator.get_state()
+    content = ctypes.string_at(state.data_ptr(), state.numel())  # whatever mode was left on
+    return {"torch": content, "random": random.getstate()}
 
 
 def put_back_random_states(before: dict[str, Any]) -> None:
-    state = torch.tensor(before["torch"], dtype=torch.uint8, device="cpu")
+    state = torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8)
     torch.default_generator.set_state(state)
     random.setstate(before["random"])
 

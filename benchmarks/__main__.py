@@ -2,7 +2,8 @@
 
 ``python -m benchmarks`` runs all of them, ``python -m benchmarks traffic memory`` some, and
 ``--quick`` goes through every line in a minute or two, with tiny sizes, and writes nothing.
-Other arguments are pytest's.
+Other arguments are pytest's. ``python -m benchmarks card`` is a run of its own, for machines with
+cards (``--help`` says how).
 """
 
 import sys
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.card.__main__ import main as card
+
 HERE = Path(__file__).parent
 
 
 def main(arguments: list[str]) -> int:
     """Hand the folders to pytest, with the project's own options (which skip benchmarks) off."""
+    if arguments[:1] == ["card"]:
+        return card(arguments[1:])
     folders = [str(HERE / name) for name in arguments if (HERE / name).is_dir()]
     options = [option for option in arguments if not (HERE / option).is_dir()]
     fixed = ["-o", "addopts=", "-p", "no:cacheprovider", "-q", "-s", "--benchmark-disable-gc"]

@@ -1,4 +1,4 @@
-"""Whose gradient is which multiple of the whole batch's? Computes the README's table.
+"""Whose gradient is which multiple of the whole batch's? Computes the guide's table.
 
 ``python -m benchmarks.averaging`` prints it. DistributedDataParallel runs in two processes of its
 own (gloo), ``nn.DataParallel``'s schedule on two CPU memories, the engine on two replicas

@@ -1,10 +1,11 @@
-"""What is trained: three networks with their batches, a toy, and a tree like ResNet-101's."""
+"""What is trained: four networks with their batches, and a tree like ResNet-101's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from scatterpar.train.models import ResNet20, SmallCNN
 
@@ -62,6 +63,52 @@ CASES = {
     "mlp": Case("mlp", mlp),
     "resnet20": Case("resnet20", _resnet20),
 }
+
+
+class LineGPT(nn.Module):
+    """A GPT that reads an image line by line, and says its class after the last one."""
+
+    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.lines = nn.Linear(_IMAGE[2], width)
+        self.positions = nn.Parameter(torch.zeros(_IMAGE[1], width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """One score per class."""
+        hidden = self.blocks(self.lines(images.squeeze(1)) + self.positions)
+        return self.head(hidden[:, -1])
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.before_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As many positions as came in, each of which has seen those before it."""
+        rows, positions, width = hidden.shape
+        split = self.attention(self.before_attention(hidden)).view(
+            rows, positions, 3, self.heads, -1
+        )
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(seen.transpose(1, 2).reshape(rows, positions, width))
+        return hidden + self.mlp(self.before_mlp(hidden))
+
+
+GPT = Case("gpt", LineGPT, batch=1024)
+KNOWN = CASES | {GPT.name: GPT}  # by the names that processes are told
 
 
 class Bottleneck(nn.Module):

@@ -91,7 +91,12 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     )
     left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
     left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
-    left.set(xlim=(-0.3, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
+    for top in (9, 3.6):
+        for lane in range(REPLICAS):
+            left.text(
+                -0.5, top - lane + 0.4, f"replica {lane}", ha="right", va="center", fontsize=7
+            )
+    left.set(xlim=(-4.6, LENGTH), ylim=(-2.2, 11.2), yticks=[], xticks=[])
     left.set_xlabel("the order of events, not their duration")
     handles = [Patch(color=COLOURS[phase], label=NAMES[phase]) for phase in COLOURS]
     left.legend(handles=handles, loc="lower left", fontsize=8, ncols=3, frameon=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from benchmarks.levers.variants import KEPT, LEVERS, Variant
-from benchmarks.models import CASES, Case
+from benchmarks.models import KNOWN, Case
 
 _IDLE_SECONDS = 900.0
 _REPLY_SECONDS = 300.0
@@ -87,7 +87,7 @@ def _serve(
         GLOO_SOCKET_IFNAME="lo",
     )
     name, batch, accum = size
-    worker = KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world)
+    worker = KINDS[kind](Case(name, KNOWN[name].build, batch, accum), rank, world)
     pipe.send("ready")
     while pipe.poll(_IDLE_SECONDS):
         try:
@@ -129,6 +129,14 @@ class NoSync:
         self.step()
         self.module.train()
         return torch.cat([p.grad.flatten() for p in self.module.parameters()]).tolist()
+
+
+class CompiledNoSync(NoSync):
+    """The same with ``torch.compile`` around it, as its documentation advises."""
+
+    @staticmethod
+    def wrapper(module: nn.Module) -> Any:
+        return torch.compile(nn.parallel.DistributedDataParallel(module))
 
 
 class CountingModel(nn.parallel.DistributedDataParallel):
@@ -195,7 +203,9 @@ class Accelerated(NoSync):
 
 KINDS: dict[str, Callable[[Case, int, int], Any]] = {
     "engine": partial(Variant, lever=KEPT),
+    "engine, compiled": partial(Variant, lever=KEPT, compile=True),
     "ddp": NoSync,
+    "ddp, compiled": CompiledNoSync,
     "ddp, counted": Counted,
     "accelerate": Accelerated,
     **{lever: partial(Variant, lever=lever) for lever in LEVERS},

@@ -4,6 +4,7 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
     batch - plan - scatter -+- share 0 - replica 0: sub-step 0 ... 15 -+- reduce - commit
                             +- share 1 - replica 1: sub-step 0 ... 15 -+
+                            +- share 2 - replica 2: sub-step 0 ... 15 -+
                             +- share 3 - replica 3: sub-step 0 ... 15 -+
 """
 

@@ -24,12 +24,17 @@ from torch import Tensor, nn
 from torch.library import Library, fallthrough_kernel
 
 __all__ = [
+    "accumulates",
+    "after_backward",
     "current_graph_task",
     "default_generator",
     "flatten",
     "has_dynamo",
     "has_gradient_hooks",
     "hooks_taken_off",
+    "is_node_held",
+    "keep_node",
+    "node_of",
     "private_accelerator",
     "random_operators",
     "route",
@@ -90,6 +95,9 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 # --- the caller's context: there is no public way to read what is set --------------------------
 
 
+_VISITED, _KEEPER = "scatterpar, visited", "scatterpar, keeper"
+
+
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost pair of saved-tensor hooks of this thread."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
@@ -110,6 +118,48 @@ def current_graph_task() -> int:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks run after the gradient of a leaf was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def is_node_held(leaf: Tensor, but_for: object = None) -> bool:
+    """Whether somebody keeps the node that accumulates the gradient of ``leaf``.
+
+    Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
+
+    Args:
+        leaf: a tensor that requires grad.
+        but_for: whoever asks with it too, and found the node free, may keep it.
+    """
+    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    if but_for is not None and node.metadata.get(_KEEPER) is but_for:
+        return False
+    node.metadata[_VISITED] = True
+    del node
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return _VISITED in node.metadata
+
+
+def keep_node(node: Any, keeper: object) -> None:
+    """Say that a graph of ``keeper``'s keeps the node, so that this is not taken for a hook."""
+    node.metadata[_KEEPER] = keeper
+
+
+def node_of(attached: Tensor) -> Any:
+    """The node that comes after that of ``attached``: a leaf's, where it was made of a leaf."""
+    assert attached.grad_fn is not None
+    return attached.grad_fn.next_functions[0][0]
+
+
+def accumulates(node: Any) -> bool:
+    """Whether this backward pass will come to a leaf's node, to add to its ``.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # the words of torch.autograd.grad, which hands the gradient back
+        return False
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that this thread works for is at its end."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # as torch's own DDP does
 
 
 # --- compiled modules: there is no public way to compile another function in the same way --------

@@ -481,6 +481,16 @@ REFUSED = {
         r"list of 4 tensors such as \(3, 8, 8\) looks like images.*Rows\(images\)",
     ),
     "images in a list of an argument": ({"images": [randn(3, 8, 8)] * 3}, ValueError, "Rows"),
+    "a packed sequence": (
+        {"packed": pack_sequence([ROWS[:4], ROWS[:2]])},
+        ValueError,
+        r"inputs: a PackedSequence cannot be split into rows; pass Rows\(sequences, pack\)",
+    ),
+    "a packed sequence of one": (
+        (pack_sequence([ROWS]),),
+        ValueError,
+        "inputs: a PackedSequence cannot be split",
+    ),
     "a mask among rows": (
         (ROWS, randn(5, 5)),
         ValueError,

@@ -120,6 +120,10 @@ def router(model, names):
     return names["with_router"](model(IDS), FOLLOWING)
 
 
+def balance(model, names):
+    return names["balanced"](model(IDS), FOLLOWING)
+
+
 def stretches(model, _):
     hidden, losses = (torch.zeros(1, 4, 5).double(),) * 2, []
     for words, following in STRETCHES:
@@ -163,6 +167,11 @@ PLAIN = {
         lambda: Language(logits_and_router),
         {"ids": IDS, "labels": FOLLOWING},
         router,
+    ),
+    "A router's load balance": (
+        lambda: Language(logits_and_router),
+        {"ids": IDS, "labels": FOLLOWING},
+        balance,
     ),
     "Hidden states carried from batch to batch": (
         lambda: Language(logits_and_state),

@@ -314,7 +314,7 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
         barrier.wait(60)
         return CRITERION(outputs, targets)
 
-    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3), verify=False)
+    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
     with engine:
         engine.forward_backward(*batch(24), criterion)
 

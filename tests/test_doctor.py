@@ -268,8 +268,9 @@ def test_slow_is_not_wrong_and_fast_is_fine():
 def test_a_busy_machine_is_noted_and_so_is_what_the_engine_warned_of():
     step = Step("small CNN", "torch.float64", 19, 1e-16, "weight", 1e-10, ("a copy brought",))
     slow = timed(1.0, 0.5, cuda_0=10.0, cuda_1=4.0)
-    found = judge(CARDS, [], [step], [slow], load_per_core=4.0)
-    assert kinds(found) == ["fine", "note", "note"]
+    ways = [route("host", f"cuda:{i}", speed=12.0 if i else 1.0) for i in range(3)]
+    found = judge(CARDS, ways, [step], [slow], load_per_core=4.0)
+    assert kinds(found) == ["fine", "fine", "note", "note"]
     assert "4.0 processes for each core" in found[-1].text
 
 

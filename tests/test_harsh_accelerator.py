@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, exactness, problems
+from scatterpar.devices import chunks, fingerprints
 
 pytestmark = [
     pytest.mark.cuda,
@@ -269,6 +270,61 @@ def counted(step):
     before = control.counters()
     step()
     return control.counters() - before
+
+
+class Bare(nn.Module):
+    """Large and small parameters, statistics, and next to no activations."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(512, 1024), *[(64, 32)] * 40, *[(32,)] * 40]
+        self.weights = nn.ParameterList([torch.randn(size) for size in sizes])
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, rows):
+        return self.norm(rows).mean() * torch.stack([w.sum() for w in self.weights]).sum()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
+    """Three times and more it was: flat copies to send, to receive, and of gradients at the end."""
+    chunk = 2**16
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
+    with seeded():
+        model, rows = Bare(), torch.randn(4 * devices, 32)
+    model.to(FIRST)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    room = 2 * chunk + 2**15  # all activations, buffers and what is counted
+    with ScatterOnceParallel(model, 1, range(devices), verify=False) as engine:
+        for step in ("first", "later", "unchanged", "kept"):
+            if step in ("first", "later", "unchanged"):
+                optimizer.zero_grad()
+            for index in range(devices):
+                torch.accelerator.synchronize(index)
+                torch.accelerator.reset_peak_memory_stats(index)
+            engine.forward_backward(rows)
+            master, *others = (torch.accelerator.max_memory_allocated(i) for i in range(devices))
+            assert master <= (2 + (step == "kept")) * size + room, step
+            assert max(others) <= 2 * size + room, step
+            if step == "first":
+                optimizer.step()
+
+
+def test_a_broken_link_of_the_tree_is_found(late):
+    """Parameters go from the third device to the fourth."""
+    model, inputs, targets = problem()
+    other = copy.deepcopy(model)
+    nn.CrossEntropyLoss()(other(inputs.to(FIRST)), targets.to(FIRST)).backward()
+    with (
+        control.broken_link(2, 3, "altered"),
+        ScatterOnceParallel(model, 1, range(4)) as engine,
+        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 brought other bytes"),
+    ):
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad.cpu())
 
 
 class Rebinds(nn.Module):

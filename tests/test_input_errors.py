@@ -112,6 +112,21 @@ def test_a_module_that_returns_no_loss(devices):
         engine.forward_backward(ROWS)
 
 
+def test_a_module_that_returns_logits_and_a_loss(devices):
+    class Returns(nn.Linear):
+        def forward(self, inputs):
+            output = super().forward(inputs)
+            return output, output.mean()
+
+    words = (
+        r"a tuple of 2, whose entry 1 may be the loss: pass criterion=lambda output, _: output\[1"
+    )
+    with ScatterOnceParallel(build(lambda: Returns(5, 4)), 1, devices(2)) as engine:
+        with pytest.raises(TypeError, match=words):
+            engine.forward_backward(ROWS)
+        assert_step(engine, ROWS, None, lambda output, _: output[1])
+
+
 def test_a_loss_that_depends_on_nothing(devices):
     """Torch's own error, in the caller's thread, with the place noted."""
     with (

@@ -208,6 +208,15 @@ def test_a_scripted_criterion(devices):
         assert_close(one.grad, other.grad, "gradient")
 
 
+def test_a_scripted_criterion_without_a_count(devices):
+    """Its class has no forward to be looked at, and torch said so with an AttributeError."""
+    with ScatterOnceParallel(build(small), 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, torch.jit.script(nn.CrossEntropyLoss()))
+        weighted = torch.jit.script(nn.CrossEntropyLoss(weight=randn(CLASSES, seed=2).abs()))
+        with pytest.raises(ValueError, match="pass count="):
+            engine.forward_backward(*BATCH, weighted)
+
+
 def test_changes_that_replicas_follow(devices):
     """Slots, TorchScript tensors and sparse values have no dictionary that tells."""
     model = build(lambda: nn.ModuleDict({"slots": Slotted(), "graph": Graph(torch.sparse_coo)}))
@@ -291,6 +300,11 @@ class Yields(nn.Linear):
         return {"logits": (row for row in super().forward(inputs))}
 
 
+class Maps(nn.Linear):
+    def forward(self, inputs):
+        return map(super().forward, inputs)
+
+
 def test_a_generator_as_an_output_is_refused_in_words(devices):
     model = build(lambda: Yields(FEATURES, CLASSES)).eval()
     words = "output holds a generator, which nobody has run yet; return a list"
@@ -298,6 +312,9 @@ def test_a_generator_as_an_output_is_refused_in_words(devices):
         engine(BATCH[0])
     with pytest.raises(TypeError, match=words):
         DataParallelModel(model, devices(2))(BATCH[0])
+    pair = DataParallelModel(build(lambda: Maps(FEATURES, CLASSES)), devices(2))
+    with pytest.raises(TypeError, match="output holds a map, which nobody has run yet"):
+        pair(BATCH[0])
 
 
 def test_mappings_with_different_keys_are_refused_in_words():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import importlib.metadata
 import re
 from pathlib import Path
@@ -39,6 +40,17 @@ def test_the_page_says_what_the_readme_says():
     assert opening in PAGE
     for name in re.findall(r"^\d\. \*\*(.+)\*\*", PAGE, re.MULTILINE):
         assert f". **{name}**" in README, name
+
+
+def test_the_console_script_is_the_command():
+    name, _, target = SETUP["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "scatterpar"
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {scatterpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_licence_of_the_images_is_packed():

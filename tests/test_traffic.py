@@ -227,15 +227,15 @@ def test_a_failed_refresh_is_made_good(monkeypatch):
         engine.forward_backward(*batch, nn.CrossEntropyLoss())
         with torch.no_grad():
             model[0].weight.mul_(2)
-        honest, calls = Ledger.copy, []
+        honest, calls = Ledger.copy_into, []
 
-        def copy(self, tensor, device, phase):
+        def copy_into(self, target, source, phase):
             calls.append(phase)
             if calls.count("replicate") == 2:
                 raise MemoryError
-            return honest(self, tensor, device, phase)
+            honest(self, target, source, phase)
 
-        monkeypatch.setattr(Ledger, "copy", copy)
+        monkeypatch.setattr(Ledger, "copy_into", copy_into)
         with pytest.raises(MemoryError):
             engine.forward_backward(*batch, nn.CrossEntropyLoss())
         monkeypatch.undo()

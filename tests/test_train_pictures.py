@@ -6,7 +6,9 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from helpers.pictures import CLASSES, truncate, write_folder
 from PIL import Image
 
-from scatterpar.train import transforms
+from scatterpar.train import feed, transforms
 from scatterpar.train.errors import UsageError
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
 from scatterpar.train.folder import Files, find_images
@@ -133,7 +135,7 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
 
 def requests(number=180, batch=70, epochs=2):
     batches = Batches(number, batch, seed=3)
-    return list(foresee(batches, 0, epochs, 1, 12, Machines()))
+    return list(foresee(batches, 0, epochs, 1, 12, batch, Machines()))
 
 
 def everything(data, workers):
@@ -230,7 +232,7 @@ def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
 
 
 def test_a_killed_worker_is_said_in_words(folder):
-    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 1, 12, Machines()))
+    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 1, 12, 60, Machines()))
     with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
         first = many[0]
         feed.batch(first.part, first.rows, first.epoch)
@@ -239,6 +241,28 @@ def test_a_killed_worker_is_said_in_words(folder):
         words = r"worker process that reads images has ended by itself .*fewer --workers need less"
         with pytest.raises(FeedError, match=words):
             [feed.batch(request.part, request.rows, request.epoch) for request in many[1:]]
+
+
+@pytest.mark.parametrize(
+    ("error", "seen", "words"),
+    [
+        (EOFError(), FeedError, r"has ended by itself \(EOFError\);"),
+        (ConnectionResetError(104, "reset"), FeedError, "has ended by itself .*reset"),
+        (EOFError("Caught EOFError in DataLoader worker process 0."), EOFError, "^Caught"),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0."), RuntimeError, "^C"),
+    ],
+)
+def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, words):
+    """Its piece was announced and could no longer be fetched: rare, on a busy machine."""
+
+    def broken_off():
+        raise error
+        yield
+
+    ahead = object.__new__(feed._Ahead)
+    ahead._closed, ahead._pieces = False, broken_off()
+    with pytest.raises(seen, match=words):
+        ahead._piece()
 
 
 def workers_of_this_process():
@@ -250,7 +274,8 @@ def workers_of_this_process():
 def test_what_is_foreseen_is_what_is_asked_for():
     batches = Batches(10, 4, seed=0)
     batches.consumed = 4
-    found = list(foresee(batches, 0, epochs=3, every=2, test_images=5, machines=Machines()))
+    rest = {"every": 2, "test_images": 5, "tested_together": 4, "machines": Machines()}
+    found = list(foresee(batches, 0, epochs=3, **rest))
     assert [(r.part, len(r.rows), r.epoch) for r in found] == [
         *[(TRAIN, 4, 0), (TRAIN, 2, 0)],
         *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
@@ -258,7 +283,7 @@ def test_what_is_foreseen_is_what_is_asked_for():
     ]
     assert batches.consumed == 4
     batches.consumed = 20  # stopped between the last step of an epoch and its test
-    found = list(foresee(batches, 1, epochs=2, every=2, test_images=5, machines=Machines()))
+    found = list(foresee(batches, 1, epochs=2, **rest))
     assert [(r.part, len(r.rows)) for r in found] == [(TEST, 4), (TEST, 1)]
 
 
@@ -341,6 +366,59 @@ def test_a_missing_torchvision_names_the_extra(monkeypatch):
     refused(
         r"needs torchvision: pip install scatterpar\[images\] \(operator", "torchvision:CIFAR10"
     )
+
+
+def test_a_data_set_of_hugging_face_is_read_from_its_folder(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
+    kinds = {"shown": datasets.Image(), "kind": datasets.ClassLabel(names=["dark", "light"])}
+
+    def table(rows):
+        pictures = [Image.new("L", (9, 8), 200 * (row % 2)) for row in range(rows)]
+        columns = {"shown": pictures, "kind": [row % 2 for row in range(rows)]}
+        return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+
+    datasets.DatasetDict({"train": table(6), "validation": table(2)}).save_to_disk(tmp_path / "set")
+    data = open_data(f"datasets:{tmp_path}/set", Reading(augmentation=NONE))
+    assert data.class_names == ("dark", "light")
+    found = data.read(TRAIN, torch.arange(6), 0)
+    assert found.labels.tolist() == [0, 1] * 3
+    assert found.images.shape == (6, 3, 8, 8)
+    assert found.images[:, 0, 0, 0].tolist() == [0, 200] * 3
+    assert len(data.test) == 2
+
+
+@pytest.fixture
+def fake_datasets(monkeypatch):
+    """Stands for the library: what `load_dataset` returns can be set."""
+    module = types.ModuleType("datasets")
+    module.Image, module.ClassLabel = type("Image", (), {}), type("ClassLabel", (), {})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+def test_a_data_set_of_hugging_face_that_does_not_fit_is_named(fake_datasets):
+    def refuse(words, parts):
+        fake_datasets.load_dataset = lambda name, cache_dir: parts()
+        refused(words, "datasets:toy")
+
+    def missing():
+        raise ConnectionError("no network\nhere")
+
+    def without_pictures():
+        part = types.SimpleNamespace(features={"text": 1, "kind": fake_datasets.ClassLabel()})
+        return {"train": part, "test": part}
+
+    refuse(r"datasets:toy: no network here .*--data-root data; --download fetches it", missing)
+    refuse("datasets:toy has train, other, not train and test", lambda: {"train": 1, "other": 2})
+    refuse("one column of kind Image, and has none among text, kind", without_pictures)
+
+
+def test_missing_datasets_names_the_extra(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused(r"needs Hugging Face's datasets: pip install scatterpar\[datasets\]", "datasets:toy")
 
 
 needs_torchvision = pytest.mark.skipif(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randint, randn
+from helpers.tiny_transformers import tiny_config
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -197,3 +198,32 @@ def test_gradient_checkpointing_by_the_library_s_own_switch(devices):
     ids = token_ids(6)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_step(engine, {"input_ids": ids, "labels": ids})
+
+
+def mixtral(coefficient):
+    config = tiny_config("Mixtral")
+    config.output_router_logits, config.router_aux_loss_coef = True, coefficient
+    return build(lambda: transformers.MixtralForCausalLM(config)).train()
+
+
+def test_experts_whose_load_is_balanced_within_the_module(devices):
+    """The balance is no mean over tokens, and no count= makes it one."""
+    ids = token_ids(6)
+    with (
+        ScatterOnceParallel(mixtral(0.1), 2, devices(2)) as engine,
+        pytest.raises(ValueError, match=r"such as a router's load balance.*whole_batch=True"),
+    ):
+        engine.forward_backward({"input_ids": ids, "labels": ids})
+
+
+def test_experts_whose_load_is_balanced_over_the_whole_batch(devices):
+    """The router's logits have the tokens of all rows in one dimension."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    def criterion(output, labels):
+        balance = load_balancing_loss_func(output.router_logits, 4, 2)
+        return causal_loss(output.logits, labels, None) + 0.1 * balance
+
+    ids = token_ids(7)
+    with ScatterOnceParallel(mixtral(0.1), 2, devices(2)) as engine:
+        assert_step(engine, {"input_ids": ids}, ids, criterion, whole_batch=True)

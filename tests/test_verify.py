@@ -10,6 +10,7 @@ import functools
 import gc
 import pickle
 import random
+import threading
 import warnings
 import weakref
 
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel, count_labels
+from scatterpar.verify import look
 
 ROWS = 24
 INPUTS = randn(ROWS, FEATURES)
@@ -405,6 +407,30 @@ def test_the_look_stays_on_one_device(monkeypatch):
     ):
         step(engine, criterion, classes(ROWS))
         assert looked_at(engine)
+
+
+@pytest.mark.parametrize("place", ["criterion", "module"])
+def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypatch, place):
+    """A look by one replica alone waited at the barrier for ever."""
+    monkeypatch.setattr(look, "_PATIENCE_SECONDS", 0.2)
+    barrier = threading.Barrier(3)
+
+    class Meets(nn.Linear):
+        def forward(self, inputs):
+            if place == "module":
+                barrier.wait(60)
+                return super().forward(inputs).square().mean()
+            return super().forward(inputs)
+
+    def meet(output, targets):
+        barrier.wait(60)
+        return (output - targets).square().mean()
+
+    batch = (INPUTS, randn(ROWS, CLASSES, seed=3), meet) if place == "criterion" else (INPUTS,)
+    with ScatterOnceParallel(build(lambda: Meets(FEATURES, CLASSES)), 1, devices(3)) as engine:
+        engine.forward_backward(*batch)
+        assert looked_at(engine)
+        engine.forward_backward(*batch)
 
 
 # --- the module computes the loss ---

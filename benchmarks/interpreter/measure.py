@@ -6,7 +6,6 @@ input took.
 
 import functools
 import json
-import statistics
 import sys
 import time
 from typing import Any, TextIO
@@ -18,7 +17,6 @@ from benchmarks.interpreter.modules import SUBJECTS
 from scatterpar import ScatterOnceParallel
 
 _ROWS = 2  # in a micro-batch
-_REPEATS = 3
 _criterion = nn.CrossEntropyLoss()
 
 
@@ -39,16 +37,15 @@ def _describe() -> dict[str, Any]:
 
 
 def _measured(subject: str, replicas: int, accum: int, switch_interval: float) -> dict[str, float]:
-    """Median seconds: of a step, or with no replicas of a bare loop's forwards and backwards."""
+    """Seconds of a step, or with no replicas of a bare loop's forwards and backwards."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(switch_interval)
     try:
         run = _step if replicas else _bare
         run(subject, replicas, accum)  # whatever was asleep or not in the caches
-        found = [run(subject, replicas, accum) for _ in range(_REPEATS)]
+        return run(subject, replicas, accum)
     finally:
         sys.setswitchinterval(before)
-    return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
 def _step(subject: str, replicas: int, accum: int) -> dict[str, float]:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks.models import Bottleneck
+from benchmarks.models import Block, Bottleneck
 
 _CLASSES = 4
 _LETTERS = 32
@@ -33,32 +32,6 @@ class TinyResNet50(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean((2, 3)))
 
 
-class _Block(nn.Module):
-    """Attention and a perceptron, each added to what came in."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention = nn.LayerNorm(width)
-        self.attention = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.before_mlp = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """As many positions as came in, each of which has seen those before it."""
-        rows, positions, width = hidden.shape
-        split = self.attention(self.before_attention(hidden)).view(
-            rows, positions, 3, self.heads, -1
-        )
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.projection(seen.transpose(1, 2).reshape(rows, positions, width))
-        return hidden + self.mlp(self.before_mlp(hidden))
-
-
 class TinyGPT(nn.Module):
     """Twelve blocks of a GPT, 16 wide."""
 
@@ -66,7 +39,7 @@ class TinyGPT(nn.Module):
         super().__init__()
         self.letters = nn.Embedding(_LETTERS, width)
         self.positions = nn.Parameter(torch.zeros(_POSITIONS, width))
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.head = nn.Linear(width, _LETTERS)
 
     def forward(self, text: Tensor) -> Tensor:

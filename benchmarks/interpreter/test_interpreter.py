@@ -14,7 +14,8 @@ from benchmarks.tables import Table
 from benchmarks.timing import interleaved, ratio
 
 REPLICAS = (1, 2, 4, 8)
-ACCUM = 16
+ACCUM = 8
+ROUNDS = 9
 INTERVALS = (sys.getswitchinterval(), 5e-4, 5e-5)
 CORES = len(os.sched_getaffinity(0))
 
@@ -41,7 +42,7 @@ def test_replicas(benchmark, publish, quick, interpreters, subject):
             contenders[name, replicas] = partial(
                 step, interpreter, request | {"replicas": replicas}
             )
-    seconds = interleaved(benchmark, contenders, 3 if quick else 15)
+    seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
     rows, bounds = [], {}
     for name in interpreters:
         forward, backward = (
@@ -93,7 +94,7 @@ def test_switch_interval(benchmark, publish, quick, interpreters):
         for subject in SUBJECTS
         for interval in INTERVALS
     }
-    seconds = interleaved(benchmark, contenders, 3 if quick else 15)
+    seconds = interleaved(benchmark, contenders, 3 if quick else ROUNDS)
     rows = [
         [
             f"{name}, {subject}",

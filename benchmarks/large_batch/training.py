@@ -107,6 +107,8 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
             if measured:
                 curves["batches"].append(batches.batch)
                 curves["noise_scales"].append(noise.scale)
+            told = f"noise scale {noise.scale:,.0f}, batch {batches.batch:,}" if measured else ""
+            print(f"  epoch {epoch + 1}: {curves['errors'][-1]:.2f} % {told}", flush=True)
             if recipe.grows:
                 batches.batch = growth.after(batches.batch, noise.scale)
                 scheduler.step()  # its rate is scaled with the batch

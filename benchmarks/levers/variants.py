@@ -17,12 +17,14 @@ KEPT = "engine, all levers on"
 class Variant:
     """One step of the engine on two replicas, as a gang of one process runs it."""
 
-    def __init__(self, case: Case, rank: int, world: int, lever: str) -> None:
+    def __init__(
+        self, case: Case, rank: int, world: int, lever: str, compile: bool = False
+    ) -> None:
         LEVERS[lever]()
         self.respawn = lever == "a thread per replica and step"
         memories = ["cpu:0", "cpu:1"] if lever == "parameters copied, not shared" else ["cpu"] * 2
         self.module = case.module()
-        self.engine = ScatterOnceParallel(self.module, case.accum, memories)
+        self.engine = ScatterOnceParallel(self.module, case.accum, memories, compile=compile)
         self.batch = case.data()
         self.criterion = nn.CrossEntropyLoss()
 

@@ -102,7 +102,7 @@ def _measure(problem: Problem, devices: Sequence[torch.device], speed: Speed) ->
         paces = _paces(problem, devices, inputs, labels)
         _drop_what_does_not_run(contenders, speed)
         _rounds(contenders, paces, devices, speed)
-    timed = phases[1:]
+    timed = phases[-len(speed.seconds[ENGINE]) :]
     speed.phases = {name: median(one[name] for one in timed) for name in timed[0]}
 
 
@@ -162,16 +162,19 @@ def _rounds(
     while _goes_on(rounds, time.perf_counter() - start):
         for name, step in [*contenders.items(), *paces.items()]:
             spent = _timed(step, devices)
-            if rounds and name in paces:  # the first round pays for what is done only once
+            if name in paces:
                 speed.paces.setdefault(name, []).append(ACCUM / spent)
-            elif rounds:
+            else:
                 speed.seconds.setdefault(name, []).append(spent)
         rounds += 1
+    if rounds > 1:  # the first one pays for what is done only once
+        for found in [*speed.seconds.values(), *speed.paces.values()]:
+            del found[0]
 
 
 def _goes_on(rounds: int, seconds: float) -> bool:
-    """At least one round after the first; a slow machine gets fewer, not an endless wait."""
-    if rounds < 2:
+    """A slow machine gets fewer rounds, not an endless wait; the first one alone in the end."""
+    if not rounds:
         return True
     return rounds <= _MOST and seconds < (BUDGET if rounds > _FEWEST else 2 * BUDGET)
 

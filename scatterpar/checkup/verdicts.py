@@ -54,8 +54,8 @@ def judge(
     load_per_core: float = 0.0,
 ) -> list[Verdict]:
     """The verdicts, in the order of the examination."""
-    found = [*_on_copies(routes), *_on_links(routes), *_on_steps(steps)]
     is_busy = load_per_core > 1
+    found = [*_on_copies(routes), *([] if is_busy else _on_links(routes)), *_on_steps(steps)]
     judged = [speed for speed in speeds if speed.error is not None or not is_busy]
     found += [verdict for speed in judged for verdict in _on_speed(speed, devices)]
     found += _on_shares(devices, judged)
@@ -95,7 +95,7 @@ def _on_links(routes: Sequence[Route]) -> Iterator[Verdict]:
     """A way that is much slower than others of its kind."""
     kinds: dict[tuple[str, str], list[Route]] = {}
     for route in routes:
-        if route.error is None and "cpu" not in f"{route.source} {route.target}":
+        if route.arrives and "cpu" not in f"{route.source} {route.target}":
             ends = [e if e in (HOST, PINNED) else "card" for e in (route.source, route.target)]
             kinds.setdefault((ends[0], ends[1]), []).append(route)
     for alike in kinds.values():

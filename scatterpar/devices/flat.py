@@ -40,8 +40,7 @@ class FlatCopy:
             start of a storage of its own, which is a part of the flat buffer's memory.
 
     Attributes:
-        flats: a buffer per dtype.
-        positions: those of the tensors in each buffer, in their order there.
+        order: positions of the tensors in the order in which they lie.
         views: every tensor's view.
         pieces: the same memory, 1-D.
     """
@@ -49,8 +48,7 @@ class FlatCopy:
     def __init__(
         self, like: Sequence[Tensor], device: torch.device, blocks: Sequence[Sequence[int]] = ()
     ) -> None:
-        self.flats: list[Tensor] = []
-        self.positions: list[list[int]] = []
+        self.order: list[int] = []
         self.views = list(like)
         self.pieces = list(like)
         bytes_of = [tensor.numel() * tensor.element_size() for tensor in like]
@@ -64,8 +62,7 @@ class FlatCopy:
             offset = 0
             for unit in units:
                 offset = self._lay(unit, like, flat, offset, own_storage=unit[0] in in_blocks)
-            self.flats.append(flat)
-            self.positions.append(positions)
+            self.order += positions
 
     def _lay(
         self,

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices.chunks import rounds
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
@@ -42,6 +44,8 @@ class LinkCheck:
 def check_links(device_ids: Sequence[torch.device]) -> None:
     """Send known bytes from the first device to each other one and back, and compare.
 
+    And between those that gradients and parameters go between, on a tree over all devices.
+
     A megabyte, or less where all devices lie in the host's memory.
 
     Where bytes changed, copies from that device to that other one go through the host's memory
@@ -50,9 +54,11 @@ def check_links(device_ids: Sequence[torch.device]) -> None:
     Raises:
         RuntimeError: bytes change on the way through the host's memory too.
     """
-    master, *others = dict.fromkeys(device_ids)
-    for other in others:
-        for source, target in ((master, other), (other, master)):
+    memories = list(dict.fromkeys(device_ids))
+    ways = [(0, other) for other in range(1, len(memories))]
+    for near, far in dict.fromkeys([*ways, *chain(*rounds(len(memories)))]):
+        one, other = memories[near], memories[far]
+        for source, target in ((one, other), (other, one)):
             pair = physical(source), physical(target)
             DETOURS.discard(pair)
             in_the_host = {device.type for device in pair} == {"cpu"}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import bits
-from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
+from scatterpar.pair.late import LateGradients
 from scatterpar.plan import Plan
-from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.placement import check_placement
@@ -97,9 +97,9 @@ def replicate(
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
-    device once, in one message per dtype, and are shared by the replicas there; buffers are
-    each replica's own, and so are the parameters whose ``id`` is in ``private``. A backward
-    pass through the copies adds up their gradients, in replica order, on the master.
+    device once, in few messages, and are shared by the replicas there; buffers are each
+    replica's own, and so are the parameters whose ``id`` is in ``private``. A backward pass
+    through the copies adds up their gradients, in the same order every time, on the master.
 
     Args:
         module: a module on ``device_ids[0]``.
@@ -123,11 +123,11 @@ def replicate(
             ]
             for arrived in _broadcast(originals, device_ids)
         ]
+    late = LateGradients(device_ids)
     for i, original in enumerate(originals):
         if original.requires_grad:
-            attached = _Attach.apply(  # type: ignore[no-untyped-call]
-                tuple(device_ids), original, *(copy[i] for copy in copies)
-            )
+            what = tuple(device_ids), late, original, *(copy[i] for copy in copies)
+            attached = late.attach(original, partial(_Attach.apply, *what))
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         if isinstance(original, nn.Parameter):
@@ -196,14 +196,20 @@ class _Attach(torch.autograd.Function):
     """Hang each replica's copy of one tensor on the master's; gradients are summed in order.
 
     A node for every tensor, not one for all: a backward pass that uses none of a tensor's
-    copies must not reach it, or its hooks would run without a gradient.
+    copies must not reach it, or its hooks would run without a gradient. Where nobody looks on, the
+    gradients are kept back, to cross together: see ``pair/late.py``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, device_ids: tuple[torch.device, ...], original: Tensor, *copies: Tensor
+        ctx: Any,
+        device_ids: tuple[torch.device, ...],
+        late: LateGradients,
+        original: Tensor,
+        *copies: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
+        ctx.original, ctx.late = original, late
         ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
         # An alias for every replica, so that each has a gradient of its own, and no view: a
@@ -213,9 +219,11 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = [{} if gradient is None else {0: gradient} for gradient in gradients]
-        with on(ctx.device_ids[0], ctx.streams):
-            total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
-        return (None, total.get(0), *(None for _ in gradients))
+        total: dict[int, Tensor] = {}
+        if not ctx.late.take(ctx.original, ctx.next_functions[0][0], gradients):
+            with on(ctx.device_ids[0], ctx.streams):
+                total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
+        return (None, None, total.get(0), *(None for _ in gradients))
 
 
 class _Cross(torch.autograd.Function):
@@ -245,15 +253,6 @@ def _broadcast(
     tensors: Sequence[Tensor], device_ids: Sequence[torch.device]
 ) -> list[Sequence[Tensor]]:
     """The tensors as they are on each replica's device: the master's own, or one copy a device."""
-    ledger = Ledger()
-    here: dict[torch.device, Sequence[Tensor]] = {device_ids[0]: tensors}
-    if tensors and any(device != device_ids[0] for device in device_ids):
-        departure = FlatCopy(tensors, device_ids[0])
-        torch._foreach_copy_(departure.views, list(tensors))
-        for device in dict.fromkeys(device_ids[1:]):
-            if device not in here:
-                arrival = FlatCopy(tensors, device)
-                for target, source in zip(arrival.flats, departure.flats, strict=True):
-                    ledger.copy_into(target, source, "replicate")
-                here[device] = arrival.views
-    return [here.get(device, tensors) for device in device_ids]
+    broadcast = Broadcast(tensors, device_ids)
+    broadcast.send(Ledger())
+    return [broadcast.at(device) for device in device_ids]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import bits
+from scatterpar.devices.chunks import Piece, in_memory_order, packed, rounds
+from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
@@ -25,8 +26,11 @@ class Broadcast:
 
     A parameter travels when its version has moved since it was sent last: an optimizer has
     stepped. Writes through ``.data``, a NumPy view or another storage leave the version as it
-    is, so the others are compared, bit for bit, with what was sent, which stays on the master;
-    so are buffers, whose versions every commit moves.
+    is, so the fingerprints of the others are compared with those of what was sent, as another
+    device has it; so are those of buffers, whose versions every commit moves.
+
+    What travels takes the same tree every time: the master sends to one device, then both to
+    two others, and so on, chunk by chunk.
 
     Args:
         tensors: dense tensors on the master, whose objects stay the same.
@@ -40,52 +44,53 @@ class Broadcast:
         device_ids: Sequence[torch.device],
         blocks: Sequence[Sequence[int]] = (),
     ) -> None:
-        master, *others = dict.fromkeys(device_ids)
+        self._memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
-        self._master = master
-        self._arrivals = {device: FlatCopy(tensors, device, blocks) for device in others}
-        self._departure = FlatCopy(tensors, master, blocks) if others else None
+        self._arrivals = {
+            device: FlatCopy(tensors, device, blocks) for device in self._memories[1:]
+        }
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
+        self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
         self._versions: list[int] = []
         self._doubtful: list[int] = []
-        self._edited: Callable[[], list[Tensor]] = list
+        self._unknown: list[int] = []
+        self._found: Callable[[], list[list[Fingerprint]]] = lambda: [[], []]
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
-        return self._tensors if device == self._master else self._arrivals[device].views
-
-    @property
-    def kept(self) -> Sequence[Tensor] | None:
-        """Copies of the tensors as they were sent last; ``None`` where nothing is sent."""
-        return None if self._departure is None or self._sent is None else self._departure.views
+        return self._tensors if device == self._memories[0] else self._arrivals[device].views
 
     def compare(self, readout: Readout) -> None:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
-        if self._departure is None:
+        if not self._arrivals:
             return
         self._versions = [version(tensor) for tensor in self._tensors]  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
-        tensors = [self._tensors[i] for i in self._doubtful]
-        sent = [self._departure.views[i] for i in self._doubtful]
-        self._edited = readout.ask(bits.changes(tensors, sent))
+        self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
+        master, other = self._memories[:2]
+        here = Fingerprints([self._in_memory_order(i) for i in self._doubtful], master)
+        pieces = self._arrivals[other].pieces
+        there = Fingerprints([pieces[i] for i in self._unknown], other)
+        known = there.values
+        if self._unknown:
+            known = Ledger().copy(known, master, "replicate")  # the host waits for one device
+        values = readout.ask([here.values, known])
+        self._found = lambda: [f.read(v) for f, v in zip((here, there), values(), strict=True)]
 
     def send(self, ledger: Ledger, spoilt: Collection[int] = ()) -> None:
-        """Send what ``compare`` found changed, and what is ``spoilt`` at its destination.
-
-        One message per dtype to each device.
-        """
-        if self._departure is None:
+        """Send what ``compare`` found changed, and what is ``spoilt`` at its destination."""
+        if not self._arrivals:
             return
-        moving = self._changed().union(spoilt)
-        if not moving:
-            return
-        self._sent = None
-        torch._foreach_copy_(
-            [self._departure.views[i] for i in moving], [self._tensors[i] for i in moving]
-        )
-        for number, positions in enumerate(self._departure.positions):
-            self._send_some(number, [i for i in positions if i in moving], ledger)
+        here, there = self._found()
+        self._fingerprints.update(zip(self._unknown, there, strict=True))
+        now = dict(zip(self._doubtful, here, strict=True))
+        quiet = {i for i, own in now.items() if own == self._fingerprints[i]}
+        moving = set(range(len(self._tensors))) - quiet.difference(spoilt)
+        if moving:
+            self._sent = None
+            self._send(moving, ledger)
         self._sent = self._versions
+        self._fingerprints = now
 
     def _with_doubts(self, sent: Sequence[int]) -> list[int]:
         """Positions of the tensors whose versions do not tell whether they have changed."""
@@ -95,21 +100,49 @@ class Broadcast:
             if sent[i] == self._versions[i] or not isinstance(tensor, nn.Parameter)
         ]
 
-    def _changed(self) -> set[int]:
-        pairs = zip(self._doubtful, self._edited(), strict=True)
-        quiet = {i for i, is_edited in pairs if not is_edited}
-        return set(range(len(self._tensors))) - quiet
+    def _in_memory_order(self, i: int) -> Tensor:
+        """The elements of the master's tensor as they lie in the other memories: 1-D."""
+        tensor = self._tensors[i].detach()
+        flat = in_memory_order(tensor)
+        if flat is None:
+            there = self._arrivals[self._memories[1]].views[i]
+            tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
+            flat = in_memory_order(tensor)
+            assert flat is not None
+        return flat
 
-    def _send_some(self, number: int, positions: Sequence[int], ledger: Ledger) -> None:
-        """Send the tensors at ``positions`` of one flat buffer: it, or what is packed of it."""
-        assert self._departure is not None
-        if len(positions) == len(self._departure.positions[number]):
-            for arrival in self._arrivals.values():
-                ledger.copy_into(arrival.flats[number], self._departure.flats[number], "replicate")
-        elif positions:
-            pieces = [self._departure.pieces[i] for i in positions]
-            packed = torch.cat(pieces)
-            sizes = [piece.numel() for piece in pieces]
-            for device, arrival in self._arrivals.items():
-                arrived = ledger.copy(packed, device, "replicate").split(sizes)
-                torch._foreach_copy_([arrival.pieces[i] for i in positions], arrived)
+    def _send(self, moving: Collection[int], ledger: Ledger) -> None:
+        """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
+        order = self._arrivals[self._memories[1]].order
+        flats = {i: self._in_memory_order(i) for i in order if i in moving}
+        for message, flat in packed(flats):
+            self._spread(message, flat, ledger)
+            del flat
+
+    def _spread(self, message: Sequence[Piece[int]], flat: Tensor, ledger: Ledger) -> None:
+        """Bring one message to every other device, straight to its place where that is one."""
+        here = {0: flat}
+        for pairs in reversed(rounds(len(self._memories))):
+            for near, far in pairs:
+                device = self._memories[far]
+                pieces = self._arrivals[device].pieces
+                places = [pieces[i][start:stop] for i, start, stop in message]
+                place = _joined(places)
+                if place is None:
+                    here[far] = ledger.copy(here[near], device, "replicate")
+                    arrived = here[far].split([piece.size for piece in message])
+                    torch._foreach_copy_(places, arrived)
+                else:
+                    ledger.copy_into(place, here[near], "replicate")
+                    here[far] = place
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Consecutive 1-D parts of one flat tensor as one; ``None`` if they are not."""
+    first = parts[0]
+    end = first.storage_offset()
+    for part in parts:
+        if part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import bits
+from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
@@ -28,7 +30,7 @@ def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
         RuntimeError: likewise, by a forward pass that left it alone so far, so that no
             copy of its values was kept.
     """
-    guards = [_Guard(part) for part in parts]
+    guards = [_Guard(part) for part in parts if part.shared]
     try:
         yield
     except BaseException as error:
@@ -48,23 +50,20 @@ def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
 class _Guard:
     """The parameters of one part as they were before the body.
 
-    In a part's first step they are copied, in every memory, since writes through ``.data``
-    leave no version behind. Later steps look at versions and storages only.
+    In a part's first step the host keeps a copy of them, and fingerprints tell whether they were
+    written, in every memory, since writes through ``.data`` leave no version behind. Later steps
+    look at versions and storages only.
     """
 
     def __init__(self, part: Replicas) -> None:
         self._part = part
         self._versions = [self._versions_of(replica) for replica in part.replicas]
-        self._kept: dict[torch.device, Sequence[Tensor]] = {}
+        self._kept: list[Tensor] = []
+        self._before: dict[torch.device, Fingerprints] = {}
         self._lost: list[str] = []
-        master = part.device_ids[0]
         if not part.is_trusted:
-            self._kept = {
-                device: [part.sources[device][i].detach().clone() for i in part.shared]
-                for device in part.sources
-            }
-        elif part.sent is not None:
-            self._kept = {master: [part.sent[i] for i in part.shared]}
+            self._kept = [part.tensors[i].detach().to("cpu", copy=True) for i in part.shared]
+            self._before = self._fingerprints()
 
     def settle(self) -> list[str]:
         """Put back what was written to the master's memory; the names of what was written."""
@@ -75,11 +74,11 @@ class _Guard:
         if not written:
             return []
         master = part.device_ids[0]
-        for i, kept in zip(part.shared, self._kept.get(master, ()), strict=False):
+        for i, kept in zip(part.shared, self._kept, strict=False):
             if i in edited.get(master, ()):
                 with torch.no_grad():
                     part.tensors[i].copy_(kept)
-        if master not in self._kept:
+        if not self._kept:
             here = [replica for replica in part.replicas if replica.device == master]
             lost = {i for replica in here for i in self._written_in_place(replica)}
             self._lost = [part.name_of(i) for i in sorted(lost)]
@@ -101,7 +100,8 @@ class _Guard:
         moved = defaultdict(list)
         for replica in self._part.replicas:
             found.update(self._written_in_place(replica))
-            for i in set(self._part.shared).intersection(replica.strays()):
+            strays = replica.strays()
+            for i in set(self._part.shared).intersection(strays) if strays else ():
                 tensor, home = replica.tensors[i], self._part.sources[replica.device][i]
                 if _kind(tensor) == _kind(home):
                     moved[replica.device].append((i, tensor, home))
@@ -125,16 +125,28 @@ class _Guard:
         ]
 
     def _edited(self) -> dict[torch.device, set[int]]:
-        """Positions whose bits are not those that were kept, by memory."""
+        """Positions whose bits are not those that they were, by memory."""
+        if not self._before:
+            return {}
+        now, readout = self._fingerprints(), Readout()
+        values = readout.ask([f.values for f in (*self._before.values(), *now.values())])()
         found = {}
-        for device, kept in self._kept.items():
-            now = [self._part.sources[device][i] for i in self._part.shared]
-            flags = bits.changed(now, kept)
-            found[device] = {i for i, flag in zip(self._part.shared, flags, strict=True) if flag}
+        for (device, own), before, after in zip(
+            now.items(), values[: len(now)], values[len(now) :], strict=True
+        ):
+            pairs = zip(self._part.shared, own.read(before), own.read(after), strict=True)
+            found[device] = {i for i, old, new in pairs if old != new}
         return found
 
+    def _fingerprints(self) -> dict[torch.device, Fingerprints]:
+        """Of what the replicas share, in each memory."""
+        return {
+            device: Fingerprints([sources[i] for i in self._part.shared], device)
+            for device, sources in self._part.sources.items()
+        }
+
     def _versions_of(self, replica: Replica) -> list[int]:
-        return [version(replica.tensors[i]) for i in self._part.shared]
+        return list(map(version, [replica.tensors[i] for i in self._part.shared]))
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

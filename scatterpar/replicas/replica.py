@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.flat import FlatCopy
+from scatterpar.devices.lists import copy_each
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
@@ -48,8 +49,11 @@ class Replica:
         self._private = [
             i for i, tensor in enumerate(originals) if is_state(tensor) or i in written
         ]
-        self._own = FlatCopy([originals[i] for i in self._private], device).views
-        self._homes = self._homes_at(sources)
+        own = FlatCopy([originals[i] for i in self._private], device).views
+        # Where each tensor lies: with the sources, or in memory of this replica's own.
+        self._homes = list(sources)
+        for i, view in zip(self._private, own, strict=True):
+            self._homes[i] = view
         # ``.data``: an alias that counts its own versions, so that writes can be told apart.
         self.tensors = [home.data for home in self._homes]
         for i, original in enumerate(originals):
@@ -80,13 +84,10 @@ class Replica:
         if not self._state.unchanged():
             self._state.restore()
         self._mirror.rebind()
-        self._homes = self._homes_at(sources)
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if self._private:
-            torch._foreach_copy_(
-                [self.tensors[i] for i in self._private], [sources[i] for i in self._private]
-            )
+            copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""
@@ -99,13 +100,6 @@ class Replica:
         """Positions of the tensors that do not lie where they did after the last refresh."""
         at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
         return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
-
-    def _homes_at(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Where each tensor lies: with ``sources``, or in memory of this replica's own."""
-        homes = list(sources)
-        for i, view in zip(self._private, self._own, strict=True):
-            homes[i] = view
-        return homes
 
     def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
         """Obey attributes that the user rebound on the master."""

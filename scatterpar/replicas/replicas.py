@@ -133,11 +133,6 @@ class Replicas:
         return next(names, "(not registered)")
 
     @property
-    def sent(self) -> Sequence[Tensor] | None:
-        """Copies of the tensors as the other devices have them; ``None`` without any."""
-        return self._broadcast.kept
-
-    @property
     def modules(self) -> list[nn.Module]:
         """Each replica's copy of the first root."""
         return [replica.roots[0] for replica in self.replicas]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import bits
+from scatterpar.devices.lists import copy_each
 from scatterpar.replicas.sparse import is_sparse, pieces_of
+from scatterpar.step.handover import Sums, hand_over, unobserved
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.torch_private import has_gradient_hooks
 
@@ -19,24 +21,28 @@ __all__ = ["commit", "commit_buffers", "write_parameters"]
 def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    Autograd itself adds the gradients, from the parameters as roots: so hooks on parameters
-    run as under a plain ``backward()``, once and on the whole gradient.
+    Autograd itself hands the gradients to the parameters: so hooks on parameters run as under a
+    plain ``backward()``, once and on the whole gradient. A parameter without a gradient takes the
+    memory of the one that it is handed.
 
     Args:
-        outcome: what the step computed.
+        outcome: what the step computed. Its gradients are the parameters' afterwards.
         settle: called last; if it raises, as a hook may, everything is put back.
     """
     gradients = [(root, gradient) for root, gradient in outcome.gradients if gradient is not None]
+    outcome.gradients.clear()
+    quiet, gradients = unobserved(gradients)
+    sums = Sums(quiet)
     undo: list[Callable[[], object]] = [
         *_remember_gradients([root for root, _ in gradients]),
         *_remember_buffers(outcome.buffers),
         *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
+        sums.undo,
     ]
     try:
         write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
-        if gradients:
-            roots, values = zip(*gradients, strict=True)
-            torch.autograd.backward(roots, values)
+        hand_over(gradients)
+        sums.add()
         commit_buffers(outcome.buffers)
         outcome.attempt.streams.commit()
         if settle is not None:
@@ -72,7 +78,7 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
             holder[name] = None if value is None else value.detach()
     if into:
         with torch.no_grad():
-            torch._foreach_copy_(into, values)
+            copy_each(into, values)
 
 
 def _fits(target: Tensor, value: Tensor) -> bool:

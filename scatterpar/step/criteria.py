@@ -41,13 +41,12 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
     """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
+    if not _averages_classes(criterion):  # of TorchScript's classes nobody can ask for more
+        return False
     owner = owner_of(criterion)
     forward = type(owner).forward if owner is not None else None
-    return (
-        _averages_classes(criterion)
-        and forward in (None, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        and reduction == resolve_reduction(criterion, None)
-    )
+    its_own = forward in (None, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    return its_own and reduction == resolve_reduction(criterion, None)
 
 
 def class_counts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +55,9 @@ def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Every leaf of ``value``, in order."""
+    if isinstance(value, Tensor):
+        yield value
+        return
     if isinstance(value, (tuple, list)):
         children: Any = value
     elif isinstance(value, Mapping):
@@ -77,13 +80,14 @@ def refuse_generators(output: Any) -> None:
     """Refuse what has not been computed yet: it would run later, in no replica's context.
 
     Raises:
-        TypeError: a module's output is a generator or holds one.
+        TypeError: a module's output is a generator, a ``map`` or another iterator, or holds one.
     """
-    if any(isinstance(leaf, Generator) for leaf in leaves(output)):
-        raise TypeError(
-            "the module's output holds a generator, which nobody has run yet; return a list or "
-            "tuple of what it yields"
-        )
+    for leaf in leaves(output):
+        if isinstance(leaf, Iterator):
+            raise TypeError(
+                f"the module's output holds a {type(leaf).__name__}, which nobody has run yet; "
+                f"return a list or tuple of what it yields"
+            )
 
 
 def _is_dataclass(value: Any) -> bool:

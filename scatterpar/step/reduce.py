@@ -1,15 +1,29 @@
-"""Replica gradients to the master's: one message per dtype and device, summed in replica order."""
+"""Replica gradients to the master's, summed in the same order every time, over a tree of devices.
+
+Replicas that share a memory are added up there, then device by device, in pairs::
+
+    0   1   2   3   4        first round:  0 += 1, 2 += 3
+    0 <-+   2 <-+   4        second round: 0 += 2
+    0 <-----+       4        third round:  0 += 4
+
+Which pairs there are depends on the number of replicas and devices alone: so does each bit of the
+sum. A gradient travels once, chunk by chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices import verbs
+from scatterpar.devices.chunks import bring, in_memory_order, rounds
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.lists import add_each, copy_each
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
@@ -41,8 +55,8 @@ def reduce_gradients(
 
     Returns:
         Every trained tensor of the master's with its gradient; ``None`` for one that no
-        replica used, and zero stands in where only some did. The sum runs in replica order,
-        whichever finished first.
+        replica used, and zero stands in where only some did. Whichever finished first, the sum
+        has the same bits.
     """
     total: dict[int, tuple[Tensor, Tensor | None]] = {}
     for part in parts:
@@ -97,16 +111,59 @@ def sum_in_order(
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
-    """The sum of each position's gradients, one replica after the other, on ``devices[0]``.
+    """The sum of each position's gradients, on ``devices[0]``, over the tree.
 
-    With ``in_place`` the first replica's gradients become the sum; without, nothing that is
-    given is written, and autograd can follow.
+    With ``in_place`` gradients that are given become sums; without, nothing that is given is
+    written, and autograd can follow.
     """
-    total: dict[int, Tensor] = {}
+    by_device: dict[torch.device, list[dict[int, Tensor]]] = {}
     for found, device in zip(gradients, devices, strict=True):
-        here = found if device == devices[0] else _bring(found, devices[0], ledger)
-        _add(total, here, in_place)
-    return total
+        by_device.setdefault(device, []).append(dict(found))
+    memories = list(by_device)
+    for sums in by_device.values():
+        for near, far in chain(*rounds(len(sums))):
+            _add(sums[near], sums[far], in_place)
+            sums[far] = {}
+    heads = [sums[0] for sums in by_device.values()]
+    for near, far in chain(*rounds(len(heads))):
+        if in_place:
+            _join(heads[near], heads[far], memories[near], ledger)
+        else:
+            _add(heads[near], _bring(heads[far], memories[near], ledger), in_place)
+        heads[far] = {}
+    return heads[0]
+
+
+def _join(
+    near: dict[int, Tensor], far: dict[int, Tensor], device: torch.device, ledger: Ledger
+) -> None:
+    """Add what another device has to what ``device`` has, in place, with room for one chunk."""
+    flats, sums, fresh = {}, {}, set()
+    for i, gradient in far.items():
+        flat = in_memory_order(gradient)
+        if flat is None or (i in near and not _alike(near[i], gradient)):
+            _add(near, {i: ledger.copy(gradient, device, "reduce")}, in_place=True)
+            continue
+        flats[i] = flat
+        if i in near:
+            sums[i] = near[i].as_strided(flat.shape, flat.stride())
+        else:
+            sums[i] = verbs.empty(len(flat), flat.dtype, device)
+            near[i] = sums[i].as_strided(gradient.shape, gradient.stride(), 0)
+            fresh.add(i)
+    for pieces in bring(flats, device, ledger, "reduce"):
+        for are_fresh, put in ((False, add_each), (True, copy_each)):
+            group = [pair for pair in pieces if (pair[0].key in fresh) == are_fresh]
+            if group:
+                put([sums[i][start:stop] for (i, start, stop), _ in group], [t for _, t in group])
+        del pieces, group
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one dtype and lie in memory in the same way."""
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()) and (
+        one.layout == torch.strided and not one.is_conj() and not one.is_neg()
+    )
 
 
 def mean_buffers(
@@ -190,7 +247,7 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             sparse_first = total[i].layout != torch.strided
             total[i] = gradient + total[i] if sparse_first else total[i] + gradient
     if both and in_place:
-        torch._foreach_add_([total[i] for i in both], [gradients[i] for i in both])
+        add_each([total[i] for i in both], [gradients[i] for i in both])
     elif both:
         sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
         total.update(zip(both, sums, strict=True))

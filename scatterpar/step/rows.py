@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from scatterpar.step import nested
@@ -36,17 +37,19 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
     Raises:
         ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad; a list of images.
+            of a sparse or jagged layout, or one that requires grad; a list of images, a packed
+            sequence.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
         if data:
             _require_data(name, part)
+        _refuse_packed(name, part)
         _refuse_images(name, part, dim)
         for leaf in nested.leaves(part):
             size = _size(name, leaf, dim)
-            if size is not None:
-                found.setdefault(size, f"{name} with {size} ({_shown(leaf)})")
+            if size is not None and size not in found:
+                found[size] = f"{name} with {size} ({_shown(leaf)})"
     if not found:
         raise ValueError(
             "the batch has no tensor with rows: "
@@ -156,6 +159,20 @@ def _require_data(name: str, part: Any) -> None:
                 f"{name}: a tensor of shape {tuple(tensor.shape)} requires grad, but a batch is "
                 f"data; pass tensor.detach()"
             )
+
+
+def _refuse_packed(name: str, value: Any) -> None:
+    """Of a packed sequence, the tensors inside would be split, and none of them has the rows."""
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+        )
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_packed(name, item)
 
 
 def _refuse_images(name: str, value: Any, dim: int) -> None:

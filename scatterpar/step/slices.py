@@ -31,7 +31,8 @@ def micro_batch(value: Any, start: int, stop: int, dim: int, *, copy: bool) -> A
     """
 
     def one(leaf: Any) -> Any:
-        return _opened(_slice(leaf, start, stop, dim, copy), copy=True)
+        rows = _slice(leaf, start, stop, dim, copy)
+        return rows if isinstance(rows, Tensor) else _opened(rows, copy=True)
 
     return nested.transform(one, value)
 

@@ -139,11 +139,24 @@ def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
     else:
         source = "the module"
         loss = output
+        _refuse_pairs(output)
         if isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
         elif not isinstance(output, Tensor):
             loss = getattr(output, "loss", output)
     return scalar_loss(loss, source)
+
+
+def _refuse_pairs(output: Any) -> None:
+    """Many models return ``(logits, loss)``, and which of them it is the criterion has to say."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
+        return
+    numbers = [i for i, t in enumerate(output) if isinstance(t, Tensor) and not t.ndim]
+    if len(numbers) == 1:
+        raise TypeError(
+            f"the module returns a {type(output).__name__} of {len(output)}, whose entry "
+            f"{numbers[0]} may be the loss: pass criterion=lambda output, _: output[{numbers[0]}]"
+        )
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:

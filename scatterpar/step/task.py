@@ -10,8 +10,8 @@ from typing import Any
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
+from scatterpar.step.markers import all_tensors
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import is_borrowed
 from scatterpar.step.slices import micro_batch
 from scatterpar.threads.workers import note
 
@@ -122,6 +122,7 @@ def hand_out(
     """
     # A compiled module's graphs hold for rows that begin where the memory does.
     compiled = any(part.compiler.is_used for part in parts)
+    borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
     tasks = []
     for i, share in enumerate(plan.shares):
         replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
@@ -135,7 +136,7 @@ def hand_out(
                 criterion=None if request.whole_batch else criteria[i],
                 weights=weights[i] if weights else (),
                 dim=request.dim,
-                copies=compiled or is_borrowed(request.batch, share.device),
+                copies=compiled or share.device in borrowed,
                 writes=[replica.writes for replica in replicas if replica.writes is not None],
             )
         )

@@ -35,6 +35,8 @@ PIECES_AHEAD = 2  # of each worker
 _MOST_WORKERS = 16  # by default
 
 NOTHING = Images(torch.empty(0), torch.empty(0), torch.empty(0))
+# Raised where a worker ended after it had announced a piece, and before that was fetched.
+_HALF_SENT = (EOFError, ConnectionError, FileNotFoundError)
 _Piece = tuple[str, list[int], int]  # part, rows, epoch
 
 
@@ -208,10 +210,10 @@ class _Ahead:
             raise RuntimeError("the feed was closed")
         try:
             return next(self._pieces)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, *_HALF_SENT) as error:
+            if not _is_of_an_ended_worker(error):
                 raise
-            words = " ".join(str(error).split())
+            words = " ".join(str(error).split()) or type(error).__name__
             raise FeedError(
                 f"a worker process that reads images has ended by itself ({words}); the system "
                 "ends processes where memory runs out: fewer --workers need less"
@@ -269,6 +271,12 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scatterpar.train.pictures"])
     return context
+
+
+def _is_of_an_ended_worker(error: Exception) -> bool:
+    if isinstance(error, RuntimeError):
+        return "DataLoader worker (pid" in str(error)
+    return not str(error).startswith("Caught ")  # that is how torch passes on a worker's own
 
 
 def _as_it_is(piece: Any) -> Any:

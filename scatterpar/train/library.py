@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,20 @@ def open_datasets(
     Raises:
         UsageError: `datasets` is not installed, the set is not there, or has no such rows.
     """
+    if not download:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise UsageError(
-            f"--data datasets:{name} needs Hugging Face's datasets: pip install datasets pillow"
+            f"--data datasets:{name} needs Hugging Face's datasets: "
+            "pip install scatterpar[datasets]"
         ) from error
     try:
         if Path(name).is_dir() and (Path(name) / "dataset_dict.json").exists():
             parts = library.load_from_disk(name)
         else:
-            offline = library.DownloadConfig(cache_dir=root, local_files_only=not download)
-            parts = library.load_dataset(name, cache_dir=str(root), download_config=offline)
+            parts = library.load_dataset(name, cache_dir=str(root))
     except Exception as error:
         words = " ".join(str(error).split())
         raise UsageError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ from scatterpar.verify.values import by_values
 from scatterpar.verify.words import Words
 
 __all__ = ["Look"]
+
+_PATIENCE_SECONDS = 2.0  # how long the other replicas wait for a look before they join it
 
 
 @dataclass
@@ -90,7 +94,8 @@ class Look:
         task = tasks[bisect(self._firsts, self.both[0]) - 1]
         words = Words(self.request, self._spans, self.labels, self.weights)
         try:
-            finding = self._find(attempt, task, (losses[self.both[0]], losses[self.both[1]]))
+            own = losses[self.both[0]], losses[self.both[1]]
+            finding = self._find(attempt, task, [t for t in tasks if t is not task], own)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever the user's code makes of rows it never met
@@ -103,27 +108,36 @@ class Look:
             raise ValueError(words.of(finding))
         self.agreed()
 
-    def _find(self, attempt: Attempt, task: Task, losses: tuple[float, float]) -> Finding:
+    def _find(
+        self, attempt: Attempt, task: Task, others: Sequence[Task], losses: tuple[float, float]
+    ) -> Finding:
         workers = attempt.workers
         finding: Finding | None = None
         if task.criterion is not None:
             given = [self.outputs[position] for position in self.both]
             if any(output is None for output in given):
                 raise Unsure("outputs of the user's own class, or no memory for them")
-            outputs = self._pieces(task, given)
-            compare = partial(by_gradients, task.criterion, outputs)
-            finding = _without_a_trace(task, workers, compare)
+
+            def compare(task: Task) -> Finding | None:
+                assert task.criterion is not None
+                return by_gradients(task.criterion, self._pieces(task, given))
+
+            finding = _without_a_trace(task, workers, compare, others)
             if finding is not None and finding.seems == "right":
                 return finding
-        inputs = self._pieces(task, self._rows(self.request.inputs))
         if finding is not None:
+            inputs = self._pieces(task, self._rows(self.request.inputs))
             return _confirmed(task, workers, inputs, finding)
         if attempt.streams.drawn:
             raise Unsure("the module draws random numbers")
         if has_batch_statistics(task.module):
             raise Unsure("batch normalisation ties rows to each other")
-        look = partial(by_values, _forward(task), inputs, losses, _dtypes(task))
-        found: Finding = _without_a_trace(task, workers, look)
+
+        def look(task: Task) -> Finding:
+            inputs = self._pieces(task, self._rows(self.request.inputs))
+            return by_values(_forward(task), inputs, losses, _dtypes(task))
+
+        found: Finding = _without_a_trace(task, workers, look, others)
         return found
 
     def _pieces(self, task: Task, given: Sequence[Any]) -> Pieces:
@@ -150,22 +164,52 @@ class Look:
 
 
 def _without_a_trace(
-    task: Task, workers: Workers, function: Callable[[], Any], *, whatever: bool = False
+    task: Task,
+    workers: Workers,
+    function: Callable[[Task], Any],
+    others: Sequence[Task] = (),
+    *,
+    whatever: bool = False,
 ) -> Any:
-    """The function's result, unless (but with ``whatever``) it draws or keeps a state."""
-    owner = owner_of(task.criterion)
-    roots = [root for root in (task.module, owner) if isinstance(root, nn.Module)]
-    tensors = captured_tensors(task.criterion)
-    with untouched(roots, tensors, [task.share.device]) as traces:
-        (result,) = workers.parallel_apply([function], [()], devices=[task.share.device])
+    """The function's result, unless (but with ``whatever``) it draws or keeps a state.
+
+    The user's code may wait for the other replicas, as a loss across them does at a barrier. So
+    when it takes long, the others do the same, each with its own.
+    """
+    ended = threading.Event()
+
+    def call() -> Any:
+        try:
+            return function(task)
+        finally:
+            ended.set()
+
+    def follow(other: Task) -> None:
+        if not ended.wait(_PATIENCE_SECONDS):
+            with contextlib.suppress(Exception), untouched(_roots(other), (), ()):
+                function(other)
+
+    devices = [each.share.device for each in (task, *others)]
+    calls: list[Callable[[], Any]] = [call, *[partial(follow, other) for other in others]]
+    with untouched(_roots(task), captured_tensors(task.criterion), devices) as traces:
+        result, *_ = workers.parallel_apply(calls, [()] * len(calls), devices=devices)
     if traces.any and not whatever:
         raise Unsure("random numbers were drawn, or a state was changed")
     return result
 
 
+def _roots(task: Task) -> list[nn.Module]:
+    owner = owner_of(task.criterion)
+    return [root for root in (task.module, owner) if isinstance(root, nn.Module)]
+
+
 def _confirmed(task: Task, workers: Workers, inputs: Pieces, finding: Finding) -> Finding:
     assert isinstance(task.module, nn.Module)
-    look = partial(in_parameters, task.module, inputs, finding, autocast_types())
+
+    def look(task: Task) -> Finding:
+        assert isinstance(task.module, nn.Module)
+        return in_parameters(task.module, inputs, finding, autocast_types())
+
     try:
         found: Finding = _without_a_trace(task, workers, look, whatever=True)
     except Exception:  # what the outputs' gradients say, stands

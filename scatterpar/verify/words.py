@@ -79,7 +79,7 @@ class Words:
         return (
             "It seems to be a mean over something else than what was counted: pass "
             "count=, a function of (inputs, targets) that gives the number of its terms "
-            f'(for a sum, reduction="sum").{self._hint(finding)}'
+            f'(for a sum, reduction="sum").{self._hint(finding) or self._doubt(finding)}'
         )
 
     def _hint(self, finding: Finding) -> str:
@@ -99,6 +99,16 @@ class Words:
                         f"count=scatterpar.count_labels({'shifted=True' if shifted else ''})."
                     )
         return ""
+
+    def _doubt(self, finding: Finding) -> str:
+        """Two losses alone do not tell another mean from a comparison of rows."""
+        if finding.slopes is not None:
+            return ""
+        return (
+            " Or a part of it compares rows with each other, such as a router's load balance, "
+            "which no count= can say: whole_batch=True can, with a criterion that computes it from "
+            "what the module returns."
+        )
 
     def _criterion(self) -> str:
         criterion = self.request.criterion

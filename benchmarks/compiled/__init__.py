@@ -1,0 +1,1 @@
+"""Compiled replicas beside eager ones, and beside compiled processes."""

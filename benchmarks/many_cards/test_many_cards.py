@@ -1,0 +1,67 @@
+"""Memory, messages and waits of one step on 2, 4 and 8 cards, of the simulated accelerator."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import Table
+
+ROOT = Path(__file__).parents[2]
+DEVICES = (2, 4, 8)
+SECONDS = 1800
+
+
+@pytest.fixture(scope="module")
+def count(tmp_path_factory):
+    """What a process of its own counts, for a model and a number of devices."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ to build the simulated accelerator")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    folder = tmp_path_factory.mktemp("simulated")
+    build = "import pathlib, simulated, sys; print(simulated.build(pathlib.Path(sys.argv[1])))"
+    built = _run([sys.executable, "-c", build, str(folder)], environment)
+
+    def counted(name, devices):
+        more = {"SIMULATED_ACCELERATOR": built, "SIMULATED_DEVICES": str(devices)}
+        command = [sys.executable, "-m", "benchmarks.many_cards.count", name, str(devices)]
+        return json.loads(_run(command, environment | more))
+
+    return counted
+
+
+def _run(command, environment):
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+def test_many_cards(benchmark, publish, quick, count, name):
+    sizes = DEVICES[:1] if quick else DEVICES
+    name_of_model = "small" if quick else name
+    found = benchmark.pedantic(
+        lambda: {devices: count(name_of_model, devices) for devices in sizes}, rounds=1
+    )
+    columns = ["cards", "step", "master", "others", "messages out", "back", "waits", "kernels"]
+    rows = [
+        [devices, step, *_cells(counts[step], counts["parameters"])]
+        for devices, counts in found.items()
+        for step in ("first", "later", "kept")
+    ]
+    publish(name, Table(columns, rows), {"counts": found})
+
+
+def _cells(counted, parameters):
+    peaks = [
+        f"{counted[who] / 2**20:.0f} MiB ({counted[who] / parameters:.2f} P)"
+        for who in ("master", "others")
+    ]
+    messages = [counted["messages"][phase] for phase in ("replicate", "reduce")]
+    return [*peaks, *messages, counted["synchronizations"], counted["kernels"]]

@@ -1,0 +1,120 @@
+"""Gradients into ``.grad``: without a copy where there is none yet, and where nobody looks on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.devices.chunks import in_chunks, in_memory_order
+from scatterpar.devices.lists import add_each, copy_each
+from scatterpar.torch_private import has_gradient_hooks, is_node_held
+
+__all__ = ["Pair", "Sums", "hand_over", "unobserved"]
+
+Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
+
+
+def hand_over(pairs: list[Pair]) -> None:
+    """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
+
+    A leaf without a gradient takes the very memory of a tensor that nobody else refers to, which
+    the roots of ``torch.autograd.backward`` never are: their caller has them. So they are what a
+    node gives back.
+    """
+    if not pairs:
+        return
+    leaves = [leaf for leaf, _ in pairs]
+    with torch.inference_mode(False), torch.enable_grad():
+        root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
+        torch.autograd.backward([root], [torch.zeros_like(root)])
+
+
+class _Hand(torch.autograd.Function):
+    """A node that has the gradients of its inputs ready."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: list[Pair], *leaves: Tensor) -> Tensor:
+        ctx.pairs = pairs
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [_of_its_own(gradient) for _, gradient in ctx.pairs]
+        ctx.pairs.clear()
+        return (None, *gradients)
+
+
+def _of_its_own(gradient: Tensor) -> Tensor:
+    """``gradient``, or a copy of one that is a part of something larger."""
+    if gradient.layout != torch.strided:
+        return gradient
+    return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
+
+
+def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Those whose leaf has a gradient that can be added to in silence, and the others.
+
+    A hook may look at any gradient, and may raise: where there is one, nothing is silent.
+    """
+    if any(leaf._backward_hooks or has_gradient_hooks(leaf) for leaf, _ in pairs):
+        return [], pairs
+    quiet = [pair for pair in pairs if _is_plain_sum(*pair) and not is_node_held(pair[0])]
+    silent = {id(leaf) for leaf, _ in quiet}
+    return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
+
+
+def _is_plain_sum(leaf: Tensor, gradient: Tensor) -> bool:
+    there = leaf.grad
+    return (
+        there is not None
+        and type(leaf) in (Tensor, nn.Parameter)
+        and there.layout == gradient.layout == torch.strided
+        and (there.dtype, there.shape, there.stride())
+        == (gradient.dtype, gradient.shape, gradient.stride())
+        and in_memory_order(there) is not None
+        and in_memory_order(gradient) is not None
+        and not there.requires_grad
+    )
+
+
+class Sums:
+    """Gradients that are added to what leaves have, and can be taken out again.
+
+    What was there before moves into the memory of what was added, chunk by chunk.
+
+    Args:
+        pairs: leaves with a gradient, and what is added to it.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._sums = [_flat(leaf.grad) for leaf, _ in pairs]
+        self._added = [_flat(gradient) for _, gradient in pairs]
+        self._before: list[Pair] = []
+
+    def add(self) -> None:
+        """Add all of them."""
+        with torch.no_grad():
+            for message in in_chunks(dict(enumerate(self._sums))):
+                sums = [self._sums[i][start:stop] for i, start, stop in message]
+                added = [self._added[i][start:stop] for i, start, stop in message]
+                before = [part.clone() for part in sums]
+                self._before += zip(sums, before, strict=True)
+                add_each(sums, added)
+                copy_each(added, before)
+                self._before[-len(sums) :] = zip(sums, added, strict=True)
+                del before
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        for part, before in self._before:
+            part.copy_(before)
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    flat = in_memory_order(tensor)
+    assert flat is not None
+    return flat

@@ -1,0 +1,166 @@
+"""The pair's gradients cross together, wherever that cannot be told from one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES
+from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from torch import nn
+
+from pair.common import Pair, plain
+from scatterpar.devices.ledger import Ledger
+
+BATCH = randn(12, FEATURES), randint(CLASSES, 12)
+VIRTUAL = [f"cpu:{i}" for i in range(4)]
+
+
+def deep():
+    layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    """How many tensors crossed back so far, one entry each."""
+    seen = []
+    copy_ = Ledger.copy
+
+    def spied(self, tensor, device, phase):
+        if phase == "reduce":
+            seen.append(tensor.nbytes)
+        return copy_(self, tensor, device, phase)
+
+    monkeypatch.setattr(Ledger, "copy", spied)
+    return seen
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_few_messages_whatever_the_number_of_parameters(crossings, steps):
+    """Of ResNet-101 on 8 cards there were 2,200."""
+    model = build(deep)
+    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
+    size = sum(p.nbytes for p in model.parameters())
+    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
+    for times in range(1, steps + 1):
+        loss = pair.loss(*BATCH)  # the graph before it is still there
+        crossings.clear()
+        loss.backward()
+        assert len(crossings) == 3 + 3, "parameters, and each replica's part of the loss"
+        assert sum(crossings) <= 3 * size + 3 * 8
+        assert_gradients(model, {name: times * g for name, g in expected.items()})
+
+
+def test_a_hook_on_one_parameter_gets_its_gradient_at_once(crossings):
+    model = build(deep)
+    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
+    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
+    seen = []
+    model[0][0].weight.register_hook(seen.append)
+    loss = pair.loss(*BATCH)
+    crossings.clear()
+    loss.backward()
+    assert len(crossings) == 3 + 3 + 3
+    assert_close(seen[0], expected["0.0.weight"], "what the hook saw")
+    assert_gradients(model, expected)
+
+
+def test_a_hook_on_the_node_of_a_parameter_sees_its_gradient():
+    """Other libraries put them there; nothing tells but that the node is kept."""
+    model = build(deep)
+    weight = model[0][0].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    seen = []
+    node.register_hook(lambda *_: seen.append(weight.grad.clone()))
+    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
+    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
+    seen.clear()
+    pair.loss(*BATCH).backward()
+    assert_close(seen[0], expected["0.0.weight"], "what the hook saw")
+    assert len(seen) == 1
+    assert_gradients(model, expected)
+
+
+def test_a_penalty_on_the_parameters_beside_the_loss(placed):
+    model = build(deep)
+    twin = copy.deepcopy(model)
+
+    def penalty(module):
+        return sum((p**2).sum() for p in module.parameters())
+
+    (nn.CrossEntropyLoss()(twin(BATCH[0]), BATCH[1]) + penalty(twin)).backward()
+    pair = Pair(model, nn.CrossEntropyLoss(), placed(4))
+    (pair.loss(*BATCH) + penalty(model)).backward()
+    assert_gradients(model, gradients(twin))
+
+
+def test_some_leaves_alone(placed):
+    """``backward(inputs=…)``: the others keep what they had."""
+    model = build(deep)
+    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
+    chosen = [model[0][0].weight, model[5].bias]
+    Pair(model, nn.CrossEntropyLoss(), placed(4)).loss(*BATCH).backward(inputs=chosen)
+    for name, parameter in model.named_parameters():
+        if any(parameter is one for one in chosen):
+            assert_close(parameter.grad, expected[name], name)
+        else:
+            assert parameter.grad is None
+
+
+class OneGradientForTwo(torch.autograd.Function):
+    """Gives the very same tensor to both of its inputs."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(randn(FEATURES, CLASSES))
+        self.other = nn.Parameter(randn(FEATURES, CLASSES, seed=1))
+
+    def forward(self, inputs):
+        return inputs @ OneGradientForTwo.apply(self.one, self.other)
+
+
+def test_gradients_that_share_memory_are_not_added_up_twice(placed):
+    Pair(build(Shares), nn.CrossEntropyLoss(), placed(4)).check(*BATCH)
+
+
+def test_strides_are_those_of_the_parameter(placed):
+    model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, CLASSES)))
+    model.to(memory_format=torch.channels_last)
+    inputs = randn(12, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    Pair(model, nn.CrossEntropyLoss(), placed(4)).check(inputs, BATCH[1])
+    for parameter in model.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+
+
+def test_a_backward_that_fails_leaves_gradients_alone_and_the_next_one_works():
+    model = build(deep)
+    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
+    fails = [True]
+
+    def hook(gradient):
+        if fails:
+            raise KeyError("mine")
+
+    outputs = pair.model(BATCH[0])
+    outputs[2].register_hook(hook)
+    loss = pair.criterion(outputs, BATCH[1])
+    with pytest.raises(KeyError, match="mine"):
+        loss.backward(retain_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+    fails.clear()
+    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
+    pair.loss(*BATCH).backward()
+    assert_gradients(model, expected)

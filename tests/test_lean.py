@@ -1,0 +1,331 @@
+"""Little memory, few messages: chunks, fingerprints in place of copies, a tree, no clones.
+
+Chunks are of a few bytes here, so that small models are cut as large ones are.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_step, build, randint, randn
+from torch import nn
+
+import scatterpar.engine
+from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.devices import chunks, fingerprints, links
+from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices.ledger import Ledger
+from scatterpar.step import handover
+from scatterpar.step.reduce import sum_in_order
+
+BATCH = randn(16, FEATURES), randint(CLASSES, 16)
+CRITERION = nn.CrossEntropyLoss()
+HOST = torch.device("cpu")
+
+
+@pytest.fixture
+def tiny_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 96)
+    monkeypatch.setattr(fingerprints, "_WORDS", 5)
+
+
+class Mixed(nn.Module):
+    """Dtypes and strides of all sorts, statistics, a parameter that only some rows use."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Conv2d(2, 3, (2, 2), dtype=torch.float64)
+        self.enter.weight = nn.Parameter(
+            self.enter.weight.detach().contiguous(memory_format=torch.channels_last)
+        )
+        self.norm = nn.BatchNorm2d(3)
+        self.turned = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).T)
+        self.seldom = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.single = nn.Parameter(torch.randn(7, dtype=torch.float32))
+        self.register_buffer("table", torch.randn(1, 5).expand(3, 5))
+
+    def forward(self, inputs):
+        hidden = self.norm(self.enter(inputs.view(-1, 2, 2, 2))).flatten(1)
+        hidden = hidden @ self.turned[: hidden.shape[1]] + self.single.sum() + self.table.sum()
+        positive = inputs[:, :1] > 0
+        return hidden + self.seldom * positive if positive.any() else hidden
+
+
+def of_mixed():
+    inputs = randn(16, 8)
+    inputs[:8, 0], inputs[8:, 0] = -1, 1
+    return build(Mixed).eval(), inputs
+
+
+def test_exact_in_pieces(tiny_chunks, devices):
+    model, inputs = of_mixed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ScatterOnceParallel(model, 1, devices(4)) as engine:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = assert_step(engine, inputs, randint(6, 16), CRITERION)
+            optimizer.step()
+        for _ in range(2):
+            model.zero_grad()
+            again = assert_step(engine, inputs, randint(6, 16), CRITERION)
+        for replica in engine.replicas:
+            for one, other in zip(model.parameters(), replica.parameters(), strict=True):
+                assert torch.equal(one, other)
+    assert not torch.equal(loss, again)
+
+
+def test_a_message_is_a_chunk_and_each_byte_crosses_once(tiny_chunks):
+    model = mlp()
+    size = sum(p.nbytes for p in model.parameters())
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        report = engine.last_step
+    assert report.bytes["replicate"] == report.bytes["reduce"] == 3 * size
+    for phase in ("replicate", "reduce"):
+        assert size / 96 <= report.messages[phase] / 3 <= 2 * size / 96 + 1
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])
+def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
+    """Whatever the chunks, and whoever is ready first."""
+    found = []
+    for chunk in (2**26, 2**26, 96):
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+        model = mlp().float()
+        with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
+            engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
+        found.append([p.grad for p in model.parameters()])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_the_sum_runs_in_pairs():
+    """0 + 1, 2 + 3, then those, then 4: sums of floats tell."""
+    parts = [randn(1000, seed=i).float() for i in range(5)]
+    expected = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + parts[4]
+    assert not torch.equal(expected, sum(parts))
+    for names in (["cpu"] * 5, [f"cpu:{i}" for i in range(5)]):
+        for in_place in (True, False):
+            given = [{0: part.clone()} for part in parts]
+            memories = list(map(torch.device, names))
+            found = sum_in_order(given, memories, Ledger(), in_place=in_place)
+            assert torch.equal(found[0], expected)
+            assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
+
+
+def test_a_gradient_comes_back_once_for_each_other_device():
+    """Replicas that share a memory are added up there: theirs came one by one."""
+    model = mlp()
+    size = sum(p.nbytes for p in model.parameters())
+    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        assert engine.last_step.bytes["reduce"] == size
+
+
+def test_the_way_of_every_copy_is_looked_at(monkeypatch):
+    looked_at = set()
+
+    def arrives(source, target, size):
+        looked_at.add((source.index, target.index))
+        return True
+
+    monkeypatch.setattr(links, "_arrives", arrives)
+    memories = [torch.device(f"cpu:{i}") for i in range(5)]
+    links.check_links(memories)
+    used = {pair for pairs in chunks.rounds(5) for pair in pairs}
+    used |= {(far, near) for near, far in used}
+    assert looked_at >= used | {(0, i) for i in range(1, 5)} | {(i, 0) for i in range(1, 5)}
+
+
+# ---- fingerprints: what tells that bits have changed unseen -------------------------------------
+
+
+def prints(*tensors):
+    found = Fingerprints(tensors, HOST)
+    return found.read(found.values)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("words", [3, 2**21])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_shows(monkeypatch, dtype, words):
+    monkeypatch.setattr(fingerprints, "_WORDS", words)
+    tensor = (randn(7) * 5).to(dtype)
+    before = prints(tensor)
+    assert prints(tensor.clone()) == before
+    raw = tensor.view(torch.uint8)
+    for byte in range(len(raw)):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            assert prints(tensor) != before, (byte, bit)
+            raw[byte] ^= 1 << bit
+    assert prints(tensor) == before
+
+
+CHANGES = {
+    "negated": lambda t: -t,
+    "reversed": lambda t: t.flip(0),
+    "shifted": lambda t: t.roll(1),
+    "halves swapped": lambda t: t.roll(len(t) // 2),
+    "two exchanged": lambda t: t[[1, 0, *range(2, len(t))]],
+    "zeros": torch.zeros_like,
+    "nans": lambda t: t * torch.nan,
+    "two signs": lambda t: t * torch.tensor([-1.0, -1.0] + [1.0] * (len(t) - 2)),
+}
+
+
+@pytest.mark.parametrize("words", [4, 2**21])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_shows(monkeypatch, change, words):
+    monkeypatch.setattr(fingerprints, "_WORDS", words)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        tensor = torch.arange(1.0, 33).to(dtype)
+        changed = CHANGES[change](tensor).to(dtype)
+        assert prints(tensor) != prints(changed), dtype
+
+
+def test_a_fingerprint_is_the_tensor_s_own(tiny_chunks):
+    """Whatever else is asked for at the same time, and wherever in memory it lies."""
+    tensors = [randn(n, seed=n).to(dtype) for n in (1, 3, 40) for dtype in DTYPES[3:7]]
+    together = prints(*tensors)
+    assert together == [prints(tensor)[0] for tensor in tensors]
+    shifted = [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
+    assert prints(*reversed(shifted)) == together[::-1]
+    assert len(set(together)) == len(tensors)
+
+
+def test_few_signs_cancel_out():
+    """Random patches of random tensors, with the sign flipped: none goes unseen."""
+    base = randn(64).float()
+    patches = torch.rand(500, 64, generator=torch.Generator().manual_seed(1)) < 0.5
+    found = prints(base, *(torch.where(patch, -base, base) for patch in patches))
+    assert len(set(found)) == len({patch.numpy().tobytes() for patch in patches}) + 1
+
+
+# ---- the commit ---------------------------------------------------------------------------------
+
+
+def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch):
+    """It was copied: autograd copies what its caller still refers to."""
+    given = {}
+    honest = scatterpar.engine.commit
+
+    def commit(outcome, **options):
+        given.update({id(leaf): gradient.data_ptr() for leaf, gradient in outcome.gradients})
+        honest(outcome, **options)
+
+    monkeypatch.setattr(scatterpar.engine, "commit", commit)
+    model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+    model.to(memory_format=torch.channels_last)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(randn(8, 2, 2, 2), None, lambda output, _: output.square().mean())
+    for parameter in model.parameters():
+        assert parameter.grad.data_ptr() == given[id(parameter)]
+        assert parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_hooks_on_the_node_run_once_where_a_gradient_is_kept(devices, held):
+    """Such as other libraries put there: they are known by the node being kept."""
+    model = mlp()
+    seen = []
+    if held:
+        node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
+        node.register_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for times in (1, 2, 3):
+            engine.forward_backward(*BATCH, CRITERION)
+            assert len(seen) == times * held
+    if held:
+        assert torch.equal(seen[-1], model[0].weight.grad)
+
+
+def test_what_is_added_can_be_taken_out_again(tiny_chunks, monkeypatch):
+    """In the middle of any chunk, without a copy of it all."""
+    honest = handover.add_each
+    for last in range(5):
+        leaves = [randn(5, 3, seed=i).requires_grad_() for i in range(3)]
+        before = [randn(5, 3, seed=9 + i) for i in range(3)]
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient.clone()
+        calls = []
+
+        def add_each(sums, added, calls=calls, last=last):
+            calls.append(sum(part.numel() for part in sums))
+            honest(sums, added)
+            if len(calls) > last:
+                raise MemoryError
+
+        monkeypatch.setattr(handover, "add_each", add_each)
+        quiet, others = handover.unobserved([(leaf, randn(5, 3)) for leaf in leaves])
+        assert len(quiet) == 3
+        assert not others
+        sums = handover.Sums(quiet)
+        with pytest.raises(MemoryError):
+            sums.add()
+        assert max(calls) <= 96 // 8
+        with torch.no_grad():
+            sums.undo()
+        for leaf, gradient in zip(leaves, before, strict=True):
+            assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_gradient_is_the_same_object_where_it_is_kept(devices, kept):
+    model = mlp()
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        before = [p.grad for p in model.parameters()]
+        once = [gradient.clone() for gradient in before]
+        if not kept:
+            model.zero_grad()
+        engine.forward_backward(*BATCH, CRITERION)
+    for parameter, gradient, value in zip(model.parameters(), before, once, strict=True):
+        assert (parameter.grad is gradient) == kept
+        assert_close(parameter.grad, (1 + kept) * value, "gradient")
+
+
+def test_a_gradient_has_no_more_memory_than_it_needs(devices):
+    model, inputs = of_mixed()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(inputs, randint(6, 16), CRITERION)
+    for parameter in model.parameters():
+        assert parameter.grad.untyped_storage().nbytes() == parameter.grad.nbytes
+
+
+# ---- lists of tensors ---------------------------------------------------------------------------
+
+
+def test_lists_are_of_one_dtype_and_equal_strides(devices, monkeypatch):
+    """One other pair, and torch takes the tensors one by one: BatchNorm's integers did that."""
+    seen = []
+    for name in ("_foreach_copy_", "_foreach_add_"):
+        honest = getattr(torch, name)
+
+        def spied(ones, others, honest=honest):
+            kinds = {(one.dtype, other.dtype) for one, other in zip(ones, others, strict=True)}
+            alike = {one.stride() == t.stride() for one, t in zip(ones, others, strict=True)}
+            seen.append((len(kinds), len(alike)))
+            return honest(ones, others)
+
+        monkeypatch.setattr(torch, name, spied)
+    model = build(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.Flatten()
+        )
+    ).to(memory_format=torch.channels_last)
+    inputs = randn(16, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2):
+            engine.forward_backward(inputs, None, lambda output, _: output.square().mean())
+    with torch.no_grad():
+        DataParallelModel(twin, devices(3))(inputs)
+    assert seen
+    assert set(seen) == {(1, 1)}

@@ -124,7 +124,7 @@ def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
 
 
 GOOD = idx_bytes(PIXELS)
-PACKED = gzip.compress(GOOD, mtime=0)  # no time of day in the names of tests
+PACKED = gzip.compress(GOOD, mtime=0)  # the same in every process that collects these tests
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,9 @@ def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch):
     given = {}
     honest = scatterpar.engine.commit
 
-    def commit(outcome, **options):
+    def commit(outcome, settle):
         given.update({id(leaf): gradient.data_ptr() for leaf, gradient in outcome.gradients})
-        honest(outcome, **options)
+        honest(outcome, settle)
 
     monkeypatch.setattr(scatterpar.engine, "commit", commit)
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))

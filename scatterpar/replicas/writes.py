@@ -36,8 +36,10 @@ class FirstWrite(Exception):
 def once_known(attempt: Callable[[], _Result]) -> _Result:
     """The result of ``attempt``, again whenever it finds parameters that are written."""
     while True:
-        with contextlib.suppress(FirstWrite):
+        try:
             return attempt()
+        except FirstWrite:
+            continue
 
 
 def renormalised(modules: Sequence[nn.Module]) -> list[Tensor]:

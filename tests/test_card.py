@@ -183,7 +183,7 @@ def test_the_page_shows_ratios_of_rounds_and_what_failed(tmp_path):
 
 
 def test_the_table_of_the_lock_is_that_of_the_figures_beside_it():
-    held = re.findall(r"^(.+): (\d+\.\d) ms$", PAGE, re.MULTILINE)
+    held = re.findall(r"^- (.+): (\d+\.\d) ms$", PAGE, re.MULTILINE)
     assert len(held) == 3
     assert lock.launching({name: float(ms) / 1e3 for name, ms in held}) in PAGE
 

@@ -53,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="for the figures, as JSON")
+    parser.add_argument("--page", type=Path, help="a page with markers that gets the table")
     parser.add_argument("--quick", action="store_true", help="a few passes alone")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = {name: held(make, _FEW if given.quick else _ROUNDS) for name, make in MODULES.items()}
-    print(*(f"{name}: {1e3 * seconds:.1f} ms" for name, seconds in found.items()), sep="\n")
-    print(f"\n{launching(found)}")
+    text = "\n".join(f"- {name}: {1e3 * seconds:.1f} ms" for name, seconds in found.items())
+    found = {name: round(seconds, 4) for name, seconds in found.items()}  # as it is shown
+    text += f"\n\n{launching(found)}"
+    print(text)
+    if given.page is not None:
+        given.page.write_text(_between_markers(given.page.read_text(), text))
     if given.out is not None:
         given.out.write_text(json.dumps({"held": found}, indent=1) + "\n")
 
@@ -88,9 +93,17 @@ def launching(found: Mapping[str, float]) -> str:
         for cards in CARDS:
             launch = cards * 1e3 * found[sub_step.module]
             times = launch / sub_step.milliseconds
-            line.append(f"{launch:.1f}" + (f" (**{times:.1f} x**)" if times > 1 else ""))
+            line.append(f"{launch:.1f}" + (f" (**{times:.1f} x**)" if times >= 1.05 else ""))
         rows.append(line)
     return table(["a sub-step", "compute", "1 card", *(str(n) for n in CARDS[1:])], rows)
+
+
+def _between_markers(page: str, text: str) -> str:
+    before, start, rest = page.partition("<!-- lock -->\n")
+    _, end, after = rest.partition("<!-- /lock -->\n")
+    if not end:
+        raise SystemExit("the page has no markers <!-- lock --> and <!-- /lock -->")
+    return f"{before}{start}{text}\n{end}{after}"
 
 
 def _interpreters(name: str) -> Callable[[], Tensor]:

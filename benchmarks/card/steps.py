@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.card.contenders import (
     ACCUM,
@@ -31,6 +32,7 @@ from benchmarks.card.contenders import (
 )
 from benchmarks.card.networks import NETWORKS, half
 from benchmarks.card.processes import Processes
+from scatterpar.devices.verbs import physical
 
 SIZES = (FULL, TINY)
 _FEWEST, _MOST = 3, 30  # rounds
@@ -144,6 +146,7 @@ class Comparison:
         self._require_each_once()
         if len(self._devices) == 1:
             raise ValueError("with one card it is a plain loop")
+        dist.get_default_backend_for_device(physical(self._devices[0]))  # or an error that says so
         return self._processes()
 
     def _require_each_once(self) -> None:

@@ -348,7 +348,8 @@ class Launch {
       const auto targets = target.toTensorVector(), values = value.toTensorVector();
       for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(values[i]);
     } else if (target.toTensor().defined() && value.toTensor().defined()) {
-      target.toTensor().copy_(value.toTensor());
+      // What nobody needs is empty on the CPU: batch normalisation's statistics where it is at rest.
+      if (value.toTensor().numel()) target.toTensor().copy_(value.toTensor());
     }
   }
 

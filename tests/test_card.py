@@ -79,9 +79,10 @@ def test_wrong_devices_are_code_2(capsys):
 def linear(device, small):
     """A network of a moment."""
 
-    def data(rows):
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(rows, 8, generator=generator), torch.randint(3, (rows,))
+    def data(rows, seed):
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(3, (rows,), generator=generator)
+        return torch.randn(rows, 8, generator=generator), labels
 
     def module(device):
         with torch.random.fork_rng():

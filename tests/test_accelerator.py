@@ -94,10 +94,10 @@ def crossed(plan, model, batch):
     row = sum(tensor.nbytes // rows for tensor in batch)
     here = batch[0].device
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    others = [share.device for share in plan.shares if share.device.index != 0]
+    others = {share.device for share in plan.shares if share.device.index != 0}
     return {
         "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
-        "replicate": weights * len(set(others)),
+        "replicate": weights * len(others),
         "compute": 0,
         "reduce": weights * len(others),
     }

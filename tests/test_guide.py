@@ -15,6 +15,7 @@ import torch
 from helpers.pages import ROOT, blocks, namespace, read, run
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices.chunks import rounds
 from scatterpar.plan import make_plan
 
 START = blocks(read("docs/start.md"), "python")
@@ -31,7 +32,7 @@ SNIPPETS = {
 def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
     names, code = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, SNIPPETS[name]
     if "engine." in code and "engine =" not in code:
-        exec(START[0], names)
+        names["engine"] = ScatterOnceParallel(names["model"], accum=2)
     if "process_group" in code:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
@@ -73,6 +74,19 @@ def assert_same_gradients(model, other):
 def test_the_plan_that_is_shown():
     plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
     assert f"```text\n{plan}\n```" in read("docs/one-step.md")
+
+
+@pytest.mark.parametrize(("devices", "words"), [(4, "2 + 2"), (8, "it is 3 + 3")])
+def test_what_goes_through_the_busiest_device(devices, words):
+    """As often as a device is in a pair of the tree: gradients one way, parameters the other."""
+    pairs = [pair for step in rounds(devices) for pair in step]
+    each = [sum(device in pair for pair in pairs) for device in range(devices)]
+    found = f"{max(each)} + {max(each)}"
+    assert found in words
+    page = read("docs/comparison.md")
+    assert words in page
+    (row,) = re.findall(r"^\| through the busiest of 4 .* (\d+) \|$", page, re.MULTILINE)
+    assert devices != 4 or int(row) == 2 * max(each)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import struct
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from test_train_runs import Stop, stop_after
 
 from scatterpar.train import ending
 from scatterpar.train.cli import main, parse
+from scatterpar.train.data import load
 from scatterpar.train.ending import what_it_means
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.growth import Growth
@@ -27,8 +29,9 @@ from scatterpar.train.source import TRAIN
 
 pytestmark = pytest.mark.draws
 
-GROWING = ["--batch", "auto", "--model", "helpers.torchrun:Small", "--epochs", "4"]
-GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05"]
+ROWS, EPOCHS = 4096, 3
+GROWING = ["--batch", "auto", "--model", "helpers.torchrun:Small", "--epochs", str(EPOCHS)]
+GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size", "256"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,17 +104,39 @@ def records(out, kind):
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory):
+def options(tmp_path_factory):
+    """Those of a run on half of the images that are included, with three of four labels wrong.
+
+    So the gradient is noisy from the start.
+    """
+    folder = tmp_path_factory.mktemp("images")
+    data = load("embedded")
+    for part, split, rows in (("train", data.train, ROWS), ("t10k", data.test, 100)):
+        images, labels = split.images[:rows, 0], split.labels[:rows]
+        numbers = torch.arange(rows)
+        labels = torch.where(numbers % 4 == 0, labels, numbers // 4 % 10)
+        write_idx(folder / f"{part}-images-idx3-ubyte", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte", labels.to(torch.uint8))
+    return [*GROWING, "--data", str(folder)]
+
+
+def write_idx(path, values):
+    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
+    path.write_bytes(header + values.contiguous().numpy().tobytes())
+
+
+@pytest.fixture(scope="module")
+def grown(options, tmp_path_factory):
     """An uninterrupted run and what it printed."""
     out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        assert main([*GROWING, "--out", str(out)]) == 0
+        assert main([*options, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
 
 def test_a_run_follows_the_noise_scale_that_it_measures(grown):
     out, printed = grown
-    growth, epochs, made = Growth.up_to(8192), records(out, "epoch"), steps(out)
+    growth, epochs, made = Growth.up_to(ROWS), records(out, "epoch"), steps(out)
     batches = [record["batch"] for record in epochs]
     assert batches[0] == 256
     assert batches[-1] > 256
@@ -120,29 +145,29 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
         assert following == growth.after(batch, scale)
     for number, batch in enumerate(batches, 1):
         sizes = [r["images"] for r in made if r["epoch"] == number]
-        assert sizes == [batch] * (8192 // batch)
-        assert f"epoch {number}/4: loss " in printed
+        assert sizes == [batch] * (ROWS // batch)
+        assert f"epoch {number}/{EPOCHS}: loss " in printed
         rate = next(r["learning_rate"] for r in made if r["epoch"] == number)
-        cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / 4))
+        cosine = 0.5 * (1 + math.cos(math.pi * (number - 1) / EPOCHS))
         assert rate == pytest.approx(0.05 * cosine * batch / 256)
     assert re.search(
         r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on", printed
     )
-    assert "the batch follows the gradient's noise scale, up to 1,024 images" in printed
+    assert "the batch follows the gradient's noise scale, up to 512 images" in printed
     assert "noise scale of the gradient at the end: " in printed
     assert "batches of 256 to " in (out / "report.html").read_text()
 
 
-def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
+def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, options, tmp_path, monkeypatch):
     whole, parts = grown[0], tmp_path / "parts"
-    first = len([r for r in steps(whole) if r["epoch"] == 1])
-    for last in (first, first + 5):  # at the growth, and in the middle of a later epoch
+    small = sum(record["images"] == 256 for record in steps(whole))
+    for last in (small, small + 3):  # before the growth, and in the middle of the epoch after it
         stop_after(monkeypatch, last)
-        resume = [] if last == first else ["--resume"]
+        resume = [] if last == small else ["--resume"]
         with pytest.raises(Stop):
-            main([*GROWING, "--out", str(parts), "--checkpoint-every", "1", *resume])
+            main([*options, "--out", str(parts), "--checkpoint-every", "1", *resume])
     monkeypatch.undo()
-    assert main([*GROWING, "--out", str(parts), "--resume"]) == 0
+    assert main([*options, "--out", str(parts), "--resume"]) == 0
     assert differences(whole, parts) == []
     found = [
         [(r["images"], r["loss"], r["learning_rate"]) for r in steps(o)] for o in (whole, parts)
@@ -158,9 +183,9 @@ def test_what_it_needs_is_said(tmp_path, capsys):
     assert "--devices cpu,cpu" in printed
     assert main(["--batch", "auto", "--accum", "4"]) == 2
     assert "give --micro-batch-size in place of --accum" in capsys.readouterr().err
-    options = parse(["--batch", "auto", "--epochs", "10"])
-    assert (options.micro_batch_size, options.warmup_epochs) == (64, 0)
-    assert options.measure_noise
+    given = parse(["--batch", "auto", "--epochs", "10"])
+    assert (given.micro_batch_size, given.warmup_epochs) == (64, 0)
+    assert given.measure_noise
     assert parse(["--batch", "auto", "--micro-batch-size", "32"]).micro_batch_size == 32
 
 

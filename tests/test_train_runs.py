@@ -26,6 +26,7 @@ from scatterpar.train.records import Metrics
 pytestmark = pytest.mark.draws
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
+QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default network's time
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,6 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
 ):
     """Augmented, averaged, with dropout; with other numbers of workers before and after."""
     options = ["--ema", "0.9", "--clip", "1", "--label-smoothing", "0.1", "--checkpoint-every", "1"]
-    options += ["--model", "test_train_runs:Dropping"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train(folder, whole, *options, "--workers", "0") == 0
     for last in (2, 4):
@@ -307,8 +307,7 @@ def test_the_average_is_what_is_tested_and_kept(folder, tmp_path):
 def test_fine_tuning_takes_what_fits_and_names_the_rest(folder, tmp_path, capsys):
     first = Dropping(5).state_dict()
     torch.save({"state_dict": {f"module.{k}": v for k, v in first.items()}}, tmp_path / "w.pth")
-    options = ["--model", "test_train_runs:Dropping", "--workers", "0", "--epochs", "1"]
-    options += ["--base-lr", "1e-9"]
+    options = ["--workers", "0", "--epochs", "1", "--base-lr", "1e-9"]
     assert train(folder, tmp_path / "out", *options, "--init", str(tmp_path / "w.pth")) == 0
     printed = capsys.readouterr().out
     assert re.search(r"initialised from .*w.pth: \d+ of \d+ tensors; not loaded: head.1.w", printed)
@@ -330,7 +329,10 @@ def test_fine_tuning_takes_what_fits_and_names_the_rest(folder, tmp_path, capsys
         (["--optimizer-option", "beta"], "'beta' is not of the form name=value"),
         (["--drop-at", "2,2"], "--drop-at: 2 must be after the 2 before it"),
         (["--drop-at", "3"], "and below --epochs 3"),
-        (["--zero-init-residual"], "--zero-init-residual: cnn has no residual blocks"),
+        (
+            ["--zero-init-residual", "--model", "cnn"],
+            "--zero-init-residual: cnn has no residual blocks",
+        ),
         (["--erase", "1.5"], "'1.5' is not a number at least 0 and at most 1"),
         (["--autocast", "float8"], "invalid choice: 'float8'"),
     ],
@@ -346,12 +348,12 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     read = feed.Feed._read
 
     def slowly(self, wanted):
-        time.sleep(0.3)
+        time.sleep(0.2)
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
+    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1") == 0
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d\d%", printed.out)
     assert re.search(
@@ -365,6 +367,7 @@ def finished(folder, tmp_path_factory):
     """A run that has learned its three classes."""
     out = tmp_path_factory.mktemp("out") / "run"
     options = ["--epochs", "6", "--workers", "0", "--base-lr", "0.1", "--augment", "none"]
+    options += ["--model", "cnn"]
     with torch.random.fork_rng():
         assert train(folder, out, *options) == 0
     return out

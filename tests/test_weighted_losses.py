@@ -22,9 +22,11 @@ from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 
+SIZES = [(3, 4), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((1, 3), (4, 1)))]
+
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("replicas", "accum"), [(1, 3), (4, 1), (3, 4)])
+@pytest.mark.parametrize(("replicas", "accum"), SIZES)
 def test_whole_batch_oracle(devices, replicas, accum, case):
     criterion = CASES[case].criterion()
     with ScatterOnceParallel(mlp(), accum, devices(replicas)) as engine:

@@ -279,26 +279,79 @@ class WritesLate(Writer):
 
     def forward(self, inputs):
         if WritesLate.on:
-            clip(self.head.weight)
+            self.write(self.head.weight)
         return self.head(self.enter(inputs).tanh())
 
 
-def test_a_late_write_is_told(devices, monkeypatch):
-    """No copy is kept after the first step: it would take as much memory as the model."""
-    model = build(lambda: WritesLate(None))
+def normalize_in_place(weight):
+    with torch.no_grad():
+        weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("write", [clip, normalize, normalize_in_place])
+@pytest.mark.parametrize("ids", [["cpu"], ["cpu:0", "cpu:1"]], ids=",".join)
+def test_a_late_write_is_that_of_one_device(ids, monkeypatch, write):
+    """A single replica has no copy of the earlier values: it starts again from what it wrote."""
+    monkeypatch.setattr(WritesLate, "on", False)
+    model = build(lambda: WritesLate(write))
     plain = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+    with ScatterOnceParallel(model, 2, ids) as engine:
         engine.forward_backward(*BATCH, CRITERION)
         monkeypatch.setattr(WritesLate, "on", True)
         model.zero_grad()
-        with pytest.raises(RuntimeError, match=r"wrote the parameter 'head\.weight'"):
+        for _ in range(2):
+            engine.forward_backward(*BATCH, CRITERION)
+            CRITERION(plain(BATCH[0]), BATCH[1]).backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(one.detach(), other.detach(), "parameter")
+                assert_close(one.grad, other.grad, "gradient")
+
+
+def halve(weight):
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("write", "ids"),
+    [(halve, ["cpu"]), (clip, ["cpu"] * 2), (halve, ["cpu:0", "cpu:1"])],
+    ids=["again other values", "two at a time", "again other values, two devices"],
+)
+def test_a_late_write_that_cannot_be_undone_is_told(ids, monkeypatch, write):
+    """No copy is kept after the first step: it would take as much memory as the model."""
+    monkeypatch.setattr(WritesLate, "on", False)
+    model = build(lambda: WritesLate(write))
+    with ScatterOnceParallel(model, 1, ids) as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        monkeypatch.setattr(WritesLate, "on", True)
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"'head\.weight'.* earlier values are lost"):
             engine.forward_backward(*BATCH, CRITERION)
         assert all(p.grad is None for p in model.parameters())
+        plain = copy.deepcopy(model)
         engine.forward_backward(*BATCH, CRITERION)
     CRITERION(plain(BATCH[0]), BATCH[1]).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(one.detach(), other.detach(), "parameter")
         assert_close(one.grad, other.grad, "gradient")
+
+
+def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
+    def criterion(output, targets):
+        if WritesLate.on:
+            raise ArithmeticError
+        return CRITERION(output, targets)
+
+    monkeypatch.setattr(WritesLate, "on", False)
+    model = build(lambda: WritesLate(halve))
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        engine.forward_backward(*BATCH, criterion)
+        monkeypatch.setattr(WritesLate, "on", True)
+        with pytest.raises(ArithmeticError) as caught:
+            engine.forward_backward(*BATCH, criterion)
+        assert any("'head.weight'" in note for note in caught.value.__notes__)
+        monkeypatch.setattr(WritesLate, "on", False)
+        engine.forward_backward(*BATCH, criterion)
 
 
 def test_parameters_that_nothing_writes_are_still_shared():

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import load
-from scatterpar.train.growth import Growth
+from scatterpar.train.growth import Growth, averaging
 from scatterpar.train.loop import Batches
 from scatterpar.train.models import SmallCNN
 from scatterpar.train.schedule import make_growing_scheduler
@@ -91,6 +91,7 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
             engine.train()
             total = 0.0
             vary = Variation(batches.rows, seed, epoch) if recipe.augmented else Tensor.__getitem__
+            noise.decay = averaging(batches.steps_per_epoch)
             for rows in batches.rest_of_epoch():
                 optimizer.zero_grad()
                 images = vary(train_images, rows)

@@ -28,6 +28,7 @@ def count(tmp_path_factory):
 
     def counted(name, devices):
         more = {"SIMULATED_ACCELERATOR": built, "SIMULATED_DEVICES": str(devices)}
+        more["SIMULATED_ORDER"] = "eager"  # work that waits would keep this machine's memory
         command = [sys.executable, "-m", "benchmarks.many_cards.count", name, str(devices)]
         return json.loads(_run(command, environment | more))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -91,11 +89,19 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.passes: list[dict[int, Span]] = []
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> _Phase:
         """Time the body as part of phase ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
+        return _Phase(self.seconds, name)
+
+
+class _Phase:
+    """Adds the time that its body takes to ``seconds[name]``."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start

@@ -27,16 +27,19 @@ def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
 
     Raises:
         FirstWrite: one was written: from now on each replica has a copy of its own.
-        RuntimeError: likewise, by a forward pass that left it alone so far, so that no
-            copy of its values was kept.
+        RuntimeError: likewise, by several replicas in one memory that left it alone so far, so
+            that no copy of its values was kept.
     """
     guards = [_Guard(part) for part in parts if part.shared]
     try:
         yield
     except BaseException as error:
         written = [name for guard in guards for name in guard.settle()]
-        if written and isinstance(error, RuntimeError):  # perhaps torch's, because of the writing
+        torch_s = isinstance(error, RuntimeError)  # perhaps because of the writing
+        if written and torch_s and not any(guard.is_spoilt for guard in guards):
             raise FirstWrite(*written) from error
+        for guard in guards:
+            guard.tell_of_losses(error)
         raise
     written = [name for guard in guards for name in guard.settle()]
     for guard in guards:
@@ -52,7 +55,10 @@ class _Guard:
 
     In a part's first step the host keeps a copy of them, and fingerprints tell whether they were
     written, in every memory, since writes through ``.data`` leave no version behind. Later steps
-    look at versions and storages only.
+    look at versions and storages only, and what is written in one of those cannot be put back. If
+    one replica alone wrote it in the master's memory, the step is computed again from there, and
+    fails only if the values change once more (``merge_writes``). What several wrote at the same
+    time may be anything.
     """
 
     def __init__(self, part: Replicas) -> None:
@@ -82,17 +88,34 @@ class _Guard:
             here = [replica for replica in part.replicas if replica.device == master]
             lost = {i for replica in here for i in self._written_in_place(replica)}
             self._lost = [part.name_of(i) for i in sorted(lost)]
+            if len(here) == 1:
+                part.lost += [part.tensors[i] for i in lost]
         part.give_copies_of(written)
         return [part.name_of(i) for i in sorted(written)]
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether values could not be put back, and nobody can go on from those that are there."""
+        return bool(self._lost) and not self._part.lost
+
     def require_values(self) -> None:
-        """Refuse to go on with values that could not be put back."""
-        if self._lost:
+        """Refuse to go on with values that several replicas wrote at the same time."""
+        if self.is_spoilt:
             raise RuntimeError(
                 f"the forward pass wrote the parameter {self._lost[0]!r}, which it had not done "
                 f"in this engine's steps before: no gradient was added, but its earlier values "
                 f"are lost; the next step gives each replica a copy of it"
             )
+
+    def tell_of_losses(self, error: BaseException) -> None:
+        """Add a note to the user's own error, if a value could not be put back."""
+        self._part.lost.clear()
+        with contextlib.suppress(Exception):
+            for name in self._lost:
+                error.add_note(
+                    f"before that the forward pass wrote the parameter {name!r}, which it had not "
+                    f"done in this engine's steps before: its earlier values are lost"
+                )
 
     def _touched(self) -> set[int]:
         """Positions that were written in place, or whose storage was exchanged for other values."""

@@ -42,7 +42,9 @@ class Replicas:
         tensors: the master's.
         sources: the tensors as each memory has them.
         shared: positions of the parameters that replicas in one memory share.
+        trained: positions of the leaves that a backward pass gives gradients.
         is_trusted: a step has shown that forward passes write none of these.
+        lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Replicas:
         self.buffers: list[MutableMapping[str, Tensor | None]] = []
         self.sources: dict[torch.device, Sequence[Tensor]] = {}
         self.shared: list[int] = []
+        self.trained: list[int] = []
         self.is_trusted = False
+        self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []
@@ -70,20 +74,21 @@ class Replicas:
         self._state: Snapshot | None = None
 
     def follow(self, readout: Readout) -> None:
-        """Obey what was done to the master's modules, and ask which tensors have changed."""
-        with torch.inference_mode(False), torch.no_grad():
-            if not self._follow():
-                self._build()
-            self._broadcast.compare(readout)
+        """Obey what was done to the master's modules, and ask which tensors have changed.
+
+        Here and in ``refresh`` autograd is off, and so is inference mode.
+        """
+        if not self._follow():
+            self._build()
+        self._broadcast.compare(readout)
 
     def refresh(self, ledger: Ledger) -> None:
         """Then make every replica equal to the master's modules."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._broadcast.send(ledger, self._spoilt)
-            self._spoilt = set()
-            for replica in self.replicas:
-                replica.refresh(self.sources[replica.device])
-                self._begin_writes(replica)
+        self._broadcast.send(ledger, self._spoilt)
+        self._spoilt = set()
+        for replica in self.replicas:
+            replica.refresh(self.sources[replica.device])
+            self._begin_writes(replica)
 
     def _begin_writes(self, replica: Replica) -> None:
         if replica.writes is not None:
@@ -142,11 +147,6 @@ class Replicas:
         """The master's leaves that a backward pass gives gradients."""
         return [self.tensors[i] for i in self.trained]
 
-    @property
-    def trained(self) -> list[int]:
-        """Positions in ``tensors`` of the leaves that a backward pass gives gradients."""
-        return [i for i, dtype in enumerate(self._sum_dtypes) if dtype is not None]
-
     def _follow(self) -> bool:
         """Obey what can be obeyed in place; whether that was all."""
         if self._state is None or self._signature() != self._signed:
@@ -166,11 +166,16 @@ class Replicas:
                 replica.assign(entries)
         dtypes = self._wanted()
         if dtypes != self._sum_dtypes:
-            self._sum_dtypes = dtypes
-            self.rehearsed.clear()
-            for replica in self.replicas:
-                replica.train_like(dtypes)
+            self._train(dtypes)
         return True
+
+    def _train(self, dtypes: list[torch.dtype | None]) -> None:
+        """From now on gradients add up in these dtypes."""
+        self._sum_dtypes = dtypes
+        self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+        self.rehearsed.clear()
+        for replica in self.replicas:
+            replica.train_like(dtypes)
 
     def _wanted(self) -> list[torch.dtype | None]:
         """The dtype that each tensor's gradient adds up in; ``None`` for one that has none."""
@@ -203,10 +208,7 @@ class Replicas:
             Replica(index, device, self.roots, survey, self.sources[device], written, self.compiler)
             for index, device in enumerate(self.device_ids)
         ]
-        self._sum_dtypes = self._wanted()
-        self.rehearsed.clear()
-        for replica in self.replicas:
-            replica.train_like(self._sum_dtypes)
+        self._train(self._wanted())
         self.is_trusted = False
         self._state = Snapshot(survey.containers)
         self._signed = self._signature()

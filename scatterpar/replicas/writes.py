@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices import bits
 
-__all__ = ["FirstWrite", "Writes", "Written", "once_known", "renormalised"]
+__all__ = ["FirstWrite", "Writes", "Written", "close", "once_known", "renormalised"]
 
 _Result = TypeVar("_Result")
 
@@ -36,8 +36,10 @@ class FirstWrite(Exception):
 def once_known(attempt: Callable[[], _Result]) -> _Result:
     """The result of ``attempt``, again whenever it finds parameters that are written."""
     while True:
-        with contextlib.suppress(FirstWrite):
+        try:
             return attempt()
+        except FirstWrite:
+            continue
 
 
 def renormalised(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -75,7 +77,7 @@ class Written:
                 self.value, self.written = value, written
             else:
                 both = self.written & written
-                if not _close(self.value[both], value[both]):
+                if not close(self.value[both], value[both]):
                     raise ValueError(
                         f"the forward pass writes the parameter {self._name!r}, and different "
                         f"micro-batches wrote different values to the same elements, so that the "
@@ -196,7 +198,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other if other.layout != torch.strided else other.add_(one)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def close(one: Tensor, other: Tensor) -> bool:
     """Equal up to what the order of a few operations changes."""
     if not (one.is_floating_point() or one.is_complex()):
         return bool(torch.equal(one, other))

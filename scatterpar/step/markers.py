@@ -1,6 +1,6 @@
 """What the tensors of a batch cannot say: that they have no rows, that rows are in a list.
 
-Markers are plain data. What they mean for slices and devices is in ``rows.py`` and ``scatter.py``.
+Markers are plain data. What they mean for slices and devices is in ``slices.py``, ``scatter.py``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.writes import close
 
 __all__ = ["merge_writes"]
 
@@ -26,13 +27,26 @@ def merge_writes(
 
     Raises:
         ValueError: they were written in a way that has no meaning for the whole batch.
+        RuntimeError: from values that were written by a forward pass before, and could not be
+            put back, they became other ones: they are no longer those of one forward pass.
     """
-    return [
-        (part.tensors[position], value)
-        for part in parts
-        for number, position in enumerate(part.replicas[0].written)
-        if (value := _merged(part.replicas[:active], number, ledger)) is not None
-    ]
+    merged = []
+    for part in parts:
+        lost, part.lost = part.lost, []
+        for number, position in enumerate(part.replicas[0].written):
+            value = _merged(part.replicas[:active], number, ledger)
+            if value is None:
+                continue
+            tensor = part.tensors[position]
+            if any(tensor is one for one in lost) and not close(value, tensor.detach()):
+                raise RuntimeError(
+                    f"the forward pass wrote the parameter {part.name_of(position)!r}, which it "
+                    f"had not done in this engine's steps before, and writes other values when it "
+                    f"is called again: no gradient was added, but the parameter's earlier values "
+                    f"are lost; from now on each replica has a copy of it"
+                )
+            merged.append((tensor, value))
+    return merged
 
 
 def _merged(replicas: Sequence[Replica], number: int, ledger: Ledger) -> Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,9 +91,10 @@ def _new_kinds(
         tuple(autocast_types()),
         part.training,
     )
+    uncopied = replace(task, copies=False)  # every step asks, and sizes are all that is looked at
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):
-        rows = task.rows_of((task.inputs, task.targets), number)
+        rows = uncopied.rows_of((task.inputs, task.targets), number)
         kind = (flags, tuple(map(_outline, nested.leaves(rows))))
         if _key(task, kind) not in part.rehearsed and kind not in found.values():
             found[number] = kind

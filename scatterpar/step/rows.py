@@ -42,11 +42,11 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
-        if data:
-            _require_data(name, part)
         _refuse_packed(name, part)
         _refuse_images(name, part, dim)
         for leaf in nested.leaves(part):
+            if data:
+                _require_data(name, leaf)
             size = _size(name, leaf, dim)
             if size is not None and size not in found:
                 found[size] = f"{name} with {size} ({_shown(leaf)})"
@@ -152,8 +152,8 @@ def _shown(leaf: Any) -> str:
     return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _require_data(name: str, part: Any) -> None:
-    for tensor in all_tensors(part):
+def _require_data(name: str, leaf: Any) -> None:
+    for tensor in [leaf] if isinstance(leaf, Tensor) else all_tensors(leaf):
         if tensor.requires_grad:
             raise ValueError(
                 f"{name}: a tensor of shape {tuple(tensor.shape)} requires grad, but a batch is "

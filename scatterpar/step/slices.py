@@ -29,6 +29,8 @@ def micro_batch(value: Any, start: int, stop: int, dim: int, *, copy: bool) -> A
 
     What is replicated is copied always: no two sub-steps share it.
     """
+    if isinstance(value, Tensor):  # as nearly always: every sub-step of every replica asks
+        return _slice(value, start, stop, dim, copy)
 
     def one(leaf: Any) -> Any:
         rows = _slice(leaf, start, stop, dim, copy)

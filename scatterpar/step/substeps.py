@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -108,15 +107,16 @@ def train(
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
     """Backward from ``roots`` with their ``gradients``, outside ``autocast``, as torch advises."""
+    for kind in autocast:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with followed(roots):
+            torch.autograd.backward(roots, gradients)
+    finally:
+        for kind in autocast:
+            torch.set_autocast_enabled(kind, True)
     if autocast:
-        with contextlib.ExitStack() as stack:
-            for kind in autocast:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            pull(roots, gradients, ())
         torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
-        return
-    with followed(roots):
-        torch.autograd.backward(roots, gradients)
 
 
 def loss_at(task: Task, number: int) -> Tensor:

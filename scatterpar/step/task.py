@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
@@ -72,10 +74,10 @@ class Task:
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How ``inputs`` reach a module: a mapping by name, a tuple by position, all else as one."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
     if isinstance(inputs, tuple):
         return inputs, {}
+    if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # which takes longer to tell
+        return (), dict(inputs)
     return (inputs,), {}
 
 

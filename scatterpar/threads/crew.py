@@ -89,10 +89,11 @@ class Crew:
         if self.model.roots != (module,):
             self.model = self._replicas_of(module, how=self._compile_how)
         readout = Readout()  # the host waits once, for the model and the criterion
-        self.model.follow(readout)
-        parts, criteria = self._with_criterion(criterion, readout, at_home=criterion_at_home)
-        for part in parts:
-            part.refresh(ledger)
+        with torch.inference_mode(False), torch.no_grad():
+            self.model.follow(readout)
+            parts, criteria = self._with_criterion(criterion, readout, at_home=criterion_at_home)
+            for part in parts:
+                part.refresh(ledger)
         return parts, criteria
 
     def _with_criterion(

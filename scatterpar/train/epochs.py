@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from scatterpar.train.checkpoint import BEST_FILE, FILE, Progress, collect, coll
 from scatterpar.train.errors import UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
 from scatterpar.train.feed import Feed, FeedError
+from scatterpar.train.growth import averaging
 from scatterpar.train.loop import Training, train_epoch
 from scatterpar.train.machines import run_id
 from scatterpar.train.options import Options
@@ -62,9 +62,10 @@ class Run:
         self.metrics = metrics
         self.about = about
         self.evaluation: Evaluation | None = None
-        self.noise = NoiseScale() if options.measure_noise else None
+        decay = averaging(training.batches.steps_per_epoch)
+        self.noise = NoiseScale(decay) if options.measure_noise else None
         if self.noise is not None and progress.noise is not None:
-            self.noise.load_state_dict(progress.noise)
+            self.noise.load_state_dict({**progress.noise, "decay": decay})
         self.images = len(feed.source.train)
         row_bytes = 4 * len(feed.source.class_names)
         self.traffic = Traffic(training.engine.module, row_bytes)
@@ -199,14 +200,14 @@ class Run:
 
     def _grow(self) -> None:
         """Take the next larger batch for the epochs to come where the noise scale allows it."""
-        training, scale = self.training, math.nan if self.noise is None else self.noise.scale
-        batches, growth = training.batches, training.growth
-        if growth is None or batches.epoch == self.options.epochs:
+        training, batches = self.training, self.training.batches
+        if training.growth is None or self.noise is None or batches.epoch == self.options.epochs:
             return
-        larger = growth.after(batches.batch, scale)
+        larger = training.growth.after(batches.batch, self.noise.scale)
         if larger == batches.batch:
             return
         batches.batch = larger
+        self.noise.decay = averaging(batches.steps_per_epoch)
         training.scheduler.step()  # its rate is scaled with the batch
         source, options = self.feed.source, self.options
         self.feed.foresee(what_comes(training, len(source.test), options, self.progress))

@@ -14,6 +14,18 @@ from dataclasses import dataclass
 
 FIRST = 256  # images; `--base-lr` is the rate for them
 FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
+_FEWEST_AVERAGED = 20
+
+
+def averaging(steps_per_epoch: int) -> float:
+    """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
+
+    While the batch is much smaller than the noise scale, a step tells little about it.
+
+    >>> averaging(235), averaging(8)
+    (0.9957446808510638, 0.95)
+    """
+    return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 ``python -m faults.everywhere shared 300`` counts the instructions of one step and then takes
 300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
 that of before the step or that of a whole step, and the next step is exact. A third argument
-names another place of ``places.py``, whose steps are taken; a fourth one the file of the engine
+names another place of ``places.py``, whose steps are taken; further ones the files of the engine
 whose instructions alone are counted, such as ``threads/randomness.py``.
 """
 
@@ -72,11 +72,11 @@ def _is_under(frame: FrameType | None, *names: str) -> bool:
 
 
 def run(
-    layout: str, times: int, name: str = "forward, first line", file: str = ""
+    layout: str, times: int, name: str = "forward, first line", *files: str
 ) -> Iterator[dict[str, Any]]:
     """Interrupt one step after another, each a little later."""
     place = PLACES[name]
-    watched = (str(PACKAGE / file),) if file else WATCHED
+    watched = tuple(str(PACKAGE / file) for file in files) or WATCHED
     torch.set_num_threads(1)  # on a busy machine OpenMP threads mostly wait for each other
     bench = bench_on(layout)
     bench.back_to_start(bench.subject, accumulate=True)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_globals
 FAILED = pytest.StashKey[bool]()
 GRACE_SECONDS = 30.0
 _AUTOCAST_TYPES = ("cpu", "cuda")
+_BESIDE_TRITON = ("InductorSubproc", "subproc_worker_timer")
 
 
 def threads() -> set[int | None]:
@@ -39,19 +40,21 @@ def leaked_threads(before: set[int | None]) -> list[str]:
     return leaked
 
 
-def threads_of_torchs_compiler() -> set[threading.Thread]:
+def threads_of_torchs_compiler() -> set[threading.Thread | None]:
     """The pools that torch.compile makes once per process and never ends, and tqdm's monitor.
 
-    Known by the object that owns them, so that a pool of anybody else's is still a leak.
+    Known by what owns them, or by the names that torch gives those beside Triton's compiler, so
+    that a pool of anybody else's is still a leak.
     """
     pools = [getattr(sys.modules.get("torch.utils._functools"), "_prefetch_executor", None)]
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is not None and inductor.AsyncCompile.pool.cache_info().currsize:
         pools.append(inductor.AsyncCompile.pool())
-    found = {thread for pool in pools if pool is not None for thread in pool._threads}
+    found: set[threading.Thread | None] = set()
+    found.update(*(pool._threads for pool in pools if pool is not None))
     progress = sys.modules.get("tqdm")  # inductor's bar of what is being compiled
-    monitor = None if progress is None else progress.tqdm.monitor
-    return found if monitor is None else found | {monitor}
+    found.add(None if progress is None else progress.tqdm.monitor)
+    return found.union(t for t in threading.enumerate() if t.name in _BESIDE_TRITON)
 
 
 def globals_of_torch() -> dict[str, Any]:

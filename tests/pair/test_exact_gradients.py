@@ -16,9 +16,10 @@ from pair.common import Pair, assert_pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 EVEN, RAGGED = 12, 11
+FEW_OR_MANY = [1, 4, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", FEW_OR_MANY)
 @pytest.mark.parametrize("case", CASES)
 def test_losses(placed, case, replicas):
     pair = Pair(mlp(), CASES[case].criterion(), placed(replicas))

@@ -49,13 +49,23 @@ class Work:
 Works = dict[str, Work]  # by FULL and TINY
 
 
-def works_of(network: Network, devices: Sequence[torch.device]) -> Works:
-    """The batch of all replicas: as it should be, and one that computes next to nothing."""
+def works_of(network: Network, devices: Sequence[torch.device], first: int = 0) -> Works:
+    """The batch of these replicas: as it should be, and one that computes next to nothing.
+
+    Args:
+        network: what for.
+        devices: of the replicas.
+        first: the number of the first one; the rows of a replica are its own.
+    """
+    replicas = range(first, first + len(devices))
     # Normalisation needs more than one value of each channel.
     sizes = {FULL: (network.data, network.rows), TINY: (network.tiny, 2)}
     found = {}
     for size, (data, rows) in sizes.items():
-        work = Work(*data(rows * ACCUM * len(devices)), rows)
+        parts = [data(rows * ACCUM, replica) for replica in replicas]
+        inputs = torch.cat([part for part, _ in parts])
+        targets = None if parts[0][1] is None else torch.cat([part for _, part in parts])
+        work = Work(inputs, targets, rows)
         found[size] = work if devices[0].type == "cpu" else work.pinned()
     return found
 

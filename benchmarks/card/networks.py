@@ -24,7 +24,7 @@ class Network:
     Attributes:
         title: its name, and whose it is.
         module: on the device; the same weights every time.
-        data: that many rows, on the host.
+        data: that many rows, on the host, by a seed.
         tiny: likewise, so small that to launch them takes longer than to compute them.
         rows: of a sub-step.
         criterion: of the output and the targets; ``None`` where the module gives the loss.
@@ -32,8 +32,8 @@ class Network:
 
     title: str
     module: Callable[[torch.device], nn.Module]
-    data: Callable[[int], Batch]
-    tiny: Callable[[int], Batch]
+    data: Callable[[int, int], Batch]
+    tiny: Callable[[int, int], Batch]
     rows: int
     criterion: nn.Module | None
 
@@ -55,6 +55,8 @@ class Mixed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The module's logits or loss, in float32."""
+        if inputs.dtype == torch.uint8:  # pictures travel as bytes
+            inputs = inputs / 255
         with torch.autocast(self._type, self._dtype):
             return self.net(inputs).float()
 
@@ -89,18 +91,19 @@ def resnet50(device: torch.device, small: bool) -> Network:
         mixed = Mixed(build(), device, half(device))
         return mixed.to(physical(device), memory_format=torch.channels_last)
 
-    def images(rows: int, side: int) -> Batch:
-        generator = torch.Generator().manual_seed(1)
-        made = torch.randn(rows, 3, side, side, generator=generator)
+    def images(rows: int, side: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        size = rows, 3, side, side
+        made = torch.randint(256, size, dtype=torch.uint8, generator=generator)
         labels = torch.randint(classes, (rows,), generator=generator)
         return made.contiguous(memory_format=torch.channels_last), labels
 
     return Network(
         f"ResNet-50{', four narrow blocks of it,' if small else ''} of {source}, channels last",
         module,
-        lambda rows: images(rows, side),
-        lambda rows: images(rows, 32),
-        2 if small else _rows(device, 64),
+        lambda rows, seed: images(rows, side, seed),
+        lambda rows, seed: images(rows, 32, seed),
+        2 if small else _rows(device, 32),
         nn.CrossEntropyLoss(),
     )
 
@@ -116,17 +119,17 @@ def gpt2(device: torch.device, small: bool) -> Network:
         net = Part(transformers.GPT2LMHeadModel(config), "loss", use_cache=False)
         return Mixed(net, device, half(device)).to(physical(device))
 
-    def text(rows: int, length: int) -> Batch:
-        generator = torch.Generator().manual_seed(1)
+    def text(rows: int, length: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
         return torch.randint(config.vocab_size, (rows, length), generator=generator), None
 
     return Network(
         f"GPT-2 small{', two narrow layers of it,' if small else ''} of transformers "
         f"{transformers.__version__}, {config.n_positions} tokens",
         module,
-        lambda rows: text(rows, config.n_positions),
-        lambda rows: text(rows, 8),
-        2 if small else _rows(device, 4),
+        lambda rows, seed: text(rows, config.n_positions, seed),
+        lambda rows, seed: text(rows, 8, seed),
+        2 if small else _rows(device, 2),
         None,
     )
 
@@ -135,9 +138,12 @@ NETWORKS = {"resnet50": resnet50, "gpt2": gpt2}
 
 
 def _rows(device: torch.device, fewest: int) -> int:
-    """So many a sub-step, and four times as many on a card with much memory."""
-    total = torch.accelerator.get_memory_info(device.index)[1] if device.type != "cpu" else 0
-    return fewest * (4 if total >= 40 * _GIB else 1)
+    """So many a sub-step, and more of them on cards with more memory."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return fewest
+    total = module.mem_get_info(device)[1] / _GIB
+    return fewest * (1 if total < 20 else 2 if total < 40 else 4)
 
 
 def _resnet(small: bool) -> tuple[Callable[[], nn.Module], str]:

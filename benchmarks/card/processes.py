@@ -112,9 +112,7 @@ class _Worker:
         devices = [torch.device(device) for device in names]
         device = devices[rank]
         network = NETWORKS[name](device, small)
-        works = {
-            size: work.part(rank, len(devices)) for size, work in works_of(network, devices).items()
-        }
+        works = works_of(network, [device], rank)
         _join(device, rank, len(devices), folder)
 
         def make() -> tuple[nn.Module, Any]:

@@ -239,6 +239,7 @@ def test_a_few_models_of_transformers(devices, name):
 
 
 @pytest.mark.slow
+@pytest.mark.draws  # some do, even for dropout of nothing
 @pytest.mark.parametrize("name", sorted({*IN_FLOAT64, *IN_FLOAT32} - {*QUICK_TRANSFORMERS}))
 def test_models_of_transformers(name):
     """On two memories, where more can go wrong than in one."""

@@ -348,12 +348,12 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     read = feed.Feed._read
 
     def slowly(self, wanted):
-        time.sleep(0.2)
+        time.sleep(0.3)
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1") == 0
+    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d\d%", printed.out)
     assert re.search(

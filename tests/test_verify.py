@@ -433,6 +433,35 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
         engine.forward_backward(*batch)
 
 
+class Stashes(nn.Linear):
+    """Keeps a part of the loss in an attribute, as some models do with a router's or a KL term."""
+
+    extra = torch.zeros(())
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        self.extra = output.square().mean()
+        return output
+
+
+def test_a_part_of_the_loss_that_stays_on_the_replicas(devices):
+    """It was left out of the gradient, without a word."""
+    model = build(lambda: Stashes(FEATURES, CLASSES))
+
+    def criterion(output, targets):
+        return F.cross_entropy(output, targets) + model.extra
+
+    def regular(output, targets):
+        return F.cross_entropy(output, targets) + model.weight.square().sum() * 0
+
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        before = capture(model)
+        with pytest.raises(ValueError, match=r"reads 'extra' of a module .*Return it from"):
+            step(engine, criterion, classes(ROWS))
+        assert differences(before, capture(model)) == []
+        step(engine, regular, classes(ROWS))
+
+
 # --- the module computes the loss ---
 
 

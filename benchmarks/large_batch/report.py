@@ -66,9 +66,10 @@ def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> N
         held_out: with the error on images held out of training.
 
     """
-    write = Publisher(folder, held_out.environment)
+    write = Publisher(folder, runs.environment)
     names = dict.fromkeys([BASELINE.name, LARGE.name, *(recipe.name for recipe in CLOSING)])
-    rows = [_closing_row(name, held_out.of(name), runs.of(name)) for name in names]
+    found = [(name, held_out.of(name), runs.of(name)) for name in names]
+    rows = [_closing_row(*row) for row in found if row[1] or row[2]]
     write(f"{network}-closing", Table(CLOSING_COLUMNS, rows), {"rows": rows})
     measured = held_out.of(BASELINE.name) + held_out.of(GROWING.name)
     if len(measured) == 2:

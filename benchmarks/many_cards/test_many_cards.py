@@ -65,4 +65,4 @@ def _cells(counted, parameters):
         for who in ("master", "others")
     ]
     messages = [counted["messages"][phase] for phase in ("replicate", "reduce")]
-    return [*peaks, *messages, counted["synchronizations"], counted["kernels"]]
+    return [*peaks, *messages, counted["blocking_copies"], counted["kernels"]]

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from scatterpar.threads.workers import note
 
-__all__ = ["captured_tensors", "ignored_values", "note_strangers", "surroundings"]
+__all__ = [
+    "captured_tensors",
+    "ignored_values",
+    "note_strangers",
+    "set_by_forward",
+    "surroundings",
+]
 
 
 def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -56,6 +62,31 @@ def _captured(function: Any) -> dict[str, Any]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Those of an object that is no module: a module's are replicated."""
     return {} if isinstance(value, nn.Module) else dict(getattr(value, "__dict__", {}))
+
+
+def set_by_forward(function: Any, module: nn.Module) -> str | None:
+    """An attribute that a forward pass of ``module`` has set, and ``function`` reads elsewhere.
+
+    A replica's attributes stay the replica's: of the module that a criterion closes over, it
+    reads what was there before.
+
+    Args:
+        function: the criterion.
+        module: a replica whose forward pass has run.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    brought = [v for v in _captured(function).values() if isinstance(v, nn.Module)]
+    if code is None or not brought:
+        return None
+    has_it = {type(part) for value in brought for part in value.modules()}
+    for part in module.modules():
+        for name, value in vars(part).items():
+            is_read = name in code.co_names and type(part) in has_it
+            if is_read and isinstance(value, Tensor) and value.grad_fn is not None:
+                return name
+    return None
 
 
 def note_strangers(error: BaseException, function: Any, device: torch.device) -> None:

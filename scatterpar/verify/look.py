@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
 from scatterpar.replicas.bound import owner_of
 from scatterpar.step import nested
-from scatterpar.step.captured import captured_tensors
+from scatterpar.step.captured import captured_tensors, set_by_forward
 from scatterpar.step.markers import transform
 from scatterpar.step.request import Request
 from scatterpar.step.slices import opened, take
@@ -88,11 +88,13 @@ class Look:
             results: what it made of it.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not, or the criterion reads what replicas alone have.
         """
         losses = list(chain.from_iterable(result.losses for result in results))
         task = tasks[bisect(self._firsts, self.both[0]) - 1]
         words = Words(self.request, self._spans, self.labels, self.weights)
+        if (attribute := self._read_elsewhere(task)) is not None:
+            raise ValueError(words.of_attribute(attribute))
         try:
             own = losses[self.both[0]], losses[self.both[1]]
             finding = self._find(attempt, task, [t for t in tasks if t is not task], own)
@@ -107,6 +109,12 @@ class Look:
         if finding.seems != "right":
             raise ValueError(words.of(finding))
         self.agreed()
+
+    def _read_elsewhere(self, task: Task) -> str | None:
+        try:
+            return set_by_forward(self.request.criterion, cast(nn.Module, task.module))
+        except Exception:  # of something of the user's that cannot be looked at
+            return None
 
     def _find(
         self, attempt: Attempt, task: Task, others: Sequence[Task], losses: tuple[float, float]

@@ -51,6 +51,15 @@ class Words:
             f"verify=False switches this check off."
         )
 
+    def of_attribute(self, name: str) -> str:
+        """That the criterion reads an attribute of a module whose forward pass never ran."""
+        return (
+            f"{self._criterion()} reads {name!r} of a module that it closes over, and the forward "
+            f"pass sets it, on each replica alone: what the criterion finds is old. Return it from "
+            f"forward, and take it from the output that the criterion is given. Nothing was "
+            f"changed; verify=False switches this check off."
+        )
+
     def padding_matters(self) -> bool:
         """Whether labels are padded, and the criterion may leave those out that rows count."""
         if self.request.count is not None or not self.request.is_mean:

@@ -22,7 +22,7 @@ from torch import nn  # noqa: F401  likewise
 
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
 
-AT_ONCE = 6  # most of them wait
+AT_ONCE = 3
 SECONDS = 120  # a child that hangs is killed then
 
 BEGIN = """

@@ -54,7 +54,7 @@ def test_how_a_part_went_is_told(tmp_path, command, well, words):
 def test_the_tests_are_summed_up(tmp_path):
     summing = Part("part", "A part", 170.0, lambda *_: ["platform"], sums_up=True)
     words = run_part(summing, ["cpu"], tmp_path, True, {}).words
-    assert re.fullmatch(rf"done, in \d+ s; its last words: {platform.platform()}", words)
+    assert re.fullmatch(rf"done, in \d+ s; its last words: {re.escape(platform.platform())}", words)
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 import time
@@ -48,6 +49,12 @@ def test_how_a_part_went_is_told(tmp_path, command, well, words):
     outcome = run_part(part(*command), ["cpu"], tmp_path, True, {})
     assert outcome.went_well == well
     assert re.match(words, outcome.words), outcome.words
+
+
+def test_the_tests_are_summed_up(tmp_path):
+    summing = Part("part", "A part", 170.0, lambda *_: ["platform"], sums_up=True)
+    words = run_part(summing, ["cpu"], tmp_path, True, {}).words
+    assert re.fullmatch(rf"done, in \d+ s; its last words: {re.escape(platform.platform())}", words)
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
@@ -171,12 +178,12 @@ def test_the_page_shows_ratios_of_rounds_and_what_failed(tmp_path):
         "absent": {steps.DDP: "ValueError: with one card it is a plain loop"},
     }
     (tmp_path / "resnet50.json").write_text(json.dumps(found))
-    outcomes = [Outcome(resnet, 0, 1.0, "done, in 1 s"), Outcome(doctor, None, 1.0, "not done")]
+    outcomes = [Outcome(resnet, 0, 1.0, "done, in 1 s"), Outcome(doctor, None, 1.0, "not | done")]
     page.write_page(tmp_path, {"torch": "2.13.0"}, outcomes, small=False)
     shown = (tmp_path / "README.md").read_text()
     assert "| plain loop | 2000.0 | 0.900 | 1.00 | 3 |  |" in shown
     assert "| engine | 1900.0 | 1.000 | 1.00 | 3 | 1e-04 |" in shown
-    assert "| [doctor](doctor.txt) | not done |" in shown
+    assert "| [doctor](doctor.txt) | not \\| done |" in shown
     assert "- DDP, no_sync: no part: ValueError: with one card it is a plain loop" in shown
     assert "mean nothing" not in shown
 

@@ -21,7 +21,10 @@ def write_page(
     if small:
         parts.append("**Tiny sizes, to try it out: the times mean nothing.**")
     parts.append("\n".join(f"- {name}: {words}" for name, words in facts.items()))
-    rows = [[f"[{one.part.title}]({one.part.name}.txt)", one.words] for one in outcomes]
+    rows = [
+        [f"[{one.part.title}]({one.part.name}.txt)", one.words.replace("|", "\\|")]
+        for one in outcomes
+    ]
     parts.append(table(["part", "how it went"], rows))
     for outcome in outcomes:
         found = folder / f"{outcome.part.name}.json"

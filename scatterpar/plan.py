@@ -14,6 +14,8 @@ import torch
 
 __all__ = ["Plan", "Share", "make_plan"]
 
+_ROUNDING = Fraction(1, 10**9)  # shares come as floats: so much of a sub-step is none
+
 
 @dataclass(frozen=True)
 class Share:
@@ -159,8 +161,12 @@ def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 def _in_proportion(accum: int, shares: Sequence[float]) -> list[int]:
-    """The sub-steps of each replica: ``accum`` for an equal share, rounded up for any other."""
-    return [math.ceil(accum * len(shares) * part) for part in _fractions(shares)]
+    """The sub-steps of each replica: ``accum`` for an equal share, rounded up for any other.
+
+    Three tenths of ten are three, though a float makes of 0.3 and 0.7 a little more.
+    """
+    exact = [accum * len(shares) * part for part in _fractions(shares)]
+    return [max(1, math.ceil(number - _ROUNDING)) for number in exact]
 
 
 def _fractions(shares: Sequence[float]) -> list[Fraction]:

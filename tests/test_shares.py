@@ -43,6 +43,24 @@ def test_the_rules(shares, rows, accum):
         assert largest <= math.ceil(Fraction(rows, accum * n))
 
 
+@pytest.mark.parametrize(
+    ("shares", "accum", "substeps"),
+    [
+        ([0.3, 0.7], 5, [3, 7]),
+        ([0.1, 0.5], 6, [2, 10]),
+        ([1 / 7, 6 / 7], 7, [2, 12]),
+        ([1e-12, 1], 2, [1, 4]),
+    ],
+    ids=str,
+)
+def test_rounding_of_the_given_numbers_makes_no_sub_step_more(shares, accum, substeps):
+    """A float's 0.3 of 0.3 + 0.7 is more than three tenths: ten times that was cut into four."""
+    plan = make_plan(1000, [CPU] * 2, accum, shares=shares)
+    assert [len(share.micro_batches) for share in plan.shares] == substeps
+    largest = max(b - a for share in plan.shares for a, b in share.micro_batches)
+    assert largest <= math.ceil(1000 / (2 * accum))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9, 4096])
 def test_equal_shares_are_the_plan_without_any(rows):
     assert make_plan(rows, [CPU] * 4, 5, shares=[2.5] * 4) == make_plan(rows, [CPU] * 4, 5)

@@ -33,7 +33,8 @@ class Task:
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         dim: the dimension that holds the rows.
         copies: micro-batches are copies of their rows: where these are the caller's own, which
-            must not be written, and where compiled code would be made anew for every view.
+            must not be written, where a second forward pass must find what the first one did, and
+            where compiled code would be made anew for every view.
         writes: the replica's own copies of parameters that a forward pass writes.
     """
 
@@ -125,6 +126,10 @@ def hand_out(
     # A compiled module's graphs hold for rows that begin where the memory does.
     compiled = any(part.compiler.is_used for part in parts)
     borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
+
+    def is_seen_twice(share: Share) -> bool:
+        return request.whole_batch and len(share.micro_batches) > 1
+
     tasks = []
     for i, share in enumerate(plan.shares):
         replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
@@ -138,7 +143,7 @@ def hand_out(
                 criterion=None if request.whole_batch else criteria[i],
                 weights=weights[i] if weights else (),
                 dim=request.dim,
-                copies=compiled or share.device in borrowed,
+                copies=compiled or share.device in borrowed or is_seen_twice(share),
                 writes=[replica.writes for replica in replicas if replica.writes is not None],
             )
         )

@@ -20,7 +20,7 @@ from torch import nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
-from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
@@ -103,6 +103,10 @@ class ScatterOnceParallel(Wrapper):
             ``ValueError`` before anything changes where they do not. It takes three
             evaluations of the criterion, or, where the module computes the loss, a forward
             pass of the two; later steps do not pay.
+
+    Attributes:
+        module: the user's module.
+        last_step: what the last step did, a :class:`StepReport`; ``None`` before the first one.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -240,12 +244,10 @@ class ScatterOnceParallel(Wrapper):
                 outcome = self._ranks.together(partial(self._fit, request), interrupts.deliver)
                 settle = None  # the other ranks commit too: there is no way back
             noise = outcome.noise() if self.measure_noise else None
+            loss = outcome.returned()  # before the commit, after which nothing may fail
             commit(outcome, settle)
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
-            device = physical(self.device_ids[0])
-            # Filled in, not copied: the host waits for a copy.
-            loss = torch.full((), outcome.loss, dtype=outcome.dtype, device=device)
         return (loss, outcome.outputs) if return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:

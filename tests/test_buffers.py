@@ -239,3 +239,65 @@ def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
     with ScatterOnceParallel(build(Queue), 1, devices(2)) as engine:
         engine.forward_backward(randn(8, FEATURES), criterion=lambda out, _: out.square().mean())
         assert engine.module.queue.any()
+
+
+class Expanded(nn.Module):
+    """A buffer whose elements share their place, which torch refuses to write."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.norm = nn.BatchNorm1d(CLASSES)
+        self.register_buffer("table", torch.zeros(1))
+        self.grows = False
+
+    def forward(self, inputs):
+        if self.grows:
+            self.table = self.table + 1
+        return self.norm(self.linear(inputs)) + self.table
+
+
+def expanded():
+    model = build(Expanded)
+    model.table = torch.ones(1, dtype=torch.float64).expand(CLASSES)
+    return model
+
+
+@pytest.mark.parametrize("buffers", ["master", "mean"])
+def test_expanded_buffers_stay_expanded(devices, buffers):
+    model = expanded()
+    held = model.table
+    with ScatterOnceParallel(model, 1, devices(2), buffers=buffers) as engine:
+        for _ in range(2):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert model.table is held
+    assert held.stride() == (0,)
+
+
+def test_an_expanded_buffer_that_a_forward_pass_rebinds(devices):
+    model = expanded()
+    model.grows = True
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert torch.equal(model.table, torch.full((CLASSES,), 3.0, dtype=torch.float64))
+
+
+def test_a_step_that_fails_with_an_expanded_buffer_takes_everything_back(devices):
+    model = expanded()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        gradients = [p.grad.clone() for p in model.parameters()]
+
+        def refuse(_):
+            raise KeyError("mine")
+
+        handle = model.linear.weight.register_hook(refuse)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        handle.remove()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.oracle import (
     assert_gradients,
     assert_step,
     build,
+    gradients,
     randint,
     randn,
     whole_batch,
@@ -242,3 +244,104 @@ def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices)
         losses = [engine.forward_backward(*BATCH, nn.CrossEntropyLoss()) for _ in range(3)]
     assert not model.linear._forward_hooks
     assert torch.equal(losses[0], losses[2])
+
+
+class Overlapping(nn.Module):
+    """Two parameters whose gradients autograd puts in one memory, and a third it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES, bias=False)
+        self.one = nn.Parameter(randn(CLASSES))
+        self.other = nn.Parameter(randn(CLASSES, seed=1))
+        self.skips = False
+
+    def forward(self, inputs):
+        hidden = self.linear(inputs)
+        if self.skips and (inputs[:, 0] > 0).all():
+            return hidden
+        return hidden + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
+
+
+def positive_first(rows):
+    """Rows of which only the later ones need what a model may skip."""
+    inputs = randn(rows, FEATURES)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(rows) < rows // 2, 1, -1)
+    return inputs
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("accum", [1, 2, 4])
+def test_gradients_that_share_memory_are_not_added_up_twice(devices, accum, whole):
+    """``a.view(1, -1) + b.view(1, -1)``: torch adds the second gradient to both of them."""
+    model = build(Overlapping)
+    batch = randn(8, FEATURES), randint(CLASSES, 8)
+    for count in (1, 2):
+        with ScatterOnceParallel(model, accum, devices(count)) as engine:
+            assert_step(engine, *batch, nn.CrossEntropyLoss(), whole_batch=whole)
+            once = gradients(model)
+            engine.forward_backward(*batch, nn.CrossEntropyLoss(), whole_batch=whole)
+            for name, gradient in gradients(model).items():
+                assert_close(gradient, 2 * once[name], name)
+
+
+def test_gradients_that_share_memory_and_arrive_late(devices):
+    """Sub-steps that use neither of them come first."""
+    model = build(Overlapping)
+    model.skips = True
+    inputs, targets = positive_first(16), randn(16, CLASSES)
+    expected = [
+        whole_batch(model, *pair, nn.MSELoss())[1] for pair in rows_by_rows(inputs, targets)
+    ]
+    for count in (1, 2):
+        model.zero_grad()
+        with ScatterOnceParallel(model, 16 // count, devices(count)) as engine:
+            engine.forward_backward(inputs, targets, nn.MSELoss())
+        for name, gradient in gradients(model).items():
+            parts = [one[name] for one in expected if one[name] is not None]
+            assert_close(gradient, sum(parts) / 16, name)
+
+
+def rows_by_rows(inputs, targets):
+    return zip(inputs.split(1), targets.split(1), strict=True)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_criterion_s_gradients_that_share_memory(devices, accum):
+    """A criterion of the whole batch that is a part of the model: the model adds to them."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = build(Overlapping)
+
+        def forward(self, inputs):
+            return self.body(inputs)
+
+        def loss(self, outputs, targets):
+            own = self.body.one.unsqueeze(0) + self.body.other.unsqueeze(0)
+            return nn.functional.cross_entropy(outputs * own, targets)
+
+    model = build(Head)
+    batch = randn(8, FEATURES), randint(CLASSES, 8)
+    twin = copy.deepcopy(model)
+    twin.loss(twin(batch[0]), batch[1]).backward()
+    with ScatterOnceParallel(model, accum, devices(2)) as engine:
+        engine.forward_backward(*batch, model.loss, whole_batch=True)
+    assert_gradients(model, gradients(twin))
+
+
+def test_a_sparse_gradient_and_a_dense_one_from_a_closure(devices):
+    """A penalty on the weight of a sparse embedding, in a criterion over the user's own model."""
+    model = build(lambda: nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 3)))
+    ids, targets = randint(10, 8), randn(8, 3)
+
+    def criterion(outputs, targets):
+        return nn.functional.mse_loss(outputs, targets) + model[0].weight.pow(2).mean()
+
+    criterion(model(ids), targets).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(ids, targets, criterion)
+    assert_gradients(model, expected)

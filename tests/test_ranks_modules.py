@@ -227,16 +227,19 @@ def taken_over(group):
     module = nn.Sequential(
         nn.Linear(2, 3), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
     )
+    module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
     ScatterOnceParallel(module, process_group=group).close()
     assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
-    return [p.detach() for p in module.parameters()]
+    assert module.table.stride() == (0, 1)
+    return [p.detach() for p in module.parameters()] + [module.table]
 
 
 def test_the_first_ranks_parameters_are_taken_over():
     with seeded(0):
         module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2))
+        table = torch.randn(1, 3).expand(2, 3)
     for found in gang()(3, taken_over):
-        assert all(map(torch.equal, found, module.parameters()))
+        assert all(map(torch.equal, found, [*module.parameters(), table]))
 
 
 def copied(group):

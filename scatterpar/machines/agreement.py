@@ -56,7 +56,17 @@ def take_over(module: nn.Module, group: dist.ProcessGroup) -> None:
             flat = flatten([tensor.detach() for tensor in tensors])
             with waiting_for("rank 0's parameters and buffers", group):
                 dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-            torch._foreach_copy_(tensors, list(unflatten(flat, tensors)))
+            values = unflatten(flat, tensors)
+            places = [_places(tensor) for tensor in tensors]
+            torch._foreach_copy_(
+                [tensor[place] for tensor, place in zip(tensors, places, strict=True)],
+                [value[place] for value, place in zip(values, places, strict=True)],
+            )
+
+
+def _places(tensor: Tensor) -> tuple[slice, ...]:
+    """All of a tensor; of an expanded one, which torch refuses to write, each place once."""
+    return tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
 
 
 def sparse_weights(module: nn.Module) -> set[int]:

@@ -66,6 +66,8 @@ class LateGradients:
             return False
         if leaf._backward_hooks or has_gradient_hooks(leaf) or not accumulates(node):
             return False
+        if all(gradient is None for gradient in gradients):  # a function gives none for its input
+            return False
         dtype = leaf.grad_dtype or leaf.dtype
         dense = [g for g in (*gradients, leaf.grad) if g is not None]
         if any(g.layout != torch.strided or g.dtype != dtype for g in dense):

@@ -13,6 +13,7 @@ from scatterpar.devices.lists import copy_each
 from scatterpar.replicas.sparse import is_sparse, pieces_of
 from scatterpar.step.handover import Sums, hand_over, unobserved
 from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.threads.workers import note
 from scatterpar.torch_private import has_gradient_hooks
 
 __all__ = ["commit", "commit_buffers", "write_parameters"]
@@ -29,30 +30,38 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
         outcome: what the step computed. Its gradients are the parameters' afterwards.
         settle: called last; if it raises, as a hook may, everything is put back.
     """
-    gradients = [(root, gradient) for root, gradient in outcome.gradients if gradient is not None]
-    outcome.gradients.clear()
-    quiet, gradients = unobserved(gradients)
-    sums = Sums(quiet)
-    undo: list[Callable[[], object]] = [
-        *_remember_gradients([root for root, _ in gradients]),
-        *_remember_buffers(outcome.buffers),
-        *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
-        sums.undo,
-    ]
-    try:
-        write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
-        hand_over(gradients)
-        sums.add()
-        commit_buffers(outcome.buffers)
-        outcome.attempt.streams.commit()
-        if settle is not None:
-            settle()
-    except BaseException:
-        with torch.no_grad():
-            for put_back in undo:
+    with outcome.attempt:  # random numbers as before, also where memory ends before the try
+        gradients = [(root, g) for root, g in outcome.gradients if g is not None]
+        outcome.gradients.clear()
+        quiet, gradients = unobserved(gradients)
+        sums = Sums(quiet)
+        undo: list[Callable[[], object]] = [
+            *_remember_gradients([root for root, _ in gradients]),
+            *_remember_buffers(outcome.buffers),
+            *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
+            sums.undo,
+        ]
+        try:
+            write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
+            hand_over(gradients)
+            sums.add()
+            commit_buffers(outcome.buffers)
+            outcome.attempt.streams.commit()
+            if settle is not None:
+                settle()
+        except BaseException as error:
+            _put_back(undo, error)
+            raise
+
+
+def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
+    """Everything as it was; where one thing cannot be put back, the others are all the same."""
+    with torch.no_grad():
+        for put_back in undo:
+            try:
                 put_back()
-        outcome.attempt.streams.rollback()
-        raise
+            except Exception as another:
+                note(error, f"after that, something could not be put back: {another!r}")
 
 
 def write_parameters(parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -68,7 +77,7 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
     values: list[Tensor] = []
     for holder, name, value in buffers:
         target = holder.get(name)
-        if value is not None and target is not None and is_sparse(value) and is_sparse(target):
+        if value is not None and target is not None and _is_never_written(value, target):
             if not _same(target, value):
                 holder[name] = value.detach().clone()
         elif value is not None and target is not None and _fits(target, value):
@@ -81,12 +90,28 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
             copy_each(into, values)
 
 
+def _is_never_written(value: Tensor, target: Tensor) -> bool:
+    """Whether a buffer is sparse, or expanded, so that torch refuses to write its elements."""
+    if is_sparse(value) and is_sparse(target):
+        return True
+    return _is_expanded(target) and _fits(target, value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether some elements share their place."""
+    return tensor.layout == torch.strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def _fits(target: Tensor, value: Tensor) -> bool:
     return target.shape == value.shape and target.dtype == value.dtype
 
 
 def _same(target: Tensor, value: Tensor) -> bool:
-    """Whether two sparse tensors are made of the same pieces."""
+    """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
+    if not is_sparse(target):
+        return not any(bits.changed([target], [value]))
     pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
     if target.layout != value.layout or any(not _fits(one, other) for one, other in pairs):
         return False
@@ -122,7 +147,8 @@ def _remember_buffers(buffers: Iterable[BufferValue]) -> Iterable[Callable[[], N
     undo: list[Callable[[], None]] = []
     for holder, name, _ in buffers:
         target = holder.get(name)
-        kept = None if target is None else target.detach().clone()
+        is_written = target is not None and not _is_expanded(target)
+        kept = target.detach().clone() if target is not None and is_written else None
         undo.append(partial(_put_back_buffer, holder, name, target, kept))
     return undo
 

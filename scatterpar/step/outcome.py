@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
@@ -59,6 +60,12 @@ class Outcome:
         factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
         with self.attempt:
             return estimate(self.spread, gradients, factor)
+
+    def returned(self) -> Tensor:
+        """The loss on the master: filled in, not copied, since the host waits for a copy."""
+        with self.attempt:
+            device = physical(self.plan.shares[0].device)
+            return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None) -> StepReport:
         """What the step did, in numbers."""

@@ -66,6 +66,7 @@ def reduce_gradients(
             _, other = total.get(id(tensor), (tensor, None))
             # Tied between model and criterion, or reached through a closure over the tensor itself.
             found_ones = [g for g in (other, gradient, tensor.grad) if g is not None]
+            found_ones.sort(key=lambda g: g.layout != torch.strided)  # sparse + dense is not known
             total[id(tensor)] = (tensor, sum(found_ones[1:], found_ones[0]) if found_ones else None)
     return list(total.values())
 

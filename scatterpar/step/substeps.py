@@ -16,6 +16,7 @@ from scatterpar.step.captured import note_strangers
 from scatterpar.step.join import join_rows
 from scatterpar.step.request import Request
 from scatterpar.step.task import Task, noted
+from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.randomness import followed
 
@@ -76,6 +77,7 @@ def train(
     autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
+    waiting = task.leaves
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
@@ -92,6 +94,7 @@ def train(
                     _require_trainable(task.module)
                 factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
                 pull([loss], [factor], autocast)
+                waiting = unalias(waiting)
             losses.append(loss.detach())
             del loss
     joined = None

@@ -36,6 +36,7 @@ class Task:
             must not be written, where a second forward pass must find what the first one did, and
             where compiled code would be made anew for every view.
         writes: the replica's own copies of parameters that a forward pass writes.
+        leaves: what backward passes give gradients.
     """
 
     share: Share
@@ -47,6 +48,7 @@ class Task:
     dim: int = 0
     copies: bool = False
     writes: Sequence[Writes] = ()
+    leaves: Sequence[Tensor] = ()
 
     def rows_of(self, value: Any, number: int) -> Any:
         """The rows of one micro-batch, of the inputs or of the targets."""
@@ -132,7 +134,8 @@ def hand_out(
 
     tasks = []
     for i, share in enumerate(plan.shares):
-        replicas = [part.replicas[i] for part in parts if i < len(part.replicas)]
+        own = [(part, part.replicas[i]) for part in parts if i < len(part.replicas)]
+        replicas = [replica for _, replica in own]
         inputs, targets = scattered[i]
         tasks.append(
             Task(
@@ -145,6 +148,7 @@ def hand_out(
                 dim=request.dim,
                 copies=compiled or share.device in borrowed or is_seen_twice(share),
                 writes=[replica.writes for replica in replicas if replica.writes is not None],
+                leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
             )
         )
     return tasks

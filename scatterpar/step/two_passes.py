@@ -45,6 +45,7 @@ from scatterpar.step.repetition import differences, require_unchanged
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Result, kept, pull
 from scatterpar.step.task import Task, noted
+from scatterpar.step.unalias import unalias
 from scatterpar.step.whole_batch import Peers, WholeBatch
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
@@ -109,6 +110,7 @@ def train_whole(
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _judged_on(shares[0].device, attempt.workers, judge, seen)
+            unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
@@ -206,6 +208,7 @@ def second_pass(
     last = len(own.pieces) - 1
     with task.substep(last, resumed=True):
         _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
+        waiting = unalias(task.leaves)
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
@@ -219,6 +222,7 @@ def second_pass(
             output = task.output_of(number)
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
+            waiting = unalias(waiting)
             del output
     streams.rewind(share.replica, position)
     commit_buffers(buffers)

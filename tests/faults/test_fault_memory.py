@@ -12,7 +12,9 @@ import pytest
 import torch
 from helpers.oracle import build, randint, randn
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import scatterpar.engine as engine_module
 from faults.state import capture, differences, values_differ
 from scatterpar import ScatterOnceParallel
 
@@ -190,6 +192,53 @@ def test_a_replica_that_fails_alone_holds_up_nobody(devices):
         with pytest.warns(UserWarning, match="accum=6 is the smallest that fits"):
             engine.forward_backward(inputs, criterion=lambda output, _: output.mean())
         assert torch.allclose(model.weight.grad, expected, rtol=1e-12)
+
+
+class Tight(TorchDispatchMode):
+    """Has memory for so many new tensors, and then for none."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room = room
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("clone", "full", "zeros", "zeros_like"):
+            self.room -= 1
+            if self.room < 0:
+                raise FORMS["torch"]()
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("gradients", ["none", "some"])
+def test_memory_that_ends_while_a_step_is_committed(devices, monkeypatch, count, gradients):
+    """Wherever it ends, and be it before anything is written: random state goes back too."""
+    model = budget(10**9)
+    real, tight = engine_module.Outcome.returned, []
+
+    def from_here_on(outcome):
+        tight[0].__enter__()
+        return real(outcome)
+
+    monkeypatch.setattr(engine_module.Outcome, "returned", from_here_on)
+    with ScatterOnceParallel(model, 1, devices(count)) as engine:
+        for room in range(100):
+            given = 2 if gradients == "some" else 0
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.ones_like(parameter) if number < given else None
+            torch.manual_seed(1)
+            before = capture(model)
+            tight[:] = [Tight(room)]
+            try:
+                step(engine)
+            except torch.OutOfMemoryError:
+                tight[0].__exit__(None, None, None)
+                assert differences(before, capture(model)) == [], room
+                continue
+            tight[0].__exit__(None, None, None)
+            break
+        assert 5 < room < 99
 
 
 @pytest.mark.parametrize("form", FORMS)

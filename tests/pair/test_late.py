@@ -135,6 +135,34 @@ def test_gradients_that_share_memory_are_not_added_up_twice(placed):
     Pair(build(Shares), nn.CrossEntropyLoss(), placed(4)).check(*BATCH)
 
 
+class Blocked(torch.autograd.Function):
+    """Gives no gradient to its second input."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one * other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.gate = nn.Parameter(randn(CLASSES))
+
+    def forward(self, inputs):
+        return Blocked.apply(self.linear(inputs), self.gate)
+
+
+def test_a_parameter_that_a_function_gives_no_gradient_keeps_none(placed):
+    model = build(Gated)
+    Pair(model, nn.CrossEntropyLoss(), placed(4)).check(*BATCH)
+    assert model.gate.grad is None
+
+
 def test_strides_are_those_of_the_parameter(placed):
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, CLASSES)))
     model.to(memory_format=torch.channels_last)

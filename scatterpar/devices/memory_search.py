@@ -94,8 +94,18 @@ class _Search(Generic[_Result]):
         return self._fits(lambda: self.results.append(self._attempt(number)), number)
 
     def tried(self, number: int) -> bool:
-        """Whether a trial had the memory it needs."""
-        fits = self._fits(lambda: self._trial(number), number)
+        """Whether a trial had the memory it needs.
+
+        Sub-steps smaller than needed may fail for reasons of their own, as batch normalisation
+        does with one row. That is not for the memory to say: an attempt will, where it comes to it.
+        """
+        try:
+            fits = self._fits(lambda: self._trial(number), number)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            fits = True
         verbs.release()
         return fits
 

@@ -329,6 +329,38 @@ def test_two_passes_find_the_sub_steps_that_fit(devices, where):
     assert torch.equal(found[0][2], found[1][2])
 
 
+@pytest.mark.draws
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_smaller_sub_steps_than_needed_may_fail_otherwise(devices, whole_batch):
+    """Five fit. The search tried eight, one of them of a single row: batch normalisation raised."""
+    model = budget(3)
+    inputs, targets = randn(29, FEATURES), randint(CLASSES, 29)
+    expected, found = copy.deepcopy(model), []
+    for accum, twin in ((5, expected), ("auto", model)):
+        with warnings.catch_warnings(), ScatterOnceParallel(twin, accum, devices(2)) as engine:
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1)
+            loss = engine.forward_backward(
+                inputs, targets, nn.CrossEntropyLoss(), whole_batch=whole_batch
+            )
+            found.append((loss, torch.get_rng_state()))
+            assert len(engine.last_step.plan.shares[0].micro_batches) == 5
+    assert all(map(torch.equal, *found))
+    assert values_differ(expected, model) == []
+
+
+def test_an_error_of_every_size_that_fits_reaches_the_user():
+    def fails(*_):
+        return 1 / 0
+
+    model = budget(3)  # runs out of memory before the criterion is called
+    with ScatterOnceParallel(model, "auto", ["cpu"] * 2) as engine:
+        before = capture(model)
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(randn(29, FEATURES), None, fails)
+        assert differences(before, capture(model)) == []
+
+
 @pytest.mark.parametrize("accum", ["auto", 2])
 def test_a_criterion_that_does_not_fit_says_so_at_once(devices, accum):
     """The master holds all outputs, however many sub-steps there are."""

@@ -60,6 +60,41 @@ def test_the_formula(device_ids, shares):
     check(report.noise, by_hand(model, pieces, nn.CrossEntropyLoss(), sizes, ROWS))
 
 
+class Phases(nn.Module):
+    """Has parameters of two complex dtypes beside real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.leave = nn.Linear(6, 3)
+        self.wide = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+        self.narrow = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        turned = self.wide * inputs + self.narrow.to(torch.complex128)
+        return self.leave(turned.real + turned.imag.square())
+
+
+@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
+def test_complex_gradients_count_by_both_parts(device_ids):
+    """torch measures a complex tensor only in a complex dtype, and the step raised that."""
+    model, inputs, targets = build(Phases), randn(ROWS, 6), randint(3, ROWS)
+    report = step(model, inputs, targets, nn.CrossEntropyLoss(), device_ids)
+    sizes = [share.rows for share in report.plan.shares]
+    losses = [
+        nn.CrossEntropyLoss()(model(x), y)
+        for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True)
+    ]
+    means = [
+        torch.cat([torch.view_as_real(g + 0j).flatten().double() for g in found])
+        for found in (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
+    ]
+    whole = sum(c * g for c, g in zip(sizes, means, strict=True)) / ROWS
+    spread = sum(c * g.dot(g) for c, g in zip(sizes, means, strict=True))
+    variance = ((spread - ROWS * whole.dot(whole)) / (len(sizes) - 1)).item()
+    found = report.noise.signal, report.noise.noise
+    assert found == pytest.approx((whole.dot(whole).item() - variance / ROWS, variance), rel=1e-5)
+
+
 def test_ignored_labels_are_no_terms():
     model, inputs, targets = build(mlp), randn(ROWS, 6), randint(3, ROWS)
     targets[:5] = IGNORED

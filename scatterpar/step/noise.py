@@ -102,11 +102,17 @@ def _gradients_of(parts: Sequence[Replicas], replica: int) -> list[Tensor]:
 
 def _squared_norm(tensors: Sequence[Tensor]) -> float:
     """The sum of the squares of all elements, with one look at the device."""
-    values = [t.detach().coalesce().values() if t.is_sparse else t.detach() for t in tensors]
-    exact = [value for value in values if value.dtype in (torch.float64, torch.complex128)]
-    others = [value for value in values if value.dtype not in (torch.float64, torch.complex128)]
+    values = [_reals(tensor.detach()) for tensor in tensors]
+    exact = [value for value in values if value.dtype == torch.float64]
+    others = [value for value in values if value.dtype != torch.float64]
     norms: list[float] = []
     for group, dtype in ((exact, torch.float64), (others, torch.float32)):
         if group:
             norms += torch.stack(torch._foreach_norm(group, 2, dtype)).tolist()
     return sum(norm**2 for norm in norms)
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """All elements; of complex ones, the real and the imaginary parts."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

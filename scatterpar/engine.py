@@ -104,6 +104,10 @@ class ScatterOnceParallel(Wrapper):
             evaluations of the criterion, or, where the module computes the loss, a forward
             pass of the two; later steps do not pay.
 
+    Attributes:
+        module: the user's module.
+        last_step: what the last step did, a :class:`StepReport`; ``None`` before the first one.
+
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,

@@ -2,7 +2,7 @@
 
 Nothing else in the package names ``torch._C`` or another private module. What is missing in some
 version of torch is said in words, at import or where it is first needed: the versions that the
-tests ran with are in ``constraints.txt`` and in the README.
+tests ran with are in ``constraints.txt``.
 
 ``torch._foreach_*``, ``Tensor._version`` and ``Module._replicate_for_data_parallel`` are used by
 torch's own optimizers, its forum's answers and ``nn.DataParallel``; they are used where they are

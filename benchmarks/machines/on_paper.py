@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 GPUS = 8
+ROUNDS = (GPUS - 1).bit_length()  # of the tree that parameters and gradients go over
 MACHINES = (1, 2, 4, 8, 16, 32)
 
 
@@ -14,7 +15,7 @@ class Setting:
         bytes: of all gradients.
         images: per GPU and step.
         images_per_second: of one GPU.
-        inside: bytes a second that the first GPU sends or receives inside a machine.
+        inside: bytes a second that a GPU sends or receives inside a machine.
         between: bytes a second of a machine's link.
         latency: seconds of one message between machines.
         memory: bytes a second at which gradients are packed and unpacked.
@@ -39,7 +40,7 @@ class Setting:
         small = 2 * (n - 1) * self.latency
         return {
             "compute": self.images / self.images_per_second,
-            "inside a machine": 2 * (GPUS - 1) * self.bytes / self.inside,
+            "inside a machine": 2 * ROUNDS * self.bytes / self.inside,
             "pack": 4 * self.bytes / self.memory if n > 1 else 0.0,
             "between machines": ring + small if n > 1 else 0.0,
         }

@@ -203,8 +203,8 @@ def _add_training(add: Callable[..., object]) -> None:
         default=LARGE_BATCH,
         metavar="N",
         help=f"images of a step, over all machines (default {LARGE_BATCH}); auto: from {FIRST} on, "
-        "doubled between epochs as long as the gradient's noise scale is above it and an epoch "
-        f"has at least {FEWEST_UPDATES} steps; needs two replicas",
+        "doubled after an epoch if the gradient's noise scale has reached the double, as long as "
+        f"an epoch keeps {FEWEST_UPDATES} steps; needs two replicas",
     )
     add("--epochs", type=count, default=20, metavar="N", help="default 20")
     add(

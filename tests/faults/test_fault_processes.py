@@ -1,6 +1,6 @@
 """A script is given all the time that it needs, and none in which it says nothing.
 
-The grid once had 110 seconds for all of its 5,040 combinations: beside a single busy process
+The grid once had 110 seconds for thousands of combinations: beside a single busy process
 it was ended at work, and its 75 tests failed.
 """
 

@@ -13,6 +13,7 @@ from test_written_parameters import (
     Remembers,
     WritesLate,
     assert_untouched,
+    clip,
     each_model,
     state,
 )
@@ -75,7 +76,7 @@ def test_what_depends_on_the_rows_is_refused_by_name(devices):
 
 
 def test_a_late_write_is_told(devices, monkeypatch):
-    model = build(lambda: WritesLate(None))
+    model = build(lambda: WritesLate(clip))
     pair = DataParallelModel(model, devices(2))
     pair(BATCH[0])
     monkeypatch.setattr(WritesLate, "on", True)

@@ -301,3 +301,17 @@ def test_a_step_that_fails_with_an_expanded_buffer_takes_everything_back(devices
         assert torch.equal(value, before[name]), name
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_buffer_made_in_inference_mode(devices):
+    """Torch refuses to write it; a step that does not change it leaves it as it is."""
+    model = build(Expanded)
+    with torch.inference_mode():
+        model.table = torch.ones(CLASSES, dtype=torch.float64)
+    held = model.table
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert model.table is held
+        model.grows = True
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert torch.equal(model.table, torch.full((CLASSES,), 2.0, dtype=torch.float64))

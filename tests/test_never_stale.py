@@ -260,3 +260,27 @@ def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
                 start += weight.numel() * weight.element_size()
         for one, other in zip(*[r.parameters() for r in engine.replicas], strict=True):
             assert torch.equal(one, other)
+
+
+def test_what_a_forward_pass_freezes_trains_again(devices):
+    """Its evaluation turns gradients off; the user turns them on, where the master's never went."""
+
+    class Freezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(FEATURES, FEATURES)
+            self.head = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs):
+            if not self.training:
+                self.body.requires_grad_(False)
+            return self.head(self.body(inputs))
+
+    model = build(Freezes)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        model.eval()
+        engine(BATCH[0])
+        model.train().requires_grad_(True)
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert model.body.weight.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from scatterpar.replicas.sparse import pieces_of
 from scatterpar.replicas.writes import Writes
 
 __all__ = ["Replica", "is_state"]
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Replica:
@@ -67,6 +70,8 @@ class Replica:
         self.roots = tuple(mirror.of(root) for root in roots)
         self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
+        self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
+        self._is_trained = [False] * len(self.tensors)
         self.writes: Writes | None = None
         if written:
             self.writes = Writes(
@@ -79,13 +84,16 @@ class Replica:
         """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
 
         A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
-        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home.
+        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
+        grad as the master's does, whatever a forward pass did to it.
         """
         if not self._state.unchanged():
             self._state.restore()
         self._mirror.rebind()
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
+        if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
+            self.train_like(self._sum_dtypes)
         if self._private:
             copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
 
@@ -107,10 +115,13 @@ class Replica:
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""
+        self._sum_dtypes = dtypes
+        self._is_trained = [dtype is not None for dtype in dtypes]
         for tensor, dtype in zip(self.tensors, dtypes, strict=True):
-            tensor.requires_grad_(dtype is not None)
-            if dtype is not None:
-                tensor.grad_dtype = dtype
+            if tensor.is_leaf:
+                tensor.requires_grad_(dtype is not None)
+                if dtype is not None:
+                    tensor.grad_dtype = dtype
 
 
 def is_state(tensor: Tensor) -> bool:

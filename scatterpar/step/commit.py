@@ -91,14 +91,16 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
 
 
 def _is_never_written(value: Tensor, target: Tensor) -> bool:
-    """Whether a buffer is sparse, or expanded, so that torch refuses to write its elements."""
+    """Whether a buffer is sparse, or torch refuses to write its elements."""
     if is_sparse(value) and is_sparse(target):
         return True
-    return _is_expanded(target) and _fits(target, value)
+    return _is_read_only(target) and _fits(target, value)
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether some elements share their place."""
+def _is_read_only(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is expanded, or was made in inference mode."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return True
     return tensor.layout == torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -147,7 +149,7 @@ def _remember_buffers(buffers: Iterable[BufferValue]) -> Iterable[Callable[[], N
     undo: list[Callable[[], None]] = []
     for holder, name, _ in buffers:
         target = holder.get(name)
-        is_written = target is not None and not _is_expanded(target)
+        is_written = target is not None and not _is_read_only(target)
         kept = target.detach().clone() if target is not None and is_written else None
         undo.append(partial(_put_back_buffer, holder, name, target, kept))
     return undo

@@ -76,7 +76,7 @@ class ScatterOnceMixin(_Base):
         self._tries = 0
         self._predicts_alone = False
         super().__init__(*args, **kwargs)
-        self._train_batch_size = self.args.per_device_train_batch_size * len(self._replicas())
+        self._train_batch_size = self._rows_of_a_batch()
         self._warn_of_overrides()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -85,6 +85,11 @@ class ScatterOnceMixin(_Base):
         self._replicas()
         self.args._n_gpu = min(self.args.n_gpu, 1)  # so that it does not wrap in nn.DataParallel
         super().create_accelerator_and_postprocess()
+        # A trial of a hyperparameter search has just set it anew, from arguments of one device.
+        self._train_batch_size = self._rows_of_a_batch()
+
+    def _rows_of_a_batch(self) -> int:
+        return self.args.per_device_train_batch_size * len(self._replicas())
 
     def _replicas(self) -> tuple[torch.device, ...]:
         """The device of each replica, the Trainer's own first."""
@@ -298,10 +303,16 @@ class ScatterOnceMixin(_Base):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; after training the replicas are let go at the end."""
+        """The Trainer's own; after training the replicas are let go at the end.
+
+        It weighs a batch's loss by the size that the arguments say: here that of all replicas.
+        """
+        rows = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = rows * len(self._replicas())
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
+            self.args.per_device_eval_batch_size = rows
             if not self.is_in_train:
                 self._let_go()
 

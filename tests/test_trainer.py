@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -355,6 +356,36 @@ def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
     ours, stock = beside(tmp_path, "causal language model", model=model, options={"max_steps": 4})
     assert_same(ours, stock, 1e-7)
     assert not [w for w in recwarn if "combine" in str(w.message)]
+
+
+class Remembers(nn.Module):
+    """Writes a buffer and draws NumPy's random numbers, in training and in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.empty(0, dtype=torch.long))
+
+    def forward(self, number, labels):
+        self.seen = torch.cat([self.seen, number])
+        numpy.random.rand()
+        return {"loss": nn.functional.mse_loss(self.weight * number, labels.float())}
+
+
+def test_the_trial_leaves_no_trace(tmp_path):
+    model = Remembers()
+    rows = [{"number": i, "labels": i} for i in range(8)]
+    options = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "seed": 3}
+    ours = ScatterOnceTrainer(
+        model, arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"]
+    )
+    quietly(ours.train)
+    drawn = numpy.random.rand()
+    assert sorted(model.seen.tolist()) == list(range(8)), "each row once"
+    stock = transformers.Trainer(Remembers(), ours.args, train_dataset=rows)
+    quietly(stock.train)
+    assert model.seen.tolist() == stock.model.seen.tolist()
+    assert drawn == numpy.random.rand()
 
 
 def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):

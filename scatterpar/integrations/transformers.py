@@ -35,6 +35,7 @@ from scatterpar.integrations.combination import (
 )
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.step.markers import Rows
+from scatterpar.verify.untouched import untouched
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
@@ -257,7 +258,6 @@ class ScatterOnceMixin(_Base):
         if "_metrics" in vars(self):  # TRL's trainers collect in compute_loss
             vars(twin)["_metrics"] = copy.deepcopy(vars(self)["_metrics"])
         model = self._module()
-        modes = {module: module.training for module in model.modules()}
 
         def loss_of(rows: Mapping[str, Any], items: Any) -> Tensor:
             rows = transformers.Trainer._prepare_inputs(twin, dict(rows))
@@ -266,14 +266,9 @@ class ScatterOnceMixin(_Base):
             loss: Any = twin.compute_loss(model, rows, num_items_in_batch=items)
             return torch.as_tensor(loss).detach()
 
-        device = self.args.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]), torch.no_grad():
+        with untouched([model], (), [self.args.device]), torch.no_grad():
             model.eval()
-            try:
-                return try_out(loss_of, _plain(batch), self._terms, self._tolerance())
-            finally:
-                for module, training in modes.items():
-                    module.training = training
+            return try_out(loss_of, _plain(batch), self._terms, self._tolerance())
 
     def _tolerance(self) -> float:
         """What rounding may make of a loss: much in half precision."""

@@ -6,7 +6,9 @@ import copy
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -186,6 +188,20 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     assert_close(*(torch.tensor(p.predictions) for p in predictions), "predictions", SAME)
 
 
+def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
+    """7 rows in batches of 4: the loss is the mean over rows, not over batches."""
+    losses = []
+    for cls, size, extra in (
+        (ScatterOnceTrainer, 2, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, 4, {}),
+    ):
+        options = {"per_device_eval_batch_size": size}
+        trainer = build(cls, tmp_path, "sequence classifier", options, extra)
+        losses.append(trainer.evaluate()["eval_loss"])
+        assert trainer.args.per_device_eval_batch_size == size
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     """Windows of padded batches: every byte once, parameters and gradients once."""
     seen = []
@@ -343,6 +359,36 @@ def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
     assert not [w for w in recwarn if "combine" in str(w.message)]
 
 
+class Remembers(nn.Module):
+    """Writes a buffer and draws NumPy's random numbers, in training and in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.empty(0, dtype=torch.long))
+
+    def forward(self, number, labels):
+        self.seen = torch.cat([self.seen, number])
+        numpy.random.rand()
+        return {"loss": nn.functional.mse_loss(self.weight * number, labels.float())}
+
+
+def test_the_trial_leaves_no_trace(tmp_path):
+    model = Remembers()
+    rows = [{"number": i, "labels": i} for i in range(8)]
+    options = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "seed": 3}
+    ours = ScatterOnceTrainer(
+        model, arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"]
+    )
+    quietly(ours.train)
+    drawn = numpy.random.rand()
+    assert sorted(model.seen.tolist()) == list(range(8)), "each row once"
+    stock = transformers.Trainer(Remembers(), ours.args, train_dataset=rows)
+    quietly(stock.train)
+    assert model.seen.tolist() == stock.model.seen.tolist()
+    assert drawn == numpy.random.rand()
+
+
 def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
     model = IgnoresItems(lambda losses, items: losses.sum().square() / items).double()
     with pytest.warns(UserWarning, match="how the losses of micro-batches combine is not known"):
@@ -447,6 +493,30 @@ def test_model_init(tmp_path):
     quietly(stock.train)
     for parameter, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         assert_close(parameter.detach(), other.detach(), "parameter", SAME)
+
+
+def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, monkeypatch):
+    """In each trial the stock Trainer sets the size of a batch anew, as for one device."""
+    # A search begins a trial so, but here without its library.
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    trainers = []
+    for cls, size, extra in (
+        (ScatterOnceTrainer, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, 6, {}),
+    ):
+        trainer = cls(
+            model_init=lambda trial: language_model(),
+            args=arguments(tmp_path, remove_unused_columns=False, per_device_train_batch_size=1),
+            data_collator=padded,
+            train_dataset=sentences(ROWS),
+            **extra,
+        )
+        trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+        trainer.hp_space = lambda trial: trial.params
+        params = {"per_device_train_batch_size": size}
+        quietly(partial(trainer.train, trial=SimpleNamespace(number=0, params=params)))
+        trainers.append(trainer)
+    assert_same(*trainers)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -35,6 +35,7 @@ from scatterpar.integrations.combination import (
 )
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.step.markers import Rows
+from scatterpar.verify.untouched import untouched
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
@@ -76,7 +77,7 @@ class ScatterOnceMixin(_Base):
         self._tries = 0
         self._predicts_alone = False
         super().__init__(*args, **kwargs)
-        self._train_batch_size = self.args.per_device_train_batch_size * len(self._replicas())
+        self._train_batch_size = self._rows_of_a_batch()
         self._warn_of_overrides()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -85,6 +86,11 @@ class ScatterOnceMixin(_Base):
         self._replicas()
         self.args._n_gpu = min(self.args.n_gpu, 1)  # so that it does not wrap in nn.DataParallel
         super().create_accelerator_and_postprocess()
+        # A trial of a hyperparameter search has just set it anew, from arguments of one device.
+        self._train_batch_size = self._rows_of_a_batch()
+
+    def _rows_of_a_batch(self) -> int:
+        return self.args.per_device_train_batch_size * len(self._replicas())
 
     def _replicas(self) -> tuple[torch.device, ...]:
         """The device of each replica, the Trainer's own first."""
@@ -252,7 +258,6 @@ class ScatterOnceMixin(_Base):
         if "_metrics" in vars(self):  # TRL's trainers collect in compute_loss
             vars(twin)["_metrics"] = copy.deepcopy(vars(self)["_metrics"])
         model = self._module()
-        modes = {module: module.training for module in model.modules()}
 
         def loss_of(rows: Mapping[str, Any], items: Any) -> Tensor:
             rows = transformers.Trainer._prepare_inputs(twin, dict(rows))
@@ -261,14 +266,9 @@ class ScatterOnceMixin(_Base):
             loss: Any = twin.compute_loss(model, rows, num_items_in_batch=items)
             return torch.as_tensor(loss).detach()
 
-        device = self.args.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]), torch.no_grad():
+        with untouched([model], (), [self.args.device]), torch.no_grad():
             model.eval()
-            try:
-                return try_out(loss_of, _plain(batch), self._terms, self._tolerance())
-            finally:
-                for module, training in modes.items():
-                    module.training = training
+            return try_out(loss_of, _plain(batch), self._terms, self._tolerance())
 
     def _tolerance(self) -> float:
         """What rounding may make of a loss: much in half precision."""
@@ -298,10 +298,16 @@ class ScatterOnceMixin(_Base):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; after training the replicas are let go at the end."""
+        """The Trainer's own; after training the replicas are let go at the end.
+
+        It weighs a batch's loss by the size that the arguments say: here that of all replicas.
+        """
+        rows = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = rows * len(self._replicas())
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
+            self.args.per_device_eval_batch_size = rows
             if not self.is_in_train:
                 self._let_go()
 

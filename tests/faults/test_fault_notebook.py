@@ -52,7 +52,11 @@ def kernel(monkeypatch):
 
 
 def reply_to(client, message):
-    return client.get_shell_msg(timeout=SILENCE)["content"] if message else None
+    """The reply to this message: a slow start leaves replies to what asked for signs of life."""
+    while True:
+        reply = client.get_shell_msg(timeout=SILENCE)
+        if reply["parent_header"]["msg_id"] == message:
+            return reply["content"]
 
 
 def wait_for(client, text):

@@ -195,7 +195,8 @@ def words(text):
     return text.split()
 
 
-# What of the library's architectures takes text or images alone and is of a size to be built.
+# What of the library's architectures takes text or images alone, draws nothing, and is of a size to be
+# built. (ViTMAE hides other patches in every pass.)
 IN_FLOAT64 = words("""
     Afmoe Albert Apertus Arcee AriaText AXK2 Bamba Bart Beam Beit Bert BigBird BigBirdPegasus
     BioGpt BitNet Blenderbot BlenderbotSmall Bloom Camembert ChineseCLIPVision CLIPText
@@ -221,7 +222,7 @@ IN_FLOAT32 = words("""
     Aimv2Vision AXK1 BailingHybrid Cohere Cohere2 Cohere2Moe DeepseekV4 EmbeddingGemma2Text
     Flint Gemma Gemma2 Gemma3Text Gemma4UnifiedText GraniteSWA Helium HYV4 Kolibri1 Laguna
     MiniMaxM3VLText MLCDVision MuseGlimmerText NemotronH OpenAIPrivacyFilter Qwen3_5MoeText
-    Qwen3_5Text Qwen3Next Qwen4ExpText RecurrentGemma VaultGemma ViTMAE
+    Qwen3_5Text Qwen3Next Qwen4ExpText RecurrentGemma VaultGemma
 """)
 QUICK_TRANSFORMERS = ["Llama", "T5", "Mixtral", "Mamba"]
 

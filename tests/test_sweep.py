@@ -195,8 +195,8 @@ def words(text):
     return text.split()
 
 
-# What of the library's architectures takes text or images alone, draws nothing, and is of a size to be
-# built. (ViTMAE hides other patches in every pass.)
+# What of the library's architectures takes text or images alone and is of a size to be built.
+# Left out: ViTMAE, which hides other patches in every pass.
 IN_FLOAT64 = words("""
     Afmoe Albert Apertus Arcee AriaText AXK2 Bamba Bart Beam Beit Bert BigBird BigBirdPegasus
     BioGpt BitNet Blenderbot BlenderbotSmall Bloom Camembert ChineseCLIPVision CLIPText

@@ -42,8 +42,7 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
-        _refuse_packed(name, part)
-        _refuse_images(name, part, dim)
+        _refuse_split_in_silence(name, part, dim)
         for leaf in nested.leaves(part):
             if data:
                 _require_data(name, leaf)
@@ -161,22 +160,16 @@ def _require_data(name: str, leaf: Any) -> None:
             )
 
 
-def _refuse_packed(name: str, value: Any) -> None:
-    """Of a packed sequence, the tensors inside would be split, and none of them has the rows."""
+def _refuse_split_in_silence(name: str, value: Any, dim: int) -> None:
+    """What would be split along something else than rows, and nobody would know.
+
+    Of a packed sequence the tensors inside, of a list of ``[3, H, W]`` images the channels.
+    """
     if isinstance(value, PackedSequence):
         raise ValueError(
             f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
             f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
         )
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_packed(name, item)
-
-
-def _refuse_images(name: str, value: Any, dim: int) -> None:
-    """A list of ``[3, H, W]`` images would be split over its channels, and nobody would know."""
     if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
         raise ValueError(
             f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
@@ -187,7 +180,7 @@ def _refuse_images(name: str, value: Any, dim: int) -> None:
         value = tuple(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            _refuse_images(name, item, dim)
+            _refuse_split_in_silence(name, item, dim)
 
 
 def _is_image(entry: Any) -> bool:

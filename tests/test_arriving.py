@@ -217,6 +217,32 @@ def test_a_loss_of_the_whole_batch(room):
     assert_gradients(model, expected)
 
 
+def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeypatch):
+    """They come to the master beside the graphs that were kept. When they did not fit there, that
+    was taken for a share that does not fit: more sub-steps were not tried, and the step failed."""
+    copied, graphs = Ledger.copy, []
+
+    class Wide(nn.Linear):
+        def forward(self, inputs):
+            graphs.append(len(inputs))
+            return super().forward(inputs)
+
+    def refusing(ledger, tensor, device, phase):
+        if tensor.dtype == torch.int64 and graphs[-1] > 6:
+            raise torch.OutOfMemoryError(f"no room beside a graph of {graphs[-1]} rows")
+        return copied(ledger, tensor, device, phase)
+
+    monkeypatch.setattr(Ledger, "copy", refusing)
+    model = build(lambda: Wide(FEATURES, CLASSES))
+    inputs, targets = batch(24)
+    _, expected = plain(model, inputs, targets)
+    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
+        with pytest.warns(UserWarning, match="accum=4 is the smallest that fits, and is kept"):
+            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
+        assert engine.last_step.retries > 0
+    assert_gradients(model, expected)
+
+
 def test_one_row_that_does_not_fit_changes_nothing(room):
     model = net()
     room.rows = 0

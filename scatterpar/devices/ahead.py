@@ -30,7 +30,7 @@ class Ahead(Ledger):
         """Wait until nothing that was copied is read any more."""
         super().settle()
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.record_event().synchronize()  # MPS can wait for events alone
             self._targets.clear()
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:

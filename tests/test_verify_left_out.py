@@ -59,7 +59,7 @@ def test_it_is_not_taken_for_a_sum(devices, criterion, value):
         return criterion(output, targets)
 
     with ScatterOnceParallel(mlp(), SUB_STEPS, devices(2)) as engine:
-        with pytest.raises(ValueError, match="theirs times (0 and 1|1 and 0)") as caught:
+        with pytest.raises(ValueError, match=r"theirs times (0 and 1|1 and 0)") as caught:
             step(engine, in_a_def, labels(value))
         assert "It seems to be a sum" not in str(caught.value)
         if value != LEFT_OUT:
@@ -113,6 +113,6 @@ def test_a_loss_in_a_module_says_which_labels_it_leaves_out():
 
     targets = torch.arange(ROWS) % (CLASSES - 1)
     targets[: ROWS // 8] = 3
-    with ScatterOnceParallel(mlp(), SUB_STEPS, ["cpu"] * 2) as engine:
-        with pytest.raises(ValueError, match="theirs times 0 and 1"):
-            step(engine, Both(), targets)
+    engine = ScatterOnceParallel(mlp(), SUB_STEPS, ["cpu"] * 2)
+    with engine, pytest.raises(ValueError, match="theirs times 0 and 1"):
+        step(engine, Both(), targets)

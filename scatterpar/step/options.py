@@ -29,10 +29,12 @@ def check_options(
     for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
         if name == "accum" and value == "auto":
             continue
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if name == "micro_batch_size" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
             also = ' or "auto"' if name == "accum" else ""
             raise TypeError(f"{name} must be an int{also}, got {value!r}")
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if micro_batch_size is not None and accum != 1:
         raise ValueError(

@@ -165,9 +165,13 @@ def _refuse_pairs(output: Any) -> None:
 def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
+        instead = (
+            "return the loss tensor alone"
+            if source == "the criterion"
+            else "pass a criterion, or return the loss, .loss or ['loss'] from the module"
+        )
         raise TypeError(
-            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; "
-            f"pass a criterion, or return the loss, .loss or ['loss'] from the module"
+            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
         )
     if loss.ndim:
         raise ValueError(

@@ -17,6 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ __all__ = [
     "saved_tensors_hooks",
     "switched_off",
     "switched_on",
+    "uncompiled",
     "unflatten",
 ]
 
@@ -210,6 +212,58 @@ def is_compiling() -> bool:
 def has_dynamo() -> bool:
     """Whether anything was compiled so far: the import takes a second."""
     return "torch._dynamo.eval_frame" in sys.modules
+
+
+_UNCOMPILED: ContextVar[bool] = ContextVar("scatterpar, uncompiled", default=False)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Nothing compiles in the body, nor runs compiled; in all other threads compiled code does.
+
+    ``torch.compiler.set_stance`` is of the whole process. Two threads whose bodies overlap would
+    each put back what the other had set: from then on all of the process would run eager, in
+    silence. So the stance set here is one that looks at the caller's context. The workers carry
+    that, and torch brings it to the threads of a backward pass.
+    """
+    if not has_dynamo():
+        yield
+        return
+    from torch._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    found = hasattr(frames, "_stance") and hasattr(frames, "_callback_from_stance")
+    _require("torch._dynamo.eval_frame._stance", "to look at a few rows uncompiled", found)
+    if not isinstance(frames._stance, _Stance):
+        frames._stance = _Stance(frames._stance)  # it stays: without a body it changes nothing
+    token = _UNCOMPILED.set(True)
+    try:
+        yield
+    finally:
+        _UNCOMPILED.reset(token)
+
+
+class _Stance:
+    """The stance that was set, but ``force_eager`` in the context of ``uncompiled``."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual = usual
+
+    @property
+    def stance(self) -> Any:
+        return "force_eager" if _is_uncompiled() else self.usual.stance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.usual, name)
+
+
+def _is_uncompiled() -> bool:
+    if _UNCOMPILED.get():
+        return True
+    if current_graph_task() == -1 or not torch._C._is_key_in_tls("context"):
+        return False
+    context: Any = torch._C._get_obj_in_tls("context")  # of the thread that called backward
+    return context is not None and bool(context.get(_UNCOMPILED, False))
 
 
 @contextlib.contextmanager

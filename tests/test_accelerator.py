@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scatterpar.devices.verbs
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, gather
+from scatterpar.torch_private import uncompiled
 
 pytestmark = [
     pytest.mark.cuda,
@@ -419,6 +421,26 @@ def test_checkpointing_draws_the_same_numbers_again(device_ids, where, again, lo
                 states.append(torch.get_rng_state())
             found.append([*gradients(model), *states])
     assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_what_is_looked_at_uncompiled_stays_so_in_autograd_s_own_thread():
+    """A checkpoint computes again in that thread, and must not come to other code there."""
+    if not hasattr(torch._C, "_remove_obj_from_tls"):
+        return  # this torch does not take the caller's context to that thread
+    compiled = []
+    function = torch.compile(torch.nn.Tanh().forward, backend=lambda *given: compiled.append(given))
+    features = torch.ones(3, device=kind(), requires_grad=True)
+    threads = []
+
+    def again(rows):
+        threads.append(threading.get_ident())
+        return function(rows)
+
+    with uncompiled():
+        checkpoint(again, features, use_reentrant=False).sum().backward()
+    assert len(set(threads)) == 2
+    assert not compiled
+    torch.testing.assert_close(features.grad, 1 - features.detach().tanh() ** 2)
 
 
 def of_pairs(scores, labels):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from helpers.oracle import (
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.verify.untouched import untouched
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "a block"]
@@ -32,14 +35,20 @@ pytestmark = pytest.mark.draws
 
 
 class Graphs:
-    """A backend that counts, and runs what it is given as it is."""
+    """A backend that counts graphs and their calls, and runs what it is given as it is."""
 
     def __init__(self):
         self.count = 0
+        self.calls = Counter()  # of each thread
 
     def __call__(self, graph, inputs):
         self.count += 1
-        return graph.forward
+
+        def run(*args):
+            self.calls[threading.get_ident()] += 1
+            return graph.forward(*args)
+
+        return run
 
     def __reduce__(self):
         return Graphs, ()
@@ -305,8 +314,6 @@ def test_a_users_error_arrives_as_it_is(graphs):
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     """A rehearsal one after the other must not wait for ever for one that waits for the next."""
-    import threading
-
     monkeypatch.setattr("scatterpar.step.rehearsal._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 
@@ -317,6 +324,73 @@ def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
     with engine:
         engine.forward_backward(*batch(24), criterion)
+
+
+def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
+    """Two engines of two threads looked at their criteria: then the whole process ran eager.
+
+    ``torch.compiler.set_stance`` belongs to the process. Each look put back what it had found, and
+    the one that ended last had found the other's ``force_eager``.
+    """
+    function = torch.compile(lambda rows: rows.sin(), backend=graphs)
+    rows, here = randn(3), threading.get_ident()
+    entered = [threading.Event() for _ in range(4)]
+
+    def first():
+        with untouched([], [], []):
+            entered[0].set()
+            assert entered[1].wait(60)
+            function(rows)
+        entered[2].set()
+
+    def second():
+        assert entered[0].wait(60)
+        with untouched([], [], []):
+            entered[1].set()
+            assert entered[2].wait(60)
+            assert entered[3].wait(60)
+            function(rows)
+
+    threads = [threading.Thread(target=look) for look in (first, second)]
+    for thread in threads:
+        thread.start()
+    assert entered[1].wait(60)
+    function(rows)
+    assert graphs.calls == {here: 1}, "in the midst of both"
+    entered[3].set()
+    for thread in threads:
+        thread.join()
+    function(rows)
+    assert graphs.calls == {here: 2}, "after both, and in none"
+
+
+def test_nothing_compiles_for_a_look(graphs):
+    """In the workers too, which the look is made in."""
+
+    def criterion(outputs, targets):
+        return CRITERION(outputs, targets)
+
+    counts = []
+    for verify in (False, True):
+        _, engine = compiled("option", graphs, ["cpu:0", "cpu:1"], verify=verify)
+        with engine:
+            engine.forward_backward(*batch(), torch.compile(criterion, backend=graphs))
+            assert bool(engine._verifier._agreed) == verify
+        counts.append((graphs.count, sum(graphs.calls.values())))
+        torch._dynamo.reset()
+    (first, calls), (both, all_calls) = counts
+    assert both == 2 * first
+    assert all_calls == 2 * calls
+
+
+def test_a_check_runs_the_users_module_as_it_is_written(graphs):
+    _, engine = compiled("method", graphs, ["cpu"] * 2)
+    with engine:
+        engine.eval()
+        engine.forward_backward(*batch(), CRITERION)
+        before = sum(graphs.calls.values())
+        assert engine.check(*batch(), CRITERION).passed
+        assert sum(graphs.calls.values()) == before + 6  # sub-steps
 
 
 def test_copies_compile_too(graphs):

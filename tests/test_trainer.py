@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -320,28 +322,40 @@ def assert_same_logs(ours, stock, relative):
 
 def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
     """With the arguments' backend; it was refused when replicas could not run compiled."""
-    asked, compile_ = [], torch.compile
+    asked, calls, compile_ = [], Counter(), torch.compile
+
+    def counts(graph, inputs):
+        def run(*args):
+            calls[threading.get_ident()] += 1
+            return graph.forward(*args)
+
+        return run
 
     def seen(*args, **kwargs):
         asked.append(kwargs["backend"])
-        return compile_(*args, **kwargs)
+        return compile_(*args, **{**kwargs, "backend": counts})
 
     monkeypatch.setattr(torch, "compile", seen)
     model = IgnoresItems(LOSSES["divides"]).double()
     model.loss_type = "ForCausalLM"
-    trainers = []
+    trainers, steps = [], 3
     for cls, size, backend, extra in (
         (ScatterOnceTrainer, 3, "eager", {"device_ids": ["cpu:0", "cpu:1"]}),
         (transformers.Trainer, 6, None, {}),
     ):
         torch.compiler.reset()
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2}
-        options |= {"max_steps": 3, "torch_compile_backend": backend}
+        options |= {"max_steps": steps, "torch_compile_backend": backend}
         trainer = build(
             cls, tmp_path, "causal language model", options, extra, copy.deepcopy(model)
         )
         quietly(trainer.train)
         trainers.append(trainer)
+        if backend is not None:
+            assert len(calls) == 2, "the threads of the replicas"
+            assert all(number >= 2 * steps for number in calls.values()), "each micro-batch"
+            calls.clear()
+    assert not calls
     assert_same(*trainers, 1e-7)
     assert set(asked) == {"eager"}
     assert type(trainers[0].model) is IgnoresItems

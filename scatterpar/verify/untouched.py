@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.mirror import Snapshot, Survey
-from scatterpar.torch_private import has_dynamo
+from scatterpar.torch_private import uncompiled
 
 __all__ = ["Traces", "untouched"]
 
@@ -61,7 +61,7 @@ def untouched(
     before = [get() for get, _ in generators]
     traces = Traces()
     try:
-        with _uncompiled():
+        with uncompiled():  # for rows that come once
             yield traces
     finally:
         for tensor, value in kept:
@@ -76,15 +76,6 @@ def untouched(
             if not _same(get(), state):
                 put_back(state)
                 traces.random = True
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Nothing is compiled for rows that come once; does nothing where nothing ever was."""
-    with contextlib.ExitStack() as stack:
-        if has_dynamo():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

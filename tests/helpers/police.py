@@ -73,6 +73,7 @@ def globals_of_torch() -> dict[str, Any]:
         "deterministic warnings": torch.is_deterministic_algorithms_warn_only_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
+        "stance of torch.compile": _stance(),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         "torch.default_generator": id(torch.default_generator),
         "torch.random.default_generator": id(torch.random.default_generator),
@@ -101,7 +102,15 @@ def put_back(before: dict[str, Any]) -> None:
         before["deterministic"], warn_only=before["deterministic warnings"]
     )
     torch.random.default_generator = torch.default_generator
+    if _stance() != before["stance of torch.compile"]:
+        torch.compiler.set_stance(before["stance of torch.compile"])
     signal.signal(signal.SIGINT, before["SIGINT"])
+
+
+def _stance() -> str:
+    """With ``force_eager`` left behind, all that comes later runs eager in silence."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if frames is None else frames._stance.stance
 
 
 def random_states() -> dict[str, Any]:

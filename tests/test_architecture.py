@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from faults.processes import run
+
 import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
@@ -63,6 +65,18 @@ def test_the_engine_is_not_known_below_it():
     for module, others in graph().items():
         if floor(module) < ABOVE:
             assert "scatterpar.engine" not in others, module
+
+
+def test_to_import_the_engine_is_to_import_nothing_optional():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import scatterpar
+optional = ("scatterpar.train", "scatterpar.integrations", "matplotlib", "tqdm", "transformers")
+print([name for name in set(sys.modules) - before if name.startswith(optional)])
+"""
+    outcome = run("-c", code)
+    assert (outcome.code, outcome.out) == (0, "[]\n"), outcome.err
 
 
 def test_the_page_names_every_file_of_the_rooms():

@@ -138,7 +138,7 @@ def test_twenty_engines_side_by_side(devices):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert not errors
     for engine in engines:
@@ -350,6 +350,6 @@ def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
     monkeypatch.setattr(Workers, "_started", closed_by_another)
     step = threading.Thread(target=engine.forward_backward, args=(*data(), LOSS), daemon=True)
     step.start()
-    step.join(30)
+    step.join(120)
     assert not step.is_alive()
     closer.join()

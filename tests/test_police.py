@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.processes import run
+from faults.forked import run_forked
 
 HERE = Path(__file__).parent
 
@@ -112,7 +112,7 @@ def report(tmp_path_factory):
     (folder / "conftest.py").write_text((HERE / "conftest.py").read_text())
     (folder / "pytest.ini").write_text("[pytest]\n")
     options = ["-q", "-rA", "--tb=short", "-p", "no:cacheprovider"]
-    return run("-m", "pytest", *options, str(folder)).out
+    return run_forked("-m", "pytest", *options, str(folder)).out
 
 
 @pytest.mark.parametrize("offender", EXPECTED)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults.processes import finish_all, start
-from helpers import ddp_accumulation
+from faults.forked import start_forked
+from faults.processes import finish_all
 from helpers.oracle import seeded
 from torch import nn
 
@@ -73,7 +73,8 @@ def test_a_plain_accumulation_loop():
 
 def test_distributed_data_parallel_in_two_processes(tmp_path):
     store = str(tmp_path / "store")
-    ranks = {str(i): start(ddp_accumulation.__file__, str(i), store) for i in range(2)}
+    script = ("-m", "helpers.ddp_accumulation")
+    ranks = {str(i): start_forked(*script, str(i), store) for i in range(2)}
     for outcome in finish_all(ranks).values():
         assert outcome.code == 0, outcome.err
         assert [float(word) for word in outcome.out.split()] == PUBLISHED

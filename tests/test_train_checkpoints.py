@@ -7,14 +7,12 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from faults.processes import SILENCE
+from faults.forked import run_forked
 from helpers.gang import gang
-from helpers.torchrun import Small, differences, environment, flat, steps
+from helpers.torchrun import Small, differences, flat, steps
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -82,10 +80,7 @@ def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
         f"{KILLED[when]}\n"
         "save(Path(sys.argv[1]), {'format': 2, 'number': torch.tensor(2)})\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], timeout=SILENCE, env=environment(), check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert run_forked("-c", code, str(path)).code == -signal.SIGKILL
     assert load(path)["number"] == 1
     save(path, {"format": 2, "number": torch.tensor(3)})
     assert load(path)["number"] == 3

@@ -206,16 +206,6 @@ def test_ctrl_c_ends_a_run_with_what_was_reached(tmp_path):
     assert json.loads(last)["ending"] == "interrupted"
 
 
-def test_importing_the_engine_imports_nothing_of_the_tool():
-    code = (
-        "import sys, torch; before = set(sys.modules); import scatterpar; "
-        "tool = ('scatterpar.train', 'matplotlib', 'tqdm'); "
-        "print([m for m in set(sys.modules) - before if m.startswith(tool)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_torchrun_names_the_folder_after_its_job(monkeypatch, restarts):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")

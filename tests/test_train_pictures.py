@@ -233,10 +233,13 @@ def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
 
 def test_a_killed_worker_is_said_in_words(folder):
     many = list(foresee(Batches(180, 60, seed=3), 0, 400, 1, 12, 60, Machines()))
+    others = multiprocessing.active_children()  # the ranks that other tests use
     with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
         first = many[0]
         feed.batch(first.part, first.rows, first.epoch)
-        for process in workers_of_this_process():
+        workers = set(multiprocessing.active_children()).difference(others)
+        assert workers
+        for process in workers:
             os.kill(process, signal.SIGKILL)
         words = r"worker process that reads images has ended by itself .*fewer --workers need less"
         with pytest.raises(FeedError, match=words):
@@ -263,12 +266,6 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
     ahead._closed, ahead._pieces = False, broken_off()
     with pytest.raises(seen, match=words):
         ahead._piece()
-
-
-def workers_of_this_process():
-    found = [process.pid for process in multiprocessing.active_children()]
-    assert found
-    return found
 
 
 def test_what_is_foreseen_is_what_is_asked_for():

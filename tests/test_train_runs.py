@@ -14,8 +14,9 @@ import time
 import psutil
 import pytest
 import torch
+from faults.processes import SILENCE, run
 from helpers.pictures import truncate, write_folder
-from helpers.torchrun import differences, environment, steps
+from helpers.torchrun import differences, environment, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
@@ -150,16 +151,13 @@ def test_killed_workers_end_a_run_in_words_and_lose_nothing(folder, tmp_path):
     tool = [sys.executable, "-m", "scatterpar", "train", "--data", str(folder), *QUICK]
     tool += ["--epochs", "2000", "--workers", "2", "--out", str(out), "--eval-every", "50"]
     with subprocess.Popen(tool, stderr=subprocess.PIPE, text=True, env=environment()) as process:
-        deadline = time.monotonic() + 120
-        while len(steps(out)) < 5:
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: len(steps(out)) >= 5 or process.poll() is not None, tmp_path)
+        assert process.poll() is None
         workers = psutil.Process(process.pid).children(recursive=True)
         for worker in workers:
             if "forkserver" in " ".join(worker.cmdline()) and worker.ppid() != process.pid:
                 worker.kill()
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=SILENCE)
     assert process.returncode == 2
     assert "Traceback" not in errors
     words = (
@@ -221,17 +219,10 @@ def test_a_disk_that_is_really_full(tmp_path):
         "from scatterpar.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     tool = ["train", "--epochs", "1", "--devices", "cpu", "--accum", "1", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tool],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert re.search(r"error: --out: .*best.pt cannot be written: .*no checkpoint", done.stderr)
+    outcome = run("-c", code, *tool, OMP_NUM_THREADS="1")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    assert re.search(r"error: --out: .*best.pt cannot be written: .*no checkpoint", outcome.err)
     assert not (tmp_path / "best.pt").exists()
 
 

@@ -49,7 +49,7 @@ class Errors:
 
     def wait(self):
         if self.barrier is not None:
-            self.barrier.wait(10)
+            self.barrier.wait(120)
 
 
 def state(model):

@@ -13,9 +13,9 @@ from faults.processes import run
 SECONDS = 60.0  # an engine gives its workers four, and a busy machine takes its time
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    outcome = run("-m", "faults.exits")
+@pytest.fixture(scope="module", params=["quick", pytest.param("whole", marks=pytest.mark.slow)])
+def outcomes(request):
+    outcome = run("-m", "faults.exits", request.param)
     assert outcome.code == 0, outcome.err
     return {found["name"]: found for found in map(json.loads, outcome.out.splitlines())}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-
 from helpers.forks import environment
 
 from faults.processes import SILENCE

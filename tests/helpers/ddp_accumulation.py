@@ -1,6 +1,6 @@
 """One process of the published example under DistributedDataParallel: prints the weights.
 
-python ddp_accumulation.py RANK STORE_FILE
+python -m helpers.ddp_accumulation RANK STORE_FILE
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def main(rank: int, store: str) -> None:
         optimizer.zero_grad()
         parallel(half).sum().backward()
         optimizer.step()
-    print(" ".join(f"{value:.4f}" for value in model.weight[0].tolist()))
+    print(" ".join(f"{value:.4f}" for value in model.weight[0].tolist()), flush=True)
     dist.destroy_process_group()
+    # The group ends with `parallel`: now and then that waits for ever for a thread of gloo's,
+    # which waits for the interpreter; and one that is there at its end aborts it.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
-    sys.stdout.flush()
-    os._exit(0)  # now and then gloo's threads abort an interpreter that ends in the usual way

@@ -2,7 +2,7 @@
 
 import gc
 
-import torch._dynamo  # noqa: F401  the first optimizer imports it
+import torch._dynamo
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  and the first backward pass this
 from faults import places, state  # noqa: F401
 

@@ -219,7 +219,7 @@ def test_a_call_from_another_thread_meanwhile(placed):
     class Waits(nn.Module):
         def forward(self, inputs):
             inside.set()
-            assert done.wait(20)
+            assert done.wait(120)
             return inputs
 
     pair = DataParallelModel(Waits(), placed(2))
@@ -229,7 +229,7 @@ def test_a_call_from_another_thread_meanwhile(placed):
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(120)
     with pytest.raises(RuntimeError, match="nor from a second thread"):
         pair(INPUTS)
     done.set()

@@ -28,6 +28,7 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
+from scatterpar.step.arriving import arriving
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
@@ -69,7 +70,8 @@ class ScatterOnceParallel(Wrapper):
             schedulers and checkpoints see it alone.
         accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
             plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. What ran out of memory leaves no trace in the result.
+            later steps. What ran out of memory leaves no trace in the result. Where a share does
+            not fit as a whole, its rows arrive micro-batch by micro-batch.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -256,7 +258,7 @@ class ScatterOnceParallel(Wrapper):
         if self.accum != "auto":
             return self._compute(request, self.plan(request.sizes))
         plan = partial(self._plan, request.sizes)
-        return self._fitting.fit(request, len(self.device_ids), plan, self._compute)
+        return self._fitting.fit(request, self.device_ids, plan, self._compute)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
         """All of the step but the commit; anew once parameters are found to be written."""
@@ -272,7 +274,8 @@ class ScatterOnceParallel(Wrapper):
                 glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
                 weights, terms = weigh(request, plan, pieces, readout)
-                scattered = scatter(request.batch, plan, self.dim, ledger)
+                bring = arriving if request.one_by_one else scatter
+                scattered = bring(request.batch, plan, self.dim, ledger)
                 look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
@@ -319,7 +322,12 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        told = {
+            "dim": self.dim,
+            "check_finite": self.check_finite,
+            "verify": self.verify,
+            "one_by_one": self._fitting.one_by_one,
+        }
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

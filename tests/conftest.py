@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_what_is_new_is_collected():
+    """Libraries bring a million objects; the many collections of the tests leave them out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, exactness, problems
 from scatterpar.devices import chunks, fingerprints
+from scatterpar.devices.ahead import Ahead
 
 pytestmark = [
     pytest.mark.cuda,
@@ -443,3 +444,84 @@ def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends,
         assert size < 1024
         assert [message[:2] for message in large] == [(NAME, torch.float32)]
         assert large[0][2] >= sum(p.numel() for p in model.parameters()) * 4
+
+
+# ---- shares that do not fit ----------------------------------------------------------------------
+
+WIDE, MANY = 256, 2048
+
+
+def wide_problem():
+    """A batch of 2 MiB, a model of a few KiB."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(WIDE, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+        inputs, targets = torch.randn(MANY, WIDE), torch.randint(CLASSES, (MANY,))
+    expected = copy.deepcopy(model).double()
+    nn.CrossEntropyLoss()(expected(inputs.double()), targets).backward()
+    return model.to(FIRST), inputs, targets, [p.grad.float() for p in expected.parameters()]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_share_that_does_not_fit_arrives_in_parts(pinned):
+    """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
+    model, inputs, targets, expected = wide_problem()
+    if pinned:
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    with ScatterOnceParallel(model, "auto", [FIRST, SECOND]) as engine:
+        engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
+        assert engine.last_step.retries == 0
+        model.zero_grad()
+        with control.limited(1, 2**18):
+            with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            for _ in range(2):
+                before = control.counters()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                moved = control.counters() - before
+                inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
+        assert engine.last_step.retries == 0
+        batch = inputs.nbytes + targets.nbytes
+        assert engine.last_step.bytes["scatter"] == batch
+        assert batch <= moved.bytes_to_device < 1.1 * batch  # weights of the losses, too
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.cpu(), 3 * gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_ahead_wait_for_nothing_that_comes_later(late):
+    """While a sub-step is queued and not begun, the next one's rows can arrive."""
+    kept = torch.arange(1.0, 33.0).view(8, 4).pin_memory()
+    ahead = Ahead(torch.device(SECOND))
+    first = ahead.copy(kept, torch.device(SECOND), "scatter")
+    ahead.arrive()
+    computed = first * 2  # waits in the queue of the stream that computes
+    second = ahead.copy(kept, torch.device(SECOND), "scatter")
+    third = first * 3
+    ahead.settle()  # the copies, and what came before them
+    assert control.queued() > 0
+    kept.zero_()
+    torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
+    ahead.arrive()
+    torch.testing.assert_close(second.cpu() * 2, computed.cpu())
+    assert ahead.bytes["scatter"] == 2 * kept.nbytes
+
+
+def test_rows_that_nobody_came_for_are_not_written_late(late):
+    """A step that fails lets go of its targets only when the copies into them have ended."""
+    model, inputs, targets, _ = wide_problem()
+
+    class Stops(Exception):
+        pass
+
+    def criterion(output, labels):
+        raise Stops
+
+    with ScatterOnceParallel(model, "auto", [FIRST, SECOND], verify=False) as engine:
+        engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
+        with control.limited(1, 2**18), pytest.warns(UserWarning, match="arrive"):
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        pinned = inputs.pin_memory()
+        with pytest.raises(Stops):
+            engine.forward_backward(pinned, targets, criterion)
+        mine = [torch.zeros(MANY // 8, WIDE, device=SECOND) for _ in range(8)]
+        torch.accelerator.synchronize(1)
+        assert all(not tensor.any() for tensor in mine)

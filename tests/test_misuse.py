@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
-from faults.processes import run
+from faults.forked import run_forked
 from faults.state import capture, differences
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, build, randint, randn
@@ -231,7 +231,7 @@ print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.to
     ],
 )
 def test_in_a_forked_child(devices, used, abrupt):
-    outcome = run("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
+    outcome = run_forked("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
     assert outcome.code == 0, outcome.err
     words, anew, parent = outcome.out.splitlines()
     assert words == (

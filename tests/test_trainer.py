@@ -202,6 +202,62 @@ def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_speeds_count_the_batches_of_all_replicas(tmp_path):
+    """Evaluation told N times as many steps a second as it took."""
+    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
+    options = {**sizes, "gradient_accumulation_steps": 2, "max_steps": 2}
+    devices = {"device_ids": ["cpu:0", "cpu:1"]}
+    trainer = build(ScatterOnceTrainer, tmp_path, "sequence classifier", options, devices)
+
+    def told(metrics, part):
+        runtime = metrics[f"{part}_runtime"]
+        return [metrics[f"{part}_{what}_per_second"] * runtime for what in ("samples", "steps")]
+
+    trained = quietly(trainer.train).metrics
+    assert told(trained, "train") == pytest.approx([24, 2], rel=0.1)
+    assert told(quietly(trainer.evaluate), "eval") == pytest.approx([7, 2], rel=0.1)
+    assert told(trainer.state.log_history[-1], "eval") == pytest.approx([7, 2], rel=0.1)
+    predicted = quietly(trainer.predict, trainer.eval_dataset).metrics
+    assert told(predicted, "test") == pytest.approx([7, 2], rel=0.1)
+    assert {name: getattr(trainer.args, name) for name in sizes} == sizes
+
+
+def test_sampling_by_length_groups_the_rows_of_all_replicas(tmp_path):
+    """It was told the rows of one."""
+    seen = []
+    for cls, size, extra in (
+        (ScatterOnceTrainer, 1, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, 2, {}),
+    ):
+        options = {
+            "per_device_train_batch_size": size,
+            "train_sampling_strategy": "group_by_length",
+        }
+        trainer = build(cls, tmp_path, "causal language model", options, extra)
+        torch.manual_seed(0)
+        seen.append([batch["input_ids"] for batch in trainer.get_train_dataloader()])
+    assert all(torch.equal(mine, stock) for mine, stock in zip(*seen, strict=True))
+
+
+def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
+    """In evaluation they say the rows of all replicas, by which the Trainer weighs its batches."""
+
+    class Own(ScatterOnceTrainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            loader = torch.utils.data.DataLoader(
+                self.eval_dataset, self.args.eval_batch_size, collate_fn=self.data_collator
+            )
+            return self.accelerator.prepare(loader)
+
+    options = {"per_device_eval_batch_size": 2}
+    case, devices = "sequence classifier", {"device_ids": ["cpu:0", "cpu:1"]}
+    losses = [
+        quietly(build(cls, tmp_path, case, options, devices).evaluate)["eval_loss"]
+        for cls in (Own, ScatterOnceTrainer)
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     """Windows of padded batches: every byte once, parameters and gradients once."""
     seen = []
@@ -566,6 +622,23 @@ def test_resumed_is_uninterrupted_with_dropout(tmp_path):
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for parameter, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
+    """It warned where the size was the same: of one device's rows beside those of all."""
+    warned = []
+    monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", warned.append)
+    case, ids = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    first = {"per_device_train_batch_size": 3, **saving}
+    quietly(build(ScatterOnceTrainer, tmp_path, case, first, ids).train)
+    again = {"per_device_train_batch_size": size, **saving, "max_steps": 2}
+    resumed = build(ScatterOnceTrainer, tmp_path, case, again, ids)
+    quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    found = [text for text in warned if "per_device_train_batch_size" in text]
+    assert len(found) == (size != 3)
+    assert all("4 (from args) != 6 (from trainer_state.json)" in text for text in found)
 
 
 def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):

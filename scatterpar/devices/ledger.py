@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import mark, physical, reads_late
 
-__all__ = ["DETOURS", "PHASES", "Clock", "Ledger", "Span"]
+__all__ = ["DETOURS", "PHASES", "Clock", "Ledger", "Span", "passable"]
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
@@ -34,6 +34,7 @@ class Ledger:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.messages = dict.fromkeys(PHASES, 0)
         self._under_way: dict[torch.device, torch.Event] = {}
+        self._followed: list[Ledger] = []
 
     def __enter__(self) -> Self:
         return self
@@ -50,11 +51,21 @@ class Ledger:
         while self._under_way:
             _, event = self._under_way.popitem()
             event.synchronize()
+        while self._followed:
+            other = self._followed.pop()
+            other.settle()
+            for phase in PHASES:
+                self.bytes[phase] += other.bytes[phase]
+                self.messages[phase] += other.messages[phase]
+
+    def follow(self, other: Ledger) -> None:
+        """Count, once both are settled, what ``other`` has copied too: it is another thread's."""
+        self._followed.append(other)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
-        self._count(tensor, phase)
-        tensor = _passable(tensor, device)
+        self.count(tensor, phase)
+        tensor = passable(tensor, device)
         copied = tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
         if reads_late(tensor, device):
             self._under_way[device] = mark(device)
@@ -62,17 +73,18 @@ class Ledger:
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
         """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
-        self._count(source, phase)
-        source = _passable(source, target.device)
+        self.count(source, phase)
+        source = passable(source, target.device)
         target.copy_(source, non_blocking=target.device.type != "cpu")
 
-    def _count(self, tensor: Tensor, phase: str) -> None:
+    def count(self, tensor: Tensor, phase: str) -> None:
+        """Count one copy of ``tensor``."""
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
         self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
         self.messages[phase] += len(parts)
 
 
-def _passable(tensor: Tensor, device: torch.device) -> Tensor:
+def passable(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor``, or a copy of it on the host where the direct way to ``device`` is broken."""
     return tensor.cpu() if DETOURS and (tensor.device, device) in DETOURS else tensor
 

@@ -10,9 +10,11 @@ import torch
 
 from scatterpar.devices import verbs
 
-__all__ = ["IN_VAIN", "is_out_of_memory", "smallest_that_fits"]
+__all__ = ["IN_VAIN", "TOO_LARGE", "MemorySearch", "is_in_vain", "is_out_of_memory"]
 
-IN_VAIN = "more sub-steps do not help"  # in a note on an error: the search ends with it
+# In notes on an error, each ends the search. The first says that nothing helps.
+IN_VAIN = "more sub-steps do not help"
+TOO_LARGE = "do not fit there when they are scattered"
 
 _Result = TypeVar("_Result")
 
@@ -39,61 +41,68 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
-def smallest_that_fits(
-    start: int, most: int, attempt: Callable[[int], _Result], trial: Callable[[int], object]
-) -> tuple[int, _Result, int]:
-    """The fewest sub-steps, from ``start`` on, with which ``attempt`` does not run out of memory.
+def is_in_vain(error: BaseException, *words: str) -> bool:
+    """Whether a note on ``error`` says one of ``words``, by default that nothing helps."""
+    notes = getattr(error, "__notes__", ())
+    return any(word in note for note in notes for word in words or (IN_VAIN,))
+
+
+class MemorySearch(Generic[_Result]):
+    """Finds the fewest sub-steps with which ``attempt`` does not run out of memory.
 
     Doubles until a trial fits, then bisects between the last that did not and the first
     that did. Trials are cheap, attempts are the whole thing.
 
     Args:
-        start: the number that is attempted first, without a trial.
         most: with so many, a sub-step is down to one row.
         attempt: what is wanted, by the number of sub-steps.
         trial: takes as much memory as ``attempt``, for less work.
 
-    Returns:
-        The number, what ``attempt`` returned, and how many tries ran out of memory.
+    Attributes:
+        retries: how many tries ran out of memory.
     """
-    search = _Search(most, attempt, trial)
-    number = start
-    while not search.attempted(number):
-        number = _fewest(search, number)
-    return number, search.results[0], search.retries
-
-
-def _fewest(search: _Search[_Result], failed: int) -> int:
-    """The fewest sub-steps above ``failed`` whose trial fits."""
-    fits = min(2 * failed, search.most)
-    while not search.tried(fits):
-        failed, fits = fits, min(2 * fits, search.most)
-    while fits > failed + 1:
-        middle = (failed + fits + 1) // 2
-        if search.tried(middle):
-            fits = middle
-        else:
-            failed = middle
-    return fits
-
-
-class _Search(Generic[_Result]):
-    """Runs attempts and trials, and counts those that ran out of memory."""
 
     def __init__(
         self, most: int, attempt: Callable[[int], _Result], trial: Callable[[int], object]
     ) -> None:
-        self.most = most
-        self.results: list[_Result] = []
         self.retries = 0
+        self._most = most
         self._attempt = attempt
         self._trial = trial
+        self._results: list[_Result] = []
 
-    def attempted(self, number: int) -> bool:
-        """Whether the whole thing had the memory it needs; its result is in ``results``."""
-        return self._fits(lambda: self.results.append(self._attempt(number)), number)
+    def require_any(self) -> None:
+        """Raise what running out of memory raises, if no number of sub-steps fits."""
+        self._tried(self._most)
 
-    def tried(self, number: int) -> bool:
+    def smallest(self, start: int) -> tuple[int, _Result]:
+        """That number, ``start`` at least, and what ``attempt`` returned.
+
+        ``start`` is attempted first, without a trial.
+        """
+        number = start
+        while not self._attempted(number):
+            number = self._fewest(number)
+        return number, self._results[0]
+
+    def _fewest(self, failed: int) -> int:
+        """The fewest sub-steps above ``failed`` whose trial fits."""
+        fits = min(2 * failed, self._most)
+        while not self._tried(fits):
+            failed, fits = fits, min(2 * fits, self._most)
+        while fits > failed + 1:
+            middle = (failed + fits + 1) // 2
+            if self._tried(middle):
+                fits = middle
+            else:
+                failed = middle
+        return fits
+
+    def _attempted(self, number: int) -> bool:
+        """Whether the whole thing had the memory it needs; its result is in ``_results``."""
+        return self._fits(lambda: self._results.append(self._attempt(number)), number)
+
+    def _tried(self, number: int) -> bool:
         """Whether a trial had the memory it needs.
 
         Sub-steps smaller than needed may fail for reasons of their own, as batch normalisation
@@ -113,11 +122,12 @@ class _Search(Generic[_Result]):
         try:
             run()
         except BaseException as error:
-            notes = getattr(error, "__notes__", ())
-            if not is_out_of_memory(error) or any(IN_VAIN in note for note in notes):
+            if not is_out_of_memory(error) or is_in_vain(error):
                 raise
             self.retries += 1
-            if number >= self.most:
+            if is_in_vain(error, TOO_LARGE):
+                raise
+            if number >= self._most:
                 error.add_note(
                     f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is '
                     f"one row, and that does not fit ({self.retries} tries ran out of memory)"

@@ -76,6 +76,7 @@ class ScatterOnceMixin(_Base):
         self._combination: Combination | None = None
         self._tries = 0
         self._predicts_alone = False
+        self._says_all_rows = False
         super().__init__(*args, **kwargs)
         self._train_batch_size = self._rows_of_a_batch()
         self._warn_of_overrides()
@@ -106,18 +107,49 @@ class ScatterOnceMixin(_Base):
             )
         return devices
 
+    @contextlib.contextmanager
+    def _rows_of_all_replicas(self) -> Iterator[None]:
+        """The arguments say how many rows a batch of all replicas has.
+
+        The Trainer takes that for one device's: to group by length, to weigh batches, to tell
+        speeds, and to compare with a checkpoint.
+        """
+        args, sizes = self.args, ("per_device_train_batch_size", "per_device_eval_batch_size")
+        before = {name: getattr(args, name) for name in sizes}
+        factor = 1 if self._says_all_rows else len(self._replicas())
+        said, self._says_all_rows = self._says_all_rows, True
+        try:
+            for name, rows in before.items():
+                setattr(args, name, rows * factor)
+            yield
+        finally:
+            self._says_all_rows = said
+            for name, rows in before.items():
+                setattr(args, name, rows)
+
     # The data: b rows for each replica, and left on the host, from where they are scattered.
 
-    def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        is_training = kwargs.get("is_training", len(args) > 1 and args[1])
-        if not is_training:
-            batch_size *= len(self._replicas())
-            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, with b rows for each replica in a batch."""
+        with self._rows_of_all_replicas():
+            return super().get_train_dataloader(*args, **kwargs)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, with b rows for each replica in a batch."""
+        with self._rows_of_all_replicas():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, with b rows for each replica in a batch."""
+        with self._rows_of_all_replicas():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("is_training", len(args) > 4 and args[4]):
+            return super()._get_dataloader(*args, **kwargs)
         placing, self.accelerator.device_placement = self.accelerator.device_placement, False
         try:
-            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+            return super()._get_dataloader(*args, **kwargs)
         finally:
             self.accelerator.device_placement = placing
 
@@ -128,6 +160,10 @@ class ScatterOnceMixin(_Base):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window, self._window_size = [], len(batches)
         return batches, items
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rows_of_all_replicas():  # it compares the arguments with those of a checkpoint
+            return super()._init_training_state(*args, **kwargs)
 
     # The step.
 
@@ -297,17 +333,22 @@ class ScatterOnceMixin(_Base):
             model = _OnAllReplicas(self._module(), self)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; after training the replicas are let go at the end.
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own."""
+        with self._rows_of_all_replicas():
+            return super().evaluate(*args, **kwargs)
 
-        It weighs a batch's loss by the size that the arguments say: here that of all replicas.
-        """
-        rows = self.args.per_device_eval_batch_size
-        self.args.per_device_eval_batch_size = rows * len(self._replicas())
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own."""
+        with self._rows_of_all_replicas():
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own; after training the replicas are let go at the end."""
         try:
-            return super().evaluation_loop(*args, **kwargs)
+            with self._rows_of_all_replicas():
+                return super().evaluation_loop(*args, **kwargs)
         finally:
-            self.args.per_device_eval_batch_size = rows
             if not self.is_in_train:
                 self._let_go()
 

@@ -12,7 +12,6 @@ group's timeout, where NCCL ends the process.
 from __future__ import annotations
 
 import contextlib
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
+from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
 from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack
-from scatterpar.machines.waiting import waiting_for
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.replicas.writes import FirstWrite
 from scatterpar.report import warn
@@ -35,11 +34,6 @@ from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
-
-_SUMS = 4  # numbers of which all ranks need the sum
-_FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in float64
-_LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
-
 
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
@@ -83,17 +77,14 @@ class Ranks:
                 "process_group must be a torch.distributed process group that this process "
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
-        # Whoever holds a group keeps gloo's threads running after destroy_process_group, and those
-        # can abort an interpreter that ends: https://github.com/pytorch/pytorch/issues/190489
-        self._group = weakref.ref(group)
         self._module = module
         self._mean = mean_buffers
         self._wide = wide
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if on_host else physical(device)
+        self._collectives = Collectives(group, self._control)
+        self.rank, self.size = self._collectives.rank, self._collectives.size
         if not on_host:
             backend = dist.get_backend(group)
             warn(
@@ -169,7 +160,7 @@ class Ranks:
         gradients, buffers = list(exchange.dense), list(outcome.buffers)
         for parcel in exchange.parcels:
             parcel.weigh(factor, outcome.plan.rows / rows)
-            self._sum(parcel.flat, f"the sum of all gradients in {parcel.flat.dtype}")
+            self._collectives.sum(parcel.flat, f"the sum of all gradients in {parcel.flat.dtype}")
             found, settled = parcel.unpack()
             for i, gradient in found.items():
                 gradients[i] = gradient
@@ -215,11 +206,11 @@ class Ranks:
         parcel = shown.pack(seed)
         layout = _checksum(f"outputs {shown.kind}")
         self._all_know = True  # what is raised from here on, every rank raises
-        _, sizes = self._agree([0.0] * _SUMS, layout, parcel.numel(), _OTHER_OUTPUTS)
+        _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
         everything = parcel.new_zeros(sum(sizes))
         parcels = everything.split(sizes)
         parcels[self.rank].copy_(parcel)
-        self._sum(everything, "the outputs and targets of all ranks")
+        self._collectives.sum(everything, "the outputs and targets of all ranks")
         self._all_know = False
         return shown.of_all(parcels, self.rank)
 
@@ -229,69 +220,22 @@ class Ranks:
         if all_know:
             return
         with contextlib.suppress(Exception):
-            _, failed = self._exchange_words([0.0] * (2 + _SUMS + self.size), True)
-            others = [str(rank) for rank in failed if rank != self.rank]
-            if others:
-                note(error, f"rank {', '.join(others)} failed in this step too")
+            if others := self._collectives.fail():
+                note(error, f"rank {', '.join(map(str, others))} failed in this step too")
 
     def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float, Spread]:
         """All ranks' terms, losses, rows and spread, once it is sure that nobody failed."""
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
-        sums, each = self._agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
+        sums, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
         terms, total, spread, replicas = sums
         rows = sum(each)
         of = terms if outcome.is_mean else rows
         return terms, total, rows, Spread(spread, replicas, of, rows)
 
-    def _agree(
-        self, mine: Sequence[float], layout: int, number: int, otherwise: str
-    ) -> tuple[list[float], list[int]]:
-        """The sums over all ranks of ``mine``, and each rank's ``number``.
-
-        Raises:
-            RuntimeError: on every rank alike: one failed, or ``layout`` is not the same on all.
-        """
-        numbers = [0.0] * self.size
-        numbers[self.rank] = number
-        (layouts, squares, *values), failed = self._exchange_words(
-            [layout, layout**2, *mine, *numbers], False
-        )
-        if failed:
-            raise RuntimeError(
-                f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
-                f"nothing was changed on any rank; see what it raised there"
-            )
-        if not _all_equal(int(layouts), int(squares), self.size):
-            raise RuntimeError(
-                f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
-                f"every rank"
-            )
-        return values[:_SUMS], [int(value) for value in values[_SUMS:]]
-
-    def _exchange_words(self, mine: Sequence[float], failed: bool) -> tuple[list[float], list[int]]:
-        flags = [0.0] * -(-self.size // _FLAGS)
-        flags[self.rank // _FLAGS] = failed * 2.0 ** (self.rank % _FLAGS)
-        words = torch.tensor([*mine, *flags], dtype=torch.float64, device=self._control)
-        self._sum(words, "the flags and counts of all ranks")
-        values: list[float] = words.tolist()
-        sums = [int(value) for value in values[len(mine) :]]
-        those = [r for r in range(self.size) if sums[r // _FLAGS] >> (r % _FLAGS) & 1]
-        return values[: len(mine)], those
-
-    def _sum(self, tensor: Tensor, what: str) -> None:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
-                "a new group and a new engine"
-            )
-        with waiting_for(what, group, still="; nothing was changed on this rank"):
-            dist.all_reduce(tensor, group=group)
-
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
         total = (gradient * factor).coalesce().to(self._control)
-        self._sum(total, "the sum of all sparse gradients")
+        self._collectives.sum(total, "the sum of all sparse gradients")
         return total.to(tensor.device) if total._nnz() else None
 
 
@@ -312,16 +256,8 @@ class _Exchange:
     layout: int
 
 
-def _all_equal(total: int, squares: int, count: int) -> bool:
-    """Whether ``count`` integers with this sum, and this sum of squares, are all the same one.
-
-    The mean of squares is the square of the mean exactly where nothing deviates from it.
-    """
-    return count * squares == total**2
-
-
 def _checksum(text: str) -> int:
-    checksum: int = zlib.crc32(text.encode()) % 2**_LAYOUT_BITS
+    checksum: int = zlib.crc32(text.encode()) % 2**LAYOUT_BITS
     return checksum
 
 

@@ -104,13 +104,19 @@ def note_strangers(error: BaseException, function: Any, device: torch.device) ->
 
 
 def ignored_values(function: Any) -> set[int]:
-    """The labels that ``function`` may leave out: -100, and what it says of ``ignore_index``."""
-    found = {-100}
+    """The labels that ``function`` may leave out.
+
+    These are -100, 255 (as in pictures), and what it, or a loss that it is made of, says of
+    ``ignore_index``.
+    """
+    found = {-100, 255}
     while isinstance(function, functools.partial):
         found.add(function.keywords.get("ignore_index", -100))
         function = function.func
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     found.add(getattr(owner, "ignore_index", -100))
+    losses = owner.children() if isinstance(owner, nn.Module) else _captured(function).values()
+    found.update(vars(v).get("ignore_index", -100) for v in losses if isinstance(v, nn.Module))
     code = getattr(function, "__code__", None)
     if code is not None:
         names = [code.co_names, *(c for c in code.co_consts if isinstance(c, tuple))]

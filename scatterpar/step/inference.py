@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from scatterpar.plan import Plan
 from scatterpar.replicas.guard import guarded
 from scatterpar.step import nested
+from scatterpar.step.arriving import arriving
 from scatterpar.step.commit import commit_buffers, write_parameters
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
@@ -57,13 +59,14 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
     """
     with crew.attempt(plan) as attempt:
         ledger = attempt.ledger
-        scattered = scatter(request.batch, plan, request.dim, ledger)
+        bring = arriving if request.one_by_one else scatter
+        scattered = bring(request.batch, plan, request.dim, ledger)
         parts, criteria = crew.refresh(module, None, ledger)
         tasks = hand_out(request, plan, parts, scattered, criteria)
         with guarded(parts):
             rehearse(attempt, tasks, parts, _predicted)
-            outputs = attempt.run(_infer_share, tasks)
-        lists = has_entries(request.batch)
+            lists = has_entries(request.batch)
+            outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
         output = collect(outputs, plan, request.dim, ledger, lists=lists)
         parameters = merge_writes(parts, len(outputs), ledger)
         ledger.settle()
@@ -74,7 +77,7 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
     return output
 
 
-def _infer_share(task: Task, *, proceed: Callable[[], None]) -> Any:
+def _infer_share(task: Task, *, lists: bool, proceed: Callable[[], None]) -> Any:
     """The module's outputs on its share, computed in micro-batches and joined."""
     outputs = []
     rows = [stop - start for start, stop in task.share.micro_batches]
@@ -84,7 +87,7 @@ def _infer_share(task: Task, *, proceed: Callable[[], None]) -> Any:
         with task.substep(number):
             outputs.append(_predicted(task, number))
     with noted(task.share):
-        return join_rows(outputs, task.dim, rows, rows, lists=has_entries(task.inputs))
+        return join_rows(outputs, task.dim, rows, rows, lists=lists)
 
 
 def _predicted(task: Task, number: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.memory_search import TOO_LARGE, is_out_of_memory
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
 from scatterpar.step.slices import of_share
+from scatterpar.threads.workers import note
 
-__all__ = ["is_borrowed", "scatter"]
+__all__ = ["Crossing", "is_borrowed", "scatter"]
 
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
@@ -27,40 +31,67 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
     of the caller's tensors, which must then not be written. What is replicated comes once to
     each memory, however many replicas are there.
     """
-    crossing = _Crossing(ledger)
+    crossing = Crossing(ledger)
 
     def hand_over(share: Share, leaf: Any) -> Any:
         return crossing.bring(share.device, of_share(leaf, share, dim))
 
-    return [nested.transform(partial(hand_over, share), batch) for share in plan.shares]
+    scattered = []
+    for share in plan.shares:
+        with _noted(share):
+            scattered.append(nested.transform(partial(hand_over, share), batch))
+    return scattered
 
 
-class _Crossing:
+@contextlib.contextmanager
+def _noted(share: Share) -> Iterator[None]:
+    """Note on memory that runs out in the body that it is the share that does not fit."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            rows = share.stop - share.start
+            note(error, f"the {rows} rows of replica {share.replica} on {share.device} {TOO_LARGE}")
+        raise
+
+
+class Crossing:
     """Brings a batch to devices. (Nested functions that call each other would be a cycle, and keep
     what arrived until the garbage collector runs.)
+
+    Args:
+        ledger: copies.
+        takes: which leaves are to be brought, by default all.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, takes: Callable[[Any], bool] | None = None) -> None:
         self._ledger = ledger
+        self._takes = takes
         self._arrived: dict[tuple[int, torch.device], Any] = {}
 
     def bring(self, device: torch.device, leaf: Any) -> Any:
+        """``leaf`` in the memory of ``device``."""
         if isinstance(leaf, Batches):
             entries = nested.transform(partial(self.bring, device), leaf.entries)
             return Batches(entries, leaf.sizes)
+        if self._takes is not None and not self._takes(leaf):
+            return leaf
         if isinstance(leaf, Rows):
             return Rows(_bring_entries(leaf.entries, device, self._ledger), leaf.collate)
         if isinstance(leaf, Replicated):
             return Replicated(nested.transform(partial(self._bring_once, device), leaf.value))
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        return self._ledger.copy(leaf, device, "scatter")
+        return self._bring_one(device, leaf)
 
     def _bring_once(self, device: torch.device, leaf: Any) -> Any:
         key = (id(leaf), device)
         if key not in self._arrived:
-            self._arrived[key] = self.bring(device, leaf)
+            self._arrived[key] = self._bring_one(device, leaf)
         return self._arrived[key]
+
+    def _bring_one(self, device: torch.device, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device == device:
+            return leaf
+        return self._ledger.copy(leaf, device, "scatter")
 
 
 def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> list[Any]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
+from scatterpar.step.arriving import Arriving
 from scatterpar.step.markers import all_tensors
 from scatterpar.step.request import Request
-from scatterpar.step.slices import micro_batch
+from scatterpar.step.slices import micro_batch, opened
 from scatterpar.threads.workers import note
 
 __all__ = ["Task", "as_call", "hand_out", "noted"]
@@ -53,7 +54,19 @@ class Task:
     def rows_of(self, value: Any, number: int) -> Any:
         """The rows of one micro-batch, of the inputs or of the targets."""
         start, stop = self.share.cuts[number : number + 2]
+        if isinstance(value, Arriving):
+            value, start, stop = value.here(number), 0, stop - start
         return micro_batch(value, start, stop, self.dim, copy=self.copies)
+
+    def glimpse(self, number: int) -> list[Any]:
+        """Inputs and targets of one micro-batch, wherever they are, to look at and not to keep."""
+        start, stop = self.share.cuts[number : number + 2]
+        return [
+            opened(value.at_home(number))
+            if isinstance(value, Arriving)
+            else micro_batch(value, start, stop, self.dim, copy=False)
+            for value in (self.inputs, self.targets)
+        ]
 
     def output_of(self, number: int) -> Any:
         """The module's output for one micro-batch."""

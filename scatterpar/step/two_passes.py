@@ -102,7 +102,7 @@ def train_whole(
     streams = attempt.streams
     seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
     shares = [task.share for task in tasks]
-    lists = has_entries(tasks[0].inputs)
+    lists = has_entries(request.inputs)
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
@@ -152,7 +152,7 @@ def first_pass(
     rows = [stop - start for start, stop in share.micro_batches]
     with noted(share):
         joined = [
-            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(task.inputs))
+            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.inputs))
             for few in _of_each_span(share)
         ]
         outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None

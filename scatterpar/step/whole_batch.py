@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Share
 from scatterpar.step import nested
 from scatterpar.step.join import join, join_rows
 from scatterpar.step.markers import Batches
-from scatterpar.step.scatter import is_borrowed, scatter
+from scatterpar.step.scatter import Crossing, is_borrowed
 from scatterpar.step.slices import opened, take
 from scatterpar.step.substeps import pull, scalar_loss
 from scatterpar.threads.context import autocast_types
@@ -131,8 +132,7 @@ class WholeBatch:
     def _whole(self, targets: Any) -> Any:
         """All targets, for the criterion to write to if it likes."""
         master, rows = self._shares[0].device, sum(self._rows)
-        one_share = Share(0, master, 0, rows, ((0, rows),))
-        (here,) = scatter(targets, Plan(rows, (one_share,)), self._dim, self._ledger)
+        here = nested.transform(partial(Crossing(self._ledger).bring, master), targets)
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, Batches) and leaf.sizes is not None:

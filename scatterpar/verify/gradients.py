@@ -58,7 +58,7 @@ def _by_gradients(
     slopes = partial(_slopes, criterion, wide=wide, dtypes=dtypes)
     with torch.inference_mode(False), torch.enable_grad():
         joined = slopes(pieces)
-        if not any(slope.any() for own in joined for slope in own):
+        if not any(map(_tells, joined)):
             return None
         apart = [
             slopes(pieces.only(k))[0] if factor else _zeros(joined[k])
@@ -69,6 +69,8 @@ def _by_gradients(
         tolerance = tolerance_of(dtypes, _TOLERANCES)
         off = _difference(joined, apart, pieces.factors)
         if off <= tolerance:
+            if pieces.factors == (1.0, 1.0) and not all(map(_tells, apart)):
+                raise Unsure("a mean of one thing alone is its sum", lasting=False)
             return Finding()
         k = 0 if pieces.factors[0] else 1
         again = slopes(pieces.only(k))
@@ -141,6 +143,11 @@ def _copy(leaf: Any, wide: bool) -> Any:
     return leaf.detach().clone()
 
 
+def _tells(slopes: Sequence[Tensor]) -> bool:
+    """Whether a piece has a part in the loss: where all its labels are left out it has none."""
+    return any(slope.any() for slope in slopes)
+
+
 def _zeros(slopes: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(slope) for slope in slopes]
 
@@ -171,7 +178,7 @@ def _explained(
     apart: list[list[Tensor]],
     pieces: Pieces,
 ) -> Finding:
-    if _difference(joined, apart, (1.0, 1.0)) <= tolerance:
+    if all(map(_tells, apart)) and _difference(joined, apart, (1.0, 1.0)) <= tolerance:
         return Finding(off, "sum", (1.0, 1.0))
     if _difference(joined, apart, pieces.by_rows) <= tolerance:
         return Finding(off, "mean", pieces.by_rows)

@@ -20,7 +20,7 @@ def choose(
 
     They differ most in how many labels are left out; else in zeros, as masks have them; else
     in the mean of labels or values. Micro-batches that add nothing, or hold nothing but
-    labels that are left out, are taken only where there are no others.
+    labels that are left out, are taken only where the others are alike in these.
 
     Args:
         pieces: the targets of each micro-batch, or whatever may hold labels and masks.
@@ -38,6 +38,10 @@ def choose(
     empty = {candidates[i] for shares in labels for i, share in enumerate(shares) if share == 1}
     full = [k for k in candidates if weights[k] and k not in empty]
     if len(full) >= 2:
+        taken = {tuple(share[candidates.index(k)] for share in labels) for k in full}
+        doubtful = [k for k in candidates if 0 < weights[k] < 1 and k in empty]  # 1: of a sum
+        if doubtful and len(taken) == 1:
+            return min(doubtful[0], full[0]), max(doubtful[0], full[0])
         candidates = full
     for numbers in _features([pieces[k] for k in candidates], ignored):
         low, high = numbers.index(min(numbers)), numbers.index(max(numbers))

@@ -64,6 +64,8 @@ def by_values(
         alike = len(used) < 2 or abs(losses[0] - losses[1]) <= _VISIBLE * tolerance
         if not size or (alike and not is_sum):
             raise Unsure("both losses are the same", lasting=tolerance > size * _COARSE)
+        if is_sum and not all(losses):
+            raise Unsure("a mean of one thing alone is its sum", lasting=False)
         return Finding()
     # A mean of the same rows twice is what it is of them once: what differs is rounding.
     rounding = max(_rounding(joint(k, k), losses[k]) for k in used)
@@ -82,7 +84,7 @@ def _explained_by_values(
     off: float, tolerance: float, joint: float, losses: tuple[float, float], pieces: Pieces
 ) -> Finding:
     one, other = losses
-    if abs(joint - (one + other)) <= tolerance:
+    if one and other and abs(joint - (one + other)) <= tolerance:
         return Finding(off, "sum", (1.0, 1.0))
     by_rows = pieces.by_rows
     if abs(joint - (one * by_rows[0] + other * by_rows[1])) <= tolerance:

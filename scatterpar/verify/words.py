@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ __all__ = ["Words"]
 
 _ALIKE = 1e-3  # so near are weights that are called the same
 _PADDING = -100  # the label that torch's losses leave out by default
+_LEFT_OUT = (_PADDING, 255, -1)  # 255 where labels are pictures
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,20 @@ class Words:
     def _hint(self, finding: Finding) -> str:
         """Whether it is the labels that are not ignored, shifted or not."""
         assert finding.weights is not None
-        for one, other in zip(*self.labels, strict=True):
+        for value, (one, other) in product(_LEFT_OUT, zip(*self.labels, strict=True)):
             for shifted in (False, True):
                 if not is_integer(one) or (shifted and one.ndim < 2):
                     continue
                 a, b = (
-                    int((labels[:, 1:] if shifted else labels).ne(_PADDING).sum())
+                    int((labels[:, 1:] if shifted else labels).ne(value).sum())
                     for labels in (one, other)
                 )
                 if a + b and abs(a / (a + b) - finding.weights[0]) < _ALIKE:
+                    which = [] if value == _PADDING else [str(value)]
+                    arguments = ", ".join(which + ["shifted=True"] * shifted)
                     return (
-                        f" That is what labels give that are not {_PADDING}, here {a} and {b}: "
-                        f"count=scatterpar.count_labels({'shifted=True' if shifted else ''})."
+                        f" That is what labels give that are not {value}, here {a} and {b}: "
+                        f"count=scatterpar.count_labels({arguments})."
                     )
         return ""
 

@@ -6,22 +6,17 @@ script that hangs says nothing any more: its silence is what is measured, from o
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO
 
-import pytest
+from helpers.forks import environment
 
-Found = TypeVar("Found")
-TESTS = Path(__file__).parent.parent
 SILENCE = 180.0  # seconds; an idle machine needs two or three
 ABORT_SECONDS = 10.0  # to say where the threads are
 
@@ -33,12 +28,6 @@ class Outcome:
     code: int
     out: str
     err: str
-
-
-def environment() -> dict[str, str]:
-    """The environment of a script: this folder's modules and the package are importable."""
-    path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -109,30 +98,3 @@ def finish_all(processes: dict[str, subprocess.Popen[str]]) -> dict[str, Outcome
 def run(*arguments: str, silence: float = SILENCE, **variables: str) -> Outcome:
     """Run Python with ``arguments`` to its end."""
     return finish(start(*arguments, **variables), silence)
-
-
-def with_slow_accelerator(layouts: Iterable[str]) -> list[Any]:
-    """The layouts as parameters of a test; the simulated accelerator is left to ``-m slow``."""
-    slow = pytest.param("accelerator", marks=pytest.mark.slow)
-    return [slow if layout == "accelerator" else layout for layout in layouts]
-
-
-def run_on_layouts(
-    request: pytest.FixtureRequest,
-    layouts: Iterable[str],
-    on_accelerator: bool,
-    module: str,
-    *arguments: str,
-) -> dict[str, Outcome]:
-    """Run ``module`` with each layout, all at once; on the simulated one where it can be built."""
-    wanted = [layout for layout in layouts if on_accelerator or layout != "accelerator"]
-    accelerator = request.getfixturevalue("simulated_accelerator") if on_accelerator else {}
-    possible = [layout for layout in wanted if accelerator or layout != "accelerator"]
-    return finish_all({n: start("-m", module, n, *arguments, **accelerator) for n in possible})
-
-
-def of(outcomes: dict[str, Found], layout: str) -> Found:
-    """What was found on ``layout``; skips the test if it could not be tried."""
-    if layout not in outcomes:
-        pytest.skip("tried with -m slow, and where there is g++ to build the simulated accelerator")
-    return outcomes[layout]

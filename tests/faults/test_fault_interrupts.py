@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from faults.forked import run_forked
 from faults.processes import run
 
 LAYOUTS = ("shared", "virtual", "alone", "accelerator")
@@ -28,7 +29,8 @@ def lines_of(request, layout):
             pytest.skip("there is no g++ to build the simulated accelerator")
 
     def lines(module, *arguments):
-        outcome = run("-m", module, layout, *arguments, **variables)
+        script = ("-m", module, layout, *arguments)
+        outcome = run(*script, **variables) if variables else run_forked(*script)
         assert outcome.code == 0, outcome.err
         assert outcome.out.endswith("end\n"), outcome.err
         found = [json.loads(line) for line in outcome.out.splitlines()[:-1]]
@@ -123,7 +125,7 @@ VIRTUAL = '["cpu:0", "cpu:1"]'
 @pytest.mark.parametrize("devices", [SHARED, ALONE, pytest.param(VIRTUAL, marks=pytest.mark.slow)])
 def test_a_long_step_ends_at_its_next_sub_step(devices):
     script = LONG.format(pause="time.sleep(0.1)", devices=devices, times=1, at_once=1)
-    outcome = run("-c", script)
+    outcome = run_forked("-c", script)
     assert outcome.code == 0, outcome.err
     first, last = outcome.out.splitlines()
     assert last == "exact"
@@ -135,7 +137,7 @@ def test_a_long_step_ends_at_its_next_sub_step(devices):
 @pytest.mark.parametrize("devices", [VIRTUAL, pytest.param(SHARED, marks=pytest.mark.slow)])
 def test_the_second_time_does_not_wait_for_a_replica_that_is_stuck(devices):
     script = LONG.format(pause="release.wait(1000)", devices=devices, times=2, at_once=2)
-    outcome = run("-c", script)
+    outcome = run_forked("-c", script)
     assert outcome.code == 0, outcome.err
     assert "terminate called" not in outcome.err
     assert outcome.out.splitlines() == ["interrupted 2 None", "exact"]

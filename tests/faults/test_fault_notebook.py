@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from faults.processes import SILENCE, environment
+from helpers.forks import environment
+
+from faults.processes import SILENCE
 
 jupyter_client = pytest.importorskip("jupyter_client", reason="needs a notebook kernel")
 pytest.importorskip("ipykernel", reason="needs a notebook kernel")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from faults.processes import run
+from faults.forked import run_forked
 
 SCRIPT = """
 import dataclasses, json, sys
@@ -33,7 +33,7 @@ LENGTHS = {
 )
 def test_nothing_piles_up(layout, length):
     wanted = LENGTHS[length]
-    outcome = run("-c", SCRIPT.format(layout=layout, **wanted))
+    outcome = run_forked("-c", SCRIPT.format(layout=layout, **wanted))
     assert outcome.code == 0, outcome.err
     record = json.loads(outcome.out)
     assert record["wrong"] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helpers import forks
+
 SIZE = 3
 _IDLE_SECONDS = 1800.0
 _REPLY_SECONDS = 300.0
@@ -24,14 +25,14 @@ class Gang:
     """``SIZE`` ranks over gloo on the loopback, for any number of tests."""
 
     def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = forks.context()
         self._processes = []
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes = []
         for rank in range(SIZE):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(there, rank, store), daemon=True)
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, store), daemon=True)
             process.start()
             self._processes.append(process)
             there.close()

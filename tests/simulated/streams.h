@@ -22,6 +22,13 @@
 #include <random>
 #include <vector>
 
+extern "C" {  // of Python.h, which not every machine has
+struct _ts;
+int PyGILState_Check();
+_ts* PyEval_SaveThread();
+void PyEval_RestoreThread(_ts*);
+}
+
 namespace simulated {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
@@ -30,8 +37,24 @@ constexpr c10::DeviceIndex kHost = -1;
 constexpr size_t kLongest = 1024;  // a launch waits when so much is queued already, as on CUDA
 
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
-using Lock = std::lock_guard<std::recursive_mutex>;
 inline auto& mutex = *new std::recursive_mutex;  // never destroyed: threads outlive ``main``
+
+// Torch asks for events with the interpreter's lock, and what is queued here may need that lock (a
+// tensor that Python knows is one). So nobody keeps it who has to wait for ``mutex``.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    auto* interpreter = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (interpreter) PyEval_RestoreThread(interpreter);
+  }
+  Lock(const Lock&) = delete;
+  ~Lock() { mutex_.unlock(); }
+
+ private:
+  std::recursive_mutex& mutex_;
+};
 
 inline thread_local c10::DeviceIndex current_device = 0;
 inline thread_local std::array<c10::StreamId, kDevices> current_streams{};

@@ -1,0 +1,12 @@
+"""What the server of ``forks`` imports once, and a fork of it then has."""
+
+import gc
+
+import torch._dynamo  # noqa: F401  the first optimizer imports it
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  and the first backward pass this
+from faults import places, state  # noqa: F401
+
+import scatterpar  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a collection would write to every object, and so copy its page in every fork

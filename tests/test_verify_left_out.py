@@ -1,0 +1,118 @@
+"""A micro-batch whose labels are all left out: a mean of the other one alone is also its sum.
+
+The first look at such a pair said "It seems to be a sum". Who believed that, and passed
+``reduction="sum"``, was not contradicted, and got the gradient times the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import CLASSES, mlp
+from helpers.oracle import assert_step
+from helpers.weighted import classes
+from test_verify import INPUTS, ROWS, looked_at, step
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel, count_labels
+
+SUB_STEPS = 4  # of three rows each, on two replicas
+LEFT_OUT = 7  # a class that there is not: no label of this kind is known to be left out
+
+PICTURES = nn.CrossEntropyLoss(ignore_index=255)
+
+
+def of_pictures(output, targets):
+    return PICTURES(output, targets)
+
+
+def masked_mean(output, targets):
+    counts = targets != LEFT_OUT
+    losses = F.cross_entropy(output, targets.where(counts, 0), reduction="none")
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+def labels(value):
+    """Those of the first micro-batch are left out, and no others."""
+    targets = classes(ROWS)
+    targets[: ROWS // (2 * SUB_STEPS)] = value
+    return targets
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs, targets):
+        return masked_mean(self.net(inputs), targets)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "value"), [(of_pictures, 255), (F.cross_entropy, -100), (masked_mean, LEFT_OUT)]
+)
+def test_it_is_not_taken_for_a_sum(devices, criterion, value):
+    def in_a_def(output, targets):
+        return criterion(output, targets)
+
+    with ScatterOnceParallel(mlp(), SUB_STEPS, devices(2)) as engine:
+        with pytest.raises(ValueError, match=r"theirs times (0 and 1|1 and 0)") as caught:
+            step(engine, in_a_def, labels(value))
+        assert "It seems to be a sum" not in str(caught.value)
+        if value != LEFT_OUT:
+            hint = "" if value == -100 else value
+            assert f"not {value}, here 0 and 3: count=scatterpar.count_labels({hint})" in str(
+                caught.value
+            )
+        assert_step(engine, INPUTS, labels(value), in_a_def, count=count_labels(value))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "value"), [(of_pictures, 255), (F.cross_entropy, -100), (masked_mean, LEFT_OUT)]
+)
+def test_a_mean_that_is_called_a_sum_is_never_taken_for_one(devices, criterion, value):
+    """Either other micro-batches tell, or it is looked at again."""
+
+    def in_a_def(output, targets):
+        return criterion(output, targets)
+
+    with ScatterOnceParallel(mlp(), SUB_STEPS, devices(2)) as engine:
+        if value == LEFT_OUT:
+            step(engine, in_a_def, labels(value), reduction="sum")
+        else:
+            with pytest.raises(ValueError, match='reduction="mean"'):
+                step(engine, in_a_def, labels(value), reduction="sum")
+        assert not looked_at(engine)
+
+
+def test_losses_alone_do_not_make_it_a_sum_either(devices):
+    model = WithLoss()
+    batch = (INPUTS, labels(LEFT_OUT))
+    with ScatterOnceParallel(model, SUB_STEPS, devices(2)) as engine:
+        with pytest.raises(ValueError, match="theirs times") as caught:
+            engine.forward_backward(batch)
+        assert "It seems to be a sum" not in str(caught.value)
+        engine.forward_backward(batch, reduction="sum")
+        assert not looked_at(engine)
+        engine.forward_backward(batch, count=lambda inputs, _: (inputs[1] != LEFT_OUT).sum())
+
+
+def test_a_loss_in_a_module_says_which_labels_it_leaves_out():
+    """Found in what a function names, and among the children of a criterion."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of_pixels = nn.CrossEntropyLoss(ignore_index=3)
+
+        def forward(self, output, targets):
+            return self.of_pixels(output, targets)
+
+    targets = torch.arange(ROWS) % (CLASSES - 1)
+    targets[: ROWS // 8] = 3
+    engine = ScatterOnceParallel(mlp(), SUB_STEPS, ["cpu"] * 2)
+    with engine, pytest.raises(ValueError, match="theirs times 0 and 1"):
+        step(engine, Both(), targets)

@@ -20,8 +20,9 @@ def quick(request):
     return request.config.getoption("--quick")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def environment():
+    """What this runs on, and how busy that was before the first benchmark."""
     return describe()
 
 

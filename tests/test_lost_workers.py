@@ -55,6 +55,8 @@ def test_an_exception_while_it_waits(devices, which):
             engine.forward_backward(*BATCH, LOSS)
         assert differences(before, capture(engine.module)) == []
         assert_step(engine, *BATCH, LOSS)
+        for thread in crew:  # those that were given up are on their way out
+            thread.join(SECONDS)
         assert all(thread not in workers() for thread in crew)
 
 

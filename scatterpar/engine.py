@@ -28,7 +28,7 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
-from scatterpar.step.arriving import arriving
+from scatterpar.step.arriving import bring_batch
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
@@ -41,7 +41,6 @@ from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import scatter
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
@@ -274,8 +273,7 @@ class ScatterOnceParallel(Wrapper):
                 glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
                 weights, terms = weigh(request, plan, pieces, readout)
-                bring = arriving if request.one_by_one else scatter
-                scattered = bring(request.batch, plan, self.dim, ledger)
+                scattered = bring_batch(request, plan, ledger)
                 look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(

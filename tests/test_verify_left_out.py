@@ -51,9 +51,12 @@ class WithLoss(nn.Module):
         return masked_mean(self.net(inputs), targets)
 
 
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     ("criterion", "value"), [(of_pictures, 255), (F.cross_entropy, -100), (masked_mean, LEFT_OUT)]
 )
+
+
+@of_each_kind
 def test_it_is_not_taken_for_a_sum(devices, criterion, value):
     def in_a_def(output, targets):
         return criterion(output, targets)
@@ -70,9 +73,7 @@ def test_it_is_not_taken_for_a_sum(devices, criterion, value):
         assert_step(engine, INPUTS, labels(value), in_a_def, count=count_labels(value))
 
 
-@pytest.mark.parametrize(
-    ("criterion", "value"), [(of_pictures, 255), (F.cross_entropy, -100), (masked_mean, LEFT_OUT)]
-)
+@of_each_kind
 def test_a_mean_that_is_called_a_sum_is_never_taken_for_one(devices, criterion, value):
     """Either other micro-batches tell, or it is looked at again."""
 

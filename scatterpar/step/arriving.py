@@ -1,7 +1,9 @@
-"""A share that is too large for its device: its rows arrive micro-batch by micro-batch, one ahead.
+"""A share that is too large for its device: its rows arrive micro-batch by micro-batch, one ahead::
 
-computed    sub-step 0   sub-step 1   sub-step 2
-copied      rows of 1    rows of 2    rows of 3
+    computed    sub-step 0   sub-step 1   sub-step 2
+    copied      rows of 1    rows of 2    rows of 3
+
+Each byte crosses once. For a loss of the whole batch most cross twice: its second pass needs them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,22 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Replicated
-from scatterpar.step.scatter import Crossing
+from scatterpar.step.request import Request
+from scatterpar.step.scatter import Crossing, scatter
 from scatterpar.step.slices import of_share, take
 
-__all__ = ["Arriving", "arriving"]
+__all__ = ["Arriving", "bring_batch"]
 
 
-def arriving(batch: tuple[Any, ...], plan: Plan, dim: int, ledger: Ledger) -> list[tuple[Any, ...]]:
+def bring_batch(request: Request, plan: Plan, ledger: Ledger) -> list[Any]:
+    """Each share's inputs and targets: on its device or, if they are to, arriving one by one."""
+    bring = _arriving if request.one_by_one else scatter
+    return bring(request.batch, plan, request.dim, ledger)
+
+
+def _arriving(
+    batch: tuple[Any, ...], plan: Plan, dim: int, ledger: Ledger
+) -> list[tuple[Any, ...]]:
     """As ``scatter``, with shares whose rows have not left yet. What has no rows is there."""
     crossing = Crossing(ledger, _is_rowless)
 

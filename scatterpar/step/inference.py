@@ -12,7 +12,7 @@ from torch import nn
 from scatterpar.plan import Plan
 from scatterpar.replicas.guard import guarded
 from scatterpar.step import nested
-from scatterpar.step.arriving import arriving
+from scatterpar.step.arriving import bring_batch
 from scatterpar.step.commit import commit_buffers, write_parameters
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
@@ -21,7 +21,6 @@ from scatterpar.step.reduce import collect, reduce_buffers
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.rows import batch_sizes, count_rows
-from scatterpar.step.scatter import scatter
 from scatterpar.step.task import Task, hand_out, noted
 from scatterpar.threads.crew import Crew
 
@@ -59,8 +58,7 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
     """
     with crew.attempt(plan) as attempt:
         ledger = attempt.ledger
-        bring = arriving if request.one_by_one else scatter
-        scattered = bring(request.batch, plan, request.dim, ledger)
+        scattered = bring_batch(request, plan, ledger)
         parts, criteria = crew.refresh(module, None, ledger)
         tasks = hand_out(request, plan, parts, scattered, criteria)
         with guarded(parts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 import warnings
 
 import pytest
@@ -147,6 +148,16 @@ def test_memory_is_counted_and_limited():
     del kept
     assert torch.accelerator.memory_allocated(1) == before
     assert torch.accelerator.max_memory_allocated(1) >= before + 800
+
+
+def test_what_kernels_take_here_is_not_the_host_s_time(late):
+    square = torch.ones(1024, 1024, device=FIRST)
+    cpu, (host, everyone) = time.thread_time(), control.host_seconds()
+    (square @ square).sum().item()
+    host_now, everyone_now = control.host_seconds()
+    kernels = (time.thread_time() - cpu) - (host_now - host)
+    assert kernels > host_now - host > 0
+    assert everyone_now > everyone
 
 
 # ---- the engine ----------------------------------------------------------------------------------

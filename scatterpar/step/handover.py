@@ -98,8 +98,7 @@ class Sums:
         """Add all of them."""
         with torch.no_grad():
             for message in in_chunks(dict(enumerate(self._sums))):
-                sums = [self._sums[i][start:stop] for i, start, stop in message]
-                added = [self._added[i][start:stop] for i, start, stop in message]
+                sums, added = message.of(self._sums), message.of(self._added)
                 before = [part.clone() for part in sums]
                 self._before += zip(sums, before, strict=True)
                 add_each(sums, added)

@@ -24,6 +24,7 @@ __all__ = [
     "bring",
     "in_chunks",
     "in_memory_order",
+    "is_in_memory_order",
     "messages",
     "packed",
     "rounds",
@@ -123,17 +124,20 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
 
     ``None`` where there is none: for gaps, overlaps, and conjugates that are not resolved.
     """
+    if not is_in_memory_order(tensor):
+        return None
+    return tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_in_memory_order(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each with a place of its own."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
-    if tensor.stride() == (1,):
-        return tensor
-    if not tensor.is_contiguous() and not _is_dense(tensor):
-        return None
-    return tensor.as_strided((tensor.numel(),), (1,))
+        return False
+    return tensor.is_contiguous() or _is_dense(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each with a place of its own."""
+    """The same, by sizes and strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

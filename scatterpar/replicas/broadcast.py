@@ -13,12 +13,20 @@ from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 
-__all__ = ["Broadcast", "version"]
+__all__ = ["Broadcast", "version", "versions"]
 
 
 def version(tensor: Tensor) -> int:
     """How often ``tensor`` was written; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """That of each of them."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor's words
+        return list(map(version, tensors))
 
 
 class Broadcast:
@@ -64,7 +72,7 @@ class Broadcast:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
         if not self._arrivals:
             return
-        self._versions = [version(tensor) for tensor in self._tensors]  # before the values
+        self._versions = versions(self._tensors)  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
         master, other = self._memories[:2]

@@ -28,7 +28,7 @@ from scatterpar.devices import ledger
 
 MODELS = {
     "resnet101": (lambda: ResNet101Tree(4), torch.float32),
-    "gpt2": (lambda: gpt2(width=8), torch.bfloat16),
+    "gpt2": (lambda: gpt2(width=8, words=64, positions=16), torch.bfloat16),
 }
 STEPS = ("first", "later", "kept")
 _REPEATS = 9

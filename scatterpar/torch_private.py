@@ -32,8 +32,8 @@ __all__ = [
     "flatten",
     "has_dynamo",
     "has_gradient_hooks",
+    "held_nodes",
     "hooks_taken_off",
-    "is_node_held",
     "keep_node",
     "node_of",
     "private_accelerator",
@@ -122,22 +122,34 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def is_node_held(leaf: Tensor, but_for: object = None) -> bool:
-    """Whether somebody keeps the node that accumulates the gradient of ``leaf``.
+def held_nodes(leaves: Sequence[Tensor], but_for: object = None) -> list[bool]:
+    """For each leaf whether somebody keeps the node that accumulates its gradient.
 
     Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
 
     Args:
-        leaf: a tensor that requires grad.
+        leaves: tensors that require grad.
         but_for: whoever asks with it too, and found the node free, may keep it.
     """
-    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
-    if but_for is not None and node.metadata.get(_KEEPER) is but_for:
-        return False
-    node.metadata[_VISITED] = True
-    del node
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
-    return _VISITED in node.metadata
+    for metadata in _metadata_of_nodes(leaves):
+        if but_for is None or metadata.get(_KEEPER) is not but_for:
+            metadata[_VISITED] = True
+    return [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
+
+
+def _metadata_of_nodes(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What anybody has noted on the nodes that accumulate the leaves' gradients."""
+    with torch.enable_grad():
+        root: Any = _Root.apply(*leaves)  # type: ignore[no-untyped-call]
+    return [node.metadata for node, _ in root.grad_fn.next_functions] if leaves else []
+
+
+class _Root(torch.autograd.Function):
+    """A node that leads to those of all its inputs: torch names these one by one otherwise."""
+
+    @staticmethod
+    def forward(_: Any, *leaves: Tensor) -> Tensor:
+        return torch.zeros((), device="cpu")
 
 
 def keep_node(node: Any, keeper: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -241,6 +242,68 @@ def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeyp
             engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
         assert engine.last_step.retries > 0
     assert_gradients(model, expected)
+
+
+@pytest.fixture
+def rows_there(monkeypatch):
+    """How many rows of the batch the devices hold as copies, right now."""
+    copied, copies = Ledger.copy, []
+
+    def remembering(ledger, tensor, device, phase):
+        made = copied(ledger, tensor, device, phase)
+        if phase == "scatter":
+            copies.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Ledger, "copy", remembering)
+    return lambda: sum(len(made()) for made in copies if made() is not None)
+
+
+def test_a_criterion_that_fits_beside_a_few_rows_gets_its_room(rows_there):
+    """It was said not to fit with nothing else in memory while whole shares were there."""
+
+    def criterion(outputs, _):
+        if rows_there() > 12:
+            raise torch.OutOfMemoryError("no room for the criterion")
+        return torch.cdist(outputs, outputs).square().mean()
+
+    model = net()
+    inputs, _ = batch(24)
+    loss, expected = plain(model, inputs, None, lambda o, _: torch.cdist(o, o).square().mean())
+    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
+        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
+            found = engine.forward_backward(inputs, None, criterion, whole_batch=True)
+        engine.forward_backward(inputs, None, criterion, whole_batch=True)
+        assert engine.last_step.retries == 0
+    torch.testing.assert_close(found, loss)
+    assert_gradients(model, [2 * g for g in expected])
+
+
+@pytest.mark.parametrize("accum", [2, "auto"])
+def test_with_nothing_else_means_so(rows_there, accum):
+    there = []
+
+    def criterion(outputs, _):
+        there.append(rows_there())
+        raise torch.OutOfMemoryError("no room for the criterion")
+
+    model = net()
+    with ScatterOnceParallel(model, accum, ["cpu:1"]) as engine:
+        before = capture(model)
+        with pytest.raises(torch.OutOfMemoryError, match="no room for the criterion") as caught:
+            engine.forward_backward(batch(24)[0], None, criterion, whole_batch=True)
+        assert differences(before, capture(model)) == []
+    notes = "\n".join(caught.value.__notes__)
+    if accum == "auto":
+        assert "it does not fit on cpu:1 with nothing else: more sub-steps do not help" in notes
+        assert there == [24, 24, 1, 0]
+    else:
+        assert (
+            "it does not fit on cpu:1 beside the rows that were scattered there, without any "
+            'graph; accum="auto" lets them arrive micro-batch by micro-batch'
+        ) in notes
+        assert "nothing else" not in notes
+        assert there == [24, 24]
 
 
 def test_one_row_that_does_not_fit_changes_nothing(room):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 import warnings
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -147,6 +150,16 @@ def test_memory_is_counted_and_limited():
     del kept
     assert torch.accelerator.memory_allocated(1) == before
     assert torch.accelerator.max_memory_allocated(1) >= before + 800
+
+
+def test_what_kernels_take_here_is_not_the_host_s_time(late):
+    square = torch.ones(1024, 1024, device=FIRST)
+    cpu, (host, everyone) = time.thread_time(), control.host_seconds()
+    (square @ square).sum().item()
+    host_now, everyone_now = control.host_seconds()
+    kernels = (time.thread_time() - cpu) - (host_now - host)
+    assert kernels > host_now - host > 0
+    assert everyone_now > everyone
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -503,6 +516,37 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     ahead.arrive()
     torch.testing.assert_close(second.cpu() * 2, computed.cpu())
     assert ahead.bytes["scatter"] == 2 * kept.nbytes
+
+
+def test_memory_that_a_copy_will_write_is_not_let_go(late):
+    """After a second Ctrl-C the caller has settled and gone on. A worker that it left behind asks
+    for one more copy and ends: its memory was free for others while the copy was still queued."""
+    kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
+    torch.accelerator.synchronize(1)
+    ahead = Ahead(device)
+    ahead.copy(kept, device, "scatter")
+    ahead.settle()  # by the caller
+    assert control.queued() == 0
+    rows = ahead.copy(kept, device, "scatter")  # by the worker
+    assert control.queued() > 0
+    del rows, ahead
+    assert control.queued() == 0
+
+
+def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
+    """The caller let go of all targets, though it had waited for the earlier ones alone."""
+    kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
+    ahead, made = Ahead(device), []
+
+    def copy_another():  # by the worker
+        made.append(weakref.ref(ahead.copy(kept, device, "scatter")))
+
+    with mock.patch.object(ahead, "_stream", mock.MagicMock()) as stream:
+        stream.record_event.return_value.synchronize = copy_another
+        ahead.settle()
+    assert made[0]() is not None
+    ahead.arrive()
+    assert made[0]() is None
 
 
 def test_rows_that_nobody_came_for_are_not_written_late(late):

@@ -50,7 +50,7 @@ def gpt2(
             nn.Linear(4 * width, width),
         )
 
-    tables = [nn.Embedding(50257, width), nn.Embedding(1024, width)]
+    tables = [nn.Embedding(words, width), nn.Embedding(positions, width)]
     return nn.Sequential(*tables, *[block() for _ in range(blocks)], nn.LayerNorm(width))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 from torch import Tensor
 
@@ -23,26 +26,36 @@ class Ahead(Ledger):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._targets: list[Tensor] = []  # freed earlier, they would be written after their time
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._asking = threading.Lock()  # a worker that was left behind asks while others settle
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # nobody is there to be told
+            if self._targets:
+                self.settle()
 
     def settle(self) -> None:
         """Wait until nothing that was copied is read any more."""
         super().settle()
         if self._stream is not None:
-            self._stream.record_event().synchronize()  # MPS can wait for events alone
-            self._targets.clear()
+            with self._asking:
+                copied = self._stream.record_event()
+                targets, self._targets = self._targets, []
+            copied.synchronize()  # MPS can wait for events alone
+            del targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, to be read once it may ``arrive``."""
         if self._stream is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)
-        target = torch.empty_like(tensor, device=device)
-        self._targets.append(target)
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
-        with self._stream:
-            target.copy_(passable(tensor, device), non_blocking=True)
+        with self._asking:
+            target = torch.empty_like(tensor, device=device)
+            self._targets.append(target)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
+            with self._stream:
+                target.copy_(passable(tensor, device), non_blocking=True)
         return target
 
     def arrive(self) -> None:

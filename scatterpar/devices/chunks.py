@@ -7,8 +7,9 @@ strides of the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from scatterpar.devices.ledger import Ledger
 
 __all__ = [
     "CHUNK_BYTES",
+    "Message",
     "Piece",
     "bring",
     "in_chunks",
     "in_memory_order",
+    "is_in_memory_order",
     "messages",
     "packed",
     "rounds",
@@ -29,58 +32,71 @@ __all__ = [
 
 CHUNK_BYTES = 2**26
 
-_Key = TypeVar("_Key")
 
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the tensor with this ``key``, in the order of memory."""
 
-class Piece(NamedTuple, Generic[_Key]):
-    """Elements ``start`` to ``stop`` of one tensor, in the order of memory."""
-
-    key: _Key
+    key: int
     start: int
     stop: int
+    is_whole: bool
 
-    @property
-    def size(self) -> int:
-        """How many elements these are."""
-        return self.stop - self.start
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of the tensor itself, which is 1-D."""
+        return tensor if self.is_whole else tensor[self.start : self.stop]
 
 
-def messages(sizes: Iterable[tuple[_Key, int]], most: int) -> Iterator[list[Piece[_Key]]]:
-    """What travels together: consecutive tensors of at most so many elements in all.
+class Message(NamedTuple):
+    """What travels together: pieces, and how many elements each of them has."""
+
+    pieces: tuple[Piece, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of these tensors, which are 1-D."""
+        return [piece.of(tensors[piece.key]) for piece in self.pieces]
+
+
+@functools.lru_cache(maxsize=256)  # every step and every pair of devices asks for the same ones
+def messages(sizes: tuple[tuple[int, int], ...], most: int) -> tuple[Message, ...]:
+    """Consecutive tensors, of at most so many elements in all, travel together.
 
     How a tensor is cut depends on its own size alone.
 
-    >>> [[tuple(piece) for piece in message] for message in messages({"a": 2, "b": 7}.items(), 4)]
-    [[('a', 0, 2)], [('b', 0, 4)], [('b', 4, 7)]]
+    Args:
+        sizes: the key and the number of elements of each.
+        most: elements of a message.
+
+    >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
+    [(2,), (4,), (3,)]
     """
-    message: list[Piece[_Key]] = []
-    room = most
+    groups: list[list[Piece]] = []
+    room = 0
     for key, size in sizes:
         for start in range(0, size, most):
-            piece = Piece(key, start, min(size, start + most))
-            if message and piece.size > room:
-                yield message
-                message, room = [], most
-            message.append(piece)
-            room -= piece.size
-    if message:
-        yield message
+            stop = min(size, start + most)
+            if not groups or stop - start > room:
+                groups.append([])
+                room = most
+            groups[-1].append(Piece(key, start, stop, stop - start == size))
+            room -= stop - start
+    return tuple(Message(tuple(group), tuple(p.stop - p.start for p in group)) for group in groups)
 
 
-def in_chunks(tensors: Mapping[_Key, Tensor]) -> Iterator[list[Piece[_Key]]]:
+def in_chunks(tensors: Mapping[int, Tensor]) -> Iterator[Message]:
     """1-D tensors as messages of one dtype each, in which no more than a chunk travels."""
     for dtype, keys in by_dtype(tensors.items()).items():
-        sizes = ((key, tensors[key].numel()) for key in keys)
+        sizes = tuple([(key, tensors[key].numel()) for key in keys])
         yield from messages(sizes, CHUNK_BYTES // dtype.itemsize)
 
 
-def packed(tensors: Mapping[_Key, Tensor]) -> Iterator[tuple[list[Piece[_Key]], Tensor]]:
+def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
     """1-D tensors as messages: one, or a piece of one, as it is; several as a copy.
 
     There is room for one message at a time: be done with it before asking for the next.
     """
     for message in in_chunks(tensors):
-        parts = [tensors[key][start:stop] for key, start, stop in message]
+        parts = message.of(tensors)
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         del parts
         yield message, flat
@@ -88,35 +104,40 @@ def packed(tensors: Mapping[_Key, Tensor]) -> Iterator[tuple[list[Piece[_Key]], 
 
 
 def bring(
-    tensors: Mapping[_Key, Tensor], device: torch.device, ledger: Ledger, phase: str
-) -> Iterator[list[tuple[Piece[_Key], Tensor]]]:
-    """1-D tensors in the memory of ``device``, message by message: pieces, and what they hold.
+    tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
+) -> Iterator[tuple[Message, Sequence[Tensor]]]:
+    """1-D tensors in the memory of ``device``, message by message, and what each piece holds.
 
     There is room for one message at a time, as in ``packed``.
     """
     for message, flat in packed(tensors):
         arrived = ledger.copy(flat, device, phase)
         del flat
-        pieces = list(zip(message, arrived.split([p.size for p in message]), strict=True))
+        parts = arrived.split(message.sizes)
         del arrived
-        yield pieces
-        del pieces
+        yield message, parts
+        del parts
 
 
 def in_memory_order(tensor: Tensor) -> Tensor | None:
-    """The elements of a dense tensor in the order of memory: a 1-D view.
+    """The elements of a dense tensor in the order of memory: a 1-D view, or itself.
 
     ``None`` where there is none: for gaps, overlaps, and conjugates that are not resolved.
     """
+    if not is_in_memory_order(tensor):
+        return None
+    return tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_in_memory_order(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each with a place of its own."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-        return None
-    if not tensor.is_contiguous() and not _is_dense(tensor):
-        return None
-    return tensor.as_strided((tensor.numel(),), (1,))
+        return False
+    return tensor.is_contiguous() or _is_dense(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each with a place of its own."""
+    """The same, by sizes and strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -41,13 +41,13 @@ class Fingerprints:
         self._count = len(tensors)
         self._owners: list[int] = []
         words = [_words(_flat(tensor.detach())) for tensor in tensors]
-        longest = max(map(len, words), default=0)
+        longest = max(map(Tensor.numel, words), default=0)
         factors = _factors(min(_WORDS, longest), device)
         sums = [verbs.empty(0, torch.int64, device)]
         for numbers in by_dtype(enumerate(words)).values():
-            for message in messages(((i, len(words[i])) for i in numbers), _WORDS):
-                self._owners += [piece.key for piece in message]
-                sums.append(_sums([words[i][start:stop] for i, start, stop in message], factors))
+            for message in messages(tuple([(i, words[i].numel()) for i in numbers]), _WORDS):
+                self._owners += [piece.key for piece in message.pieces]
+                sums.append(_sums(message.of(words), message.sizes, factors))
         self.values = torch.cat(sums)
 
     def read(self, values: Tensor) -> list[Fingerprint]:
@@ -74,12 +74,12 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32)
 
 
-def _sums(parts: Sequence[Tensor], factors: Tensor) -> Tensor:
+def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Tensor:
     """For each of some pieces the sum of its words, scattered: 1-D."""
-    sizes = list(map(len, parts))
+    factors_of = {size: factors[:size] for size in set(sizes)}
     if len(parts) == 1:
-        return _scattered(parts[0], factors[: sizes[0]]).sum(0, keepdim=True)
-    own = torch.cat([factors[:size] for size in sizes])
+        return _scattered(parts[0], factors_of[sizes[0]]).sum(0, keepdim=True)
+    own = torch.cat([factors_of[size] for size in sizes])
     upto = _scattered(torch.cat(list(parts)), own).cumsum(0)
     ends = torch.stack([upto[end - 1] for end in accumulate(sizes)])
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])

@@ -43,6 +43,8 @@ class FlatCopy:
         order: positions of the tensors in the order in which they lie.
         views: every tensor's view.
         pieces: the same memory, 1-D.
+        flats: the buffer of each dtype.
+        offsets: where in it each tensor begins.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class FlatCopy:
         self.order: list[int] = []
         self.views = list(like)
         self.pieces = list(like)
+        self.flats: dict[torch.dtype, Tensor] = {}
+        self.offsets = [0] * len(like)
         bytes_of = [tensor.numel() * tensor.element_size() for tensor in like]
         in_blocks = {i for block in blocks for i in block}
         for dtype, alone in by_dtype(enumerate(like)).items():
@@ -59,6 +63,7 @@ class FlatCopy:
             units.sort(key=lambda unit: -_power_of_two(sum(bytes_of[i] for i in unit)))
             positions = [i for unit in units for i in unit]
             flat = verbs.empty(sum(like[i].numel() for i in positions), dtype, device)
+            self.flats[dtype] = flat
             offset = 0
             for unit in units:
                 offset = self._lay(unit, like, flat, offset, own_storage=unit[0] in in_blocks)
@@ -85,6 +90,7 @@ class FlatCopy:
             strides = torch.empty_like(like[i], device="meta").stride()
             self.views[i] = base.as_strided(like[i].shape, strides, offset - start)
             self.pieces[i] = flat[offset:stop]
+            self.offsets[i] = offset
             offset = stop
         return offset
 

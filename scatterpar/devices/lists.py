@@ -7,35 +7,35 @@ otherwise, such as a batch normalisation's integer, gives every tensor a kernel 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_each", "copy_each"]
+__all__ = ["add_each", "copy_each", "grouped"]
+
+Pairs = tuple[list[Tensor], list[Tensor]]
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy every source into its target, in the same memory."""
-    _in_groups(torch._foreach_copy_, targets, sources)
+    for pairs in grouped(targets, sources):
+        torch._foreach_copy_(*pairs)
 
 
 def add_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add every source to its target, in the same memory."""
-    _in_groups(torch._foreach_add_, targets, sources)
+    for pairs in grouped(targets, sources):
+        torch._foreach_add_(*pairs)
 
 
-def _in_groups(
-    function: Callable[[list[Tensor], list[Tensor]], Any],
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
-) -> None:
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]:
+    """Targets and their sources in lists of one dtype, of equal strides or not."""
+    groups: dict[Any, Pairs] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
-        alike = target.stride() == source.stride() and target.shape == source.shape
-        group = groups[target.dtype, source.dtype, alike]
+        equal = target.stride() == source.stride() and target.shape == source.shape
+        group = groups[target.dtype, source.dtype, equal]
         group[0].append(target)
         group[1].append(source)
-    for pair in groups.values():
-        function(*pair)
+    return list(groups.values())

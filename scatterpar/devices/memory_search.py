@@ -10,11 +10,13 @@ import torch
 
 from scatterpar.devices import verbs
 
-__all__ = ["IN_VAIN", "TOO_LARGE", "MemorySearch", "is_in_vain", "is_out_of_memory"]
+__all__ = ["BESIDE", "IN_VAIN", "TOO_LARGE", "MemorySearch", "is_in_vain", "is_out_of_memory"]
 
-# In notes on an error, each ends the search. The first says that nothing helps.
+# In notes on an error, each ends the search. The first says that nothing helps; the others, that
+# shares must not be there as a whole.
 IN_VAIN = "more sub-steps do not help"
 TOO_LARGE = "do not fit there when they are scattered"
+BESIDE = "beside the rows that were scattered there"
 
 _Result = TypeVar("_Result")
 
@@ -125,7 +127,7 @@ class MemorySearch(Generic[_Result]):
             if not is_out_of_memory(error) or is_in_vain(error):
                 raise
             self.retries += 1
-            if is_in_vain(error, TOO_LARGE):
+            if is_in_vain(error, TOO_LARGE, BESIDE):
                 raise
             if number >= self._most:
                 error.add_note(

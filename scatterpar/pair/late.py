@@ -21,7 +21,7 @@ from scatterpar.torch_private import (
     after_backward,
     current_graph_task,
     has_gradient_hooks,
-    is_node_held,
+    held_nodes,
     keep_node,
     node_of,
 )
@@ -50,7 +50,7 @@ class LateGradients:
         several = len(set(self._device_ids)) > 1
         if not (several and torch.is_grad_enabled() and leaf.is_leaf):
             return make()
-        if is_node_held(leaf, but_for=LateGradients):
+        if any(held_nodes([leaf], but_for=LateGradients)):
             return make()
         self._unwatched.add(id(leaf))
         attached = make()

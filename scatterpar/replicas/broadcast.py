@@ -7,18 +7,26 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import Piece, in_memory_order, packed, rounds
+from scatterpar.devices.chunks import Message, in_memory_order, packed, rounds
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.flat import FlatCopy
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 
-__all__ = ["Broadcast", "version"]
+__all__ = ["Broadcast", "version", "versions"]
 
 
 def version(tensor: Tensor) -> int:
     """How often ``tensor`` was written; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """That of each of them."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor's words
+        return list(map(version, tensors))
 
 
 class Broadcast:
@@ -64,7 +72,7 @@ class Broadcast:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
         if not self._arrivals:
             return
-        self._versions = [version(tensor) for tensor in self._tensors]  # before the values
+        self._versions = versions(self._tensors)  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
         master, other = self._memories[:2]
@@ -119,30 +127,28 @@ class Broadcast:
             self._spread(message, flat, ledger)
             del flat
 
-    def _spread(self, message: Sequence[Piece[int]], flat: Tensor, ledger: Ledger) -> None:
+    def _spread(self, message: Message, flat: Tensor, ledger: Ledger) -> None:
         """Bring one message to every other device, straight to its place where that is one."""
         here = {0: flat}
+        stretch = _stretch(message, self._arrivals[self._memories[1]].offsets)  # in all alike
         for pairs in reversed(rounds(len(self._memories))):
             for near, far in pairs:
                 device = self._memories[far]
-                pieces = self._arrivals[device].pieces
-                places = [pieces[i][start:stop] for i, start, stop in message]
-                place = _joined(places)
-                if place is None:
+                arrival = self._arrivals[device]
+                if stretch is None:
                     here[far] = ledger.copy(here[near], device, "replicate")
-                    arrived = here[far].split([piece.size for piece in message])
-                    torch._foreach_copy_(places, arrived)
+                    arrived = here[far].split(message.sizes)
+                    torch._foreach_copy_(message.of(arrival.pieces), arrived)
                 else:
-                    ledger.copy_into(place, here[near], "replicate")
-                    here[far] = place
+                    here[far] = arrival.flats[flat.dtype][stretch]
+                    ledger.copy_into(here[far], here[near], "replicate")
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Consecutive 1-D parts of one flat tensor as one; ``None`` if they are not."""
-    first = parts[0]
-    end = first.storage_offset()
-    for part in parts:
-        if part.storage_offset() != end:
+def _stretch(message: Message, offsets: Sequence[int]) -> slice | None:
+    """What the pieces of a message are in a flat tensor; ``None`` if they have gaps there."""
+    start = end = offsets[message.pieces[0].key] + message.pieces[0].start
+    for piece, size in zip(message.pieces, message.sizes, strict=True):
+        if offsets[piece.key] + piece.start != end:
             return None
-        end += part.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+        end += size
+    return slice(start, end)

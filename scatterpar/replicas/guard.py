@@ -13,7 +13,7 @@ from torch import Tensor
 from scatterpar.devices import bits
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.readout import Readout
-from scatterpar.replicas.broadcast import version
+from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import FirstWrite
@@ -169,7 +169,7 @@ class _Guard:
         }
 
     def _versions_of(self, replica: Replica) -> list[int]:
-        return list(map(version, [replica.tensors[i] for i in self._part.shared]))
+        return versions([replica.tensors[i] for i in self._part.shared])
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

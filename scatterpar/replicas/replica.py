@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.flat import FlatCopy
-from scatterpar.devices.lists import copy_each
+from scatterpar.devices.lists import grouped
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
@@ -49,13 +49,11 @@ class Replica:
         self.device = device
         originals = list(survey.tensors.values())
         self.written = list(written)
-        self._private = [
-            i for i, tensor in enumerate(originals) if is_state(tensor) or i in written
-        ]
-        own = FlatCopy([originals[i] for i in self._private], device).views
+        private = [i for i, tensor in enumerate(originals) if is_state(tensor) or i in written]
+        own = FlatCopy([originals[i] for i in private], device).views
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
-        for i, view in zip(self._private, own, strict=True):
+        for i, view in zip(private, own, strict=True):
             self._homes[i] = view
         # ``.data``: an alias that counts its own versions, so that writes can be told apart.
         self.tensors = [home.data for home in self._homes]
@@ -63,6 +61,7 @@ class Replica:
             if isinstance(original, nn.Parameter):
                 self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
                 vars(self.tensors[i]).update(vars(original))
+        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
         copies = dict(zip(survey.tensors, self.tensors, strict=True))
         mirror = Mirror(survey, copies, compiler)
         self._mirror = mirror
@@ -80,8 +79,8 @@ class Replica:
                 list(written.values()),
             )
 
-    def refresh(self, sources: Sequence[Tensor]) -> None:
-        """Undo what a forward pass rebound, and copy in the buffers of ``sources``.
+    def refresh(self) -> None:
+        """Undo what a forward pass rebound, and copy in the sources' buffers.
 
         A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
         ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
@@ -94,8 +93,8 @@ class Replica:
             self.tensors[i].data = self._homes[i]
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
-        if self._private:
-            copy_each([self.tensors[i] for i in self._private], [sources[i] for i in self._private])
+        for pairs in self._copied:
+            torch._foreach_copy_(*pairs)
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

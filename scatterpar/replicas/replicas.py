@@ -87,7 +87,7 @@ class Replicas:
         self._broadcast.send(ledger, self._spoilt)
         self._spoilt = set()
         for replica in self.replicas:
-            replica.refresh(self.sources[replica.device])
+            replica.refresh()
             self._begin_writes(replica)
 
     def _begin_writes(self, replica: Replica) -> None:
@@ -99,7 +99,7 @@ class Replicas:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
         replica = self.replicas[number]
         with torch.inference_mode(False), torch.no_grad():
-            replica.refresh(self.sources[replica.device])
+            replica.refresh()
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""

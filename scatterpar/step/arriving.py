@@ -79,6 +79,11 @@ class Arriving:
             self._bring(number + 1)
         return self._here[number]
 
+    def let_go(self) -> None:
+        """Keep none of the rows that have come; they come again if they are asked for."""
+        self._ahead.arrive()
+        self._keep()
+
     def _keep(self, *numbers: int) -> None:
         self._here = {n: rows for n, rows in self._here.items() if n in numbers}
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import setitem
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from scatterpar.replicas.sparse import is_sparse, pieces_of
 from scatterpar.step.handover import Sums, hand_over, unobserved
 from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import has_gradient_hooks
+from scatterpar.torch_private import flatten, has_gradient_hooks, unflatten
 
 __all__ = ["commit", "commit_buffers", "write_parameters"]
 
@@ -101,7 +104,9 @@ def _is_read_only(tensor: Tensor) -> bool:
     """Whether ``tensor`` is expanded, or was made in inference mode."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return True
-    return tensor.layout == torch.strided and any(
+    if tensor.layout != torch.strided or 0 not in tensor.stride():
+        return False
+    return any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
@@ -144,23 +149,27 @@ def _put_back_gradient(
         root.copy_(value)
 
 
-def _remember_buffers(buffers: Iterable[BufferValue]) -> Iterable[Callable[[], None]]:
+def _remember_buffers(buffers: Iterable[BufferValue]) -> list[Callable[[], object]]:
     """How to put back each buffer, the object and its values."""
-    undo: list[Callable[[], None]] = []
-    for holder, name, _ in buffers:
-        target = holder.get(name)
-        is_written = target is not None and not _is_read_only(target)
-        kept = target.detach().clone() if target is not None and is_written else None
-        undo.append(partial(_put_back_buffer, holder, name, target, kept))
-    return undo
+    targets = [(holder, name, holder.get(name)) for holder, name, _ in buffers]
+    written = [target for *_, target in targets if target is not None and not _is_read_only(target)]
+    return [*[partial(setitem, *place) for place in targets], *_remember_values(written)]
 
 
-def _put_back_buffer(
-    holder: MutableMapping[str, Tensor | None],
-    name: str,
-    target: Tensor | None,
-    kept: Tensor | None,
-) -> None:
-    holder[name] = target
-    if target is not None and kept is not None:
-        target.copy_(kept)
+def _remember_values(tensors: Iterable[Tensor]) -> list[Callable[[], object]]:
+    """How to put back what tensors hold. Plain ones of a dtype are one copy, not hundreds."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        is_plain = is_plain and not tensor.is_quantized
+        groups[tensor.dtype if is_plain else id(tensor)].append(tensor.detach())
+    return [
+        partial(_put_back_values, group, flatten(group) if len(group) > 1 else group[0].clone())
+        for group in groups.values()
+    ]
+
+
+def _put_back_values(tensors: Sequence[Tensor], kept: Tensor) -> None:
+    values = unflatten(kept, tensors) if len(tensors) > 1 else [kept]
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

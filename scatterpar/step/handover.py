@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import in_chunks, in_memory_order
-from scatterpar.devices.lists import add_each, copy_each
-from scatterpar.torch_private import has_gradient_hooks, is_node_held
+from scatterpar.devices.chunks import in_chunks, in_memory_order, is_in_memory_order
+from scatterpar.torch_private import has_gradient_hooks, held_nodes
 
 __all__ = ["Pair", "Sums", "hand_over", "unobserved"]
 
@@ -61,7 +60,9 @@ def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
     """
     if any(leaf._backward_hooks or has_gradient_hooks(leaf) for leaf, _ in pairs):
         return [], pairs
-    quiet = [pair for pair in pairs if _is_plain_sum(*pair) and not is_node_held(pair[0])]
+    quiet = [pair for pair in pairs if _is_plain_sum(*pair)]
+    held = held_nodes([leaf for leaf, _ in quiet])
+    quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
     silent = {id(leaf) for leaf, _ in quiet}
     return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
 
@@ -74,8 +75,8 @@ def _is_plain_sum(leaf: Tensor, gradient: Tensor) -> bool:
         and there.layout == gradient.layout == torch.strided
         and (there.dtype, there.shape, there.stride())
         == (gradient.dtype, gradient.shape, gradient.stride())
-        and in_memory_order(there) is not None
-        and in_memory_order(gradient) is not None
+        and is_in_memory_order(there)
+        and is_in_memory_order(gradient)
         and not there.requires_grad
     )
 
@@ -98,12 +99,11 @@ class Sums:
         """Add all of them."""
         with torch.no_grad():
             for message in in_chunks(dict(enumerate(self._sums))):
-                sums = [self._sums[i][start:stop] for i, start, stop in message]
-                added = [self._added[i][start:stop] for i, start, stop in message]
-                before = [part.clone() for part in sums]
+                sums, added = message.of(self._sums), message.of(self._added)
+                before = torch.cat(sums).split(message.sizes)
                 self._before += zip(sums, before, strict=True)
-                add_each(sums, added)
-                copy_each(added, before)
+                torch._foreach_add_(sums, added)
+                torch._foreach_copy_(added, before)
                 self._before[-len(sums) :] = zip(sums, added, strict=True)
                 del before
 

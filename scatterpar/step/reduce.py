@@ -12,7 +12,7 @@ sum. A gradient travels once, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from scatterpar.devices import verbs
 from scatterpar.devices.chunks import bring, in_memory_order, rounds
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.lists import add_each, copy_each
+from scatterpar.devices.lists import add_each
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
@@ -125,46 +125,65 @@ def sum_in_order(
         for near, far in chain(*rounds(len(sums))):
             _add(sums[near], sums[far], in_place)
             sums[far] = {}
-    heads = [sums[0] for sums in by_device.values()]
-    for near, far in chain(*rounds(len(heads))):
-        if in_place:
-            _join(heads[near], heads[far], memories[near], ledger)
-        else:
-            _add(heads[near], _bring(heads[far], memories[near], ledger), in_place)
-        heads[far] = {}
-    return heads[0]
+    sums_of = dict(enumerate(sums[0] for sums in by_device.values()))
+    if in_place:
+        heads = {i: _Head(memories[i], sums) for i, sums in sums_of.items()}
+        for near, far in chain(*rounds(len(memories))):
+            heads[near].join(heads.pop(far), ledger)
+    else:
+        for near, far in chain(*rounds(len(memories))):
+            _add(sums_of[near], _bring(sums_of.pop(far), memories[near], ledger), in_place)
+    return sums_of[0]
 
 
-def _join(
-    near: dict[int, Tensor], far: dict[int, Tensor], device: torch.device, ledger: Ledger
-) -> None:
-    """Add what another device has to what ``device`` has, in place, with room for one chunk."""
-    flats, sums, fresh = {}, {}, set()
-    for i, gradient in far.items():
-        flat = in_memory_order(gradient)
-        if flat is None or (i in near and not _alike(near[i], gradient)):
-            _add(near, {i: ledger.copy(gradient, device, "reduce")}, in_place=True)
-            continue
-        flats[i] = flat
-        if i in near:
-            sums[i] = near[i].as_strided(flat.shape, flat.stride())
-        else:
-            sums[i] = verbs.empty(len(flat), flat.dtype, device)
-            near[i] = sums[i].as_strided(gradient.shape, gradient.stride(), 0)
-            fresh.add(i)
-    for pieces in bring(flats, device, ledger, "reduce"):
-        for are_fresh, put in ((False, add_each), (True, copy_each)):
-            group = [pair for pair in pieces if (pair[0].key in fresh) == are_fresh]
-            if group:
-                put([sums[i][start:stop] for (i, start, stop), _ in group], [t for _, t in group])
-        del pieces, group
+class _Head:
+    """The sums of one device, by position, and how they lie in its memory.
 
+    Args:
+        device: whose they are.
+        sums: become the sums of several devices.
+    """
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are of one dtype and lie in memory in the same way."""
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride()) and (
-        one.layout == torch.strided and not one.is_conj() and not one.is_neg()
-    )
+    def __init__(self, device: torch.device, sums: dict[int, Tensor]) -> None:
+        self._device = device
+        self._sums = sums
+        self._flats: dict[int, Tensor] = {}  # 1-D, in the order of memory
+        self._layouts: dict[int, tuple[Any, ...]] = {}
+        for i in sums:
+            self._look_at(i)
+
+    def join(self, other: _Head, ledger: Ledger) -> None:
+        """Add what another device has, in place, with room for one chunk."""
+        alike = [i for i, layout in other._layouts.items() if self._layouts.get(i) == layout]
+        fresh = [i for i in other._flats if i not in self._sums]
+        for i in fresh:
+            self._make_room(i, other._sums[i])
+        travelling = {*alike, *fresh}
+        for i, tensor in other._sums.items():
+            if i not in travelling:
+                _add(self._sums, {i: ledger.copy(tensor, self._device, "reduce")}, in_place=True)
+                self._look_at(i)
+        self._take_in(torch._foreach_add_, {i: other._flats[i] for i in alike}, ledger)
+        self._take_in(torch._foreach_copy_, {i: other._flats[i] for i in fresh}, ledger)
+
+    def _take_in(
+        self, put: Callable[..., Any], flats: Mapping[int, Tensor], ledger: Ledger
+    ) -> None:
+        for message, arrived in bring(flats, self._device, ledger, "reduce"):
+            put(message.of(self._flats), arrived)
+            del arrived
+
+    def _look_at(self, i: int) -> None:
+        tensor = self._sums[i]
+        flat = in_memory_order(tensor)
+        if flat is not None:
+            self._flats[i] = flat
+            self._layouts[i] = (tensor.dtype, tensor.shape, tensor.stride())
+
+    def _make_room(self, i: int, like: Tensor) -> None:
+        flat = verbs.empty(like.numel(), like.dtype, self._device)
+        self._sums[i] = flat.as_strided(like.shape, like.stride(), 0)
+        self._look_at(i)
 
 
 def mean_buffers(

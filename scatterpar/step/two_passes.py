@@ -32,14 +32,15 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
+from scatterpar.devices.memory_search import BESIDE, IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
+from scatterpar.step.arriving import Arriving
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
-from scatterpar.step.markers import has_entries
+from scatterpar.step.markers import all_tensors, has_entries
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.repetition import differences, require_unchanged
 from scatterpar.step.request import Request
@@ -109,7 +110,7 @@ def train_whole(
     judge = partial(batch.judge, criterion, scale=request.scale, check_finite=request.check_finite)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
-            loss = _judged_on(shares[0].device, attempt.workers, judge, seen)
+            loss = _judged(attempt.workers, judge, tasks, seen, request)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
@@ -159,13 +160,19 @@ def first_pass(
     return Seen(pieces, joined, output, positions, outputs)
 
 
-def _judged_on(
-    master: torch.device, workers: Workers, judge: Callable[[], Tensor], seen: Sequence[Seen]
+def _judged(
+    workers: Workers,
+    judge: Callable[[], Tensor],
+    tasks: Sequence[Task],
+    seen: Sequence[Seen],
+    request: Request,
 ) -> Tensor:
     """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
 
-    It shares the memory with the graphs that were kept, which are smaller with more sub-steps.
+    It shares the memory with the graphs that were kept, which are smaller with more sub-steps, and
+    with rows, of which fewer are there where they arrive micro-batch by micro-batch.
     """
+    master = tasks[0].share.device
     try:
         (loss,) = workers.parallel_apply([judge], [()], devices=[master])
     except BaseException as error:
@@ -174,16 +181,28 @@ def _judged_on(
         traceback.clear_frames(error.__traceback__)
         for one in seen:
             one.last = None
+        for task in tasks:
+            if isinstance(task.inputs, Arriving):
+                task.inputs.let_go()
         verbs.release()
         try:
             workers.parallel_apply([judge], [()], devices=[master])
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
-            note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
+            if not request.one_by_one and _came_to(master, request.inputs):
+                way_out = 'accum="auto" lets them arrive micro-batch by micro-batch'
+                note(error, f"it does not fit on {master} {BESIDE}, without any graph; {way_out}")
+            else:
+                note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
         raise
     result: Tensor = loss
     return result
+
+
+def _came_to(master: torch.device, inputs: Any) -> bool:
+    """Whether tensors of the batch had to be copied to the master's memory."""
+    return {tensor.device for tensor in [*all_tensors(inputs)]} != {master}
 
 
 def second_pass(

@@ -13,6 +13,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/TensorShape.h>
+#include <ATen/ops/_foreach_add_native.h>
+#include <ATen/ops/_foreach_copy_native.h>
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 
@@ -120,6 +122,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
+  const Own own;
   const Lock lock(mutex);
   const auto stream = current_stream(tensor.device().index());
   if (counting) {
@@ -137,6 +140,7 @@ void record_stream(at::Tensor& self, at::Stream stream) {
 // Numbers are drawn when the work is queued, as on CUDA, and written when the stream comes to it.
 template <typename Draw>
 at::Tensor& drawn(at::Tensor& self, const optional<at::Generator>& given, Draw draw) {
+  const Own own;
   auto mine = given && given->defined() ? *given : default_generator(self.device().index());
   TORCH_CHECK(
       mine.device().type() == kType, "Expected a '", kType,
@@ -205,6 +209,16 @@ void convolution_backward(const OperatorHandle&, Stack* stack) {
   call(c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", ""), stack);
 }
 
+// What CUDA has a few kernels for, torch does tensor by tensor here: as if they were these.
+void foreach_add(at::TensorList self, at::TensorList other, const at::Scalar& alpha) {
+  const Own own;
+  at::native::foreach_tensor_add_list_kernel_slow_(self, other, alpha);
+}
+void foreach_copy(at::TensorList self, at::TensorList source, bool non_blocking) {
+  const Own own;
+  at::native::foreach_tensor_copy_list_kernel_slow_(self, source, non_blocking);
+}
+
 // Under autocast, matrix products in the lower precision; all else as it is.
 at::Tensor linear(const at::Tensor& in, const at::Tensor& weight, const optional<at::Tensor>& bias) {
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
@@ -242,6 +256,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("randperm.generator_out", randperm);
   m.impl("native_dropout", native_dropout);
   m.impl("record_stream", record_stream);
+  m.impl("_foreach_add_.List", foreach_add);
+  m.impl("_foreach_copy_", foreach_copy);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
@@ -302,6 +318,9 @@ TORCH_LIBRARY(simulated, m) {
     switches.kernels_until_failure[index] = number;
   });
   m.def("counters() -> int[]", get_counters);
+  m.def("own_nanoseconds() -> int[]", [] {
+    return std::vector<int64_t>{own_nanoseconds, own_nanoseconds_of_all};
+  });
   m.def("reset_counters() -> ()", [] { const Lock lock(mutex); counters = Counters(); });
   m.def("queued() -> int", queued);
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,6 +120,16 @@ class Counters:
     def __sub__(self, other: Counters) -> Counters:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Counters(*(mine - others for mine, others in pairs))
+
+
+def host_seconds() -> tuple[float, float]:
+    """CPU seconds that went into anything but simulating: of the calling thread, and of all.
+
+    What is left out is what kernels, copies, queues and memory take here: the work of a card and
+    of its driver.
+    """
+    mine, everyone = torch.ops.simulated.own_nanoseconds()
+    return time.thread_time() - 1e-9 * mine, time.process_time() - 1e-9 * everyone
 
 
 def counters() -> Counters:

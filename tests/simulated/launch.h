@@ -107,6 +107,7 @@ inline void to_host(const at::Tensor& source, const at::Tensor& target, bool non
 }
 
 inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  const Own own;
   const Lock lock(mutex);
   if (!target.numel()) return target;
   if (!on_device(source)) {
@@ -374,6 +375,7 @@ inline void on_the_host_now(const OperatorHandle& op, Stack* stack, std::optiona
 }
 
 inline void call(const OperatorHandle& op, Stack* stack) {
+  const Own own;
   auto arguments = arguments_of(op, *stack);
   std::optional<c10::Device> device;
   for (const auto& argument : arguments) {

@@ -40,6 +40,7 @@ inline auto& bytes_of = *new std::array<Bytes, kDevices>;
 inline auto& pinned = *new std::map<uintptr_t, std::weak_ptr<Block>>;  // by its last byte
 
 inline void forget(void* context) {
+  const Own own;
   auto* holder = static_cast<BlockPtr*>(context);
   {
     const Lock lock(mutex);
@@ -62,6 +63,7 @@ inline c10::DataPtr new_block(size_t size, c10::DeviceIndex device) {
   const c10::Device place =
       device == kHost ? c10::Device(c10::kCPU) : c10::Device(kType, device);
   if (!size) return {nullptr, nullptr, &forget_nothing, place};
+  const Own own;
   const Lock lock(mutex);
   if (device != kHost) {
     auto& bytes = bytes_of[device];
@@ -117,6 +119,7 @@ struct Memory final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    const Own own;
     const Lock lock(mutex);
     if (data.get_deleter() == &forget) {
       (*static_cast<BlockPtr*>(data.get_context()))->recorded.push_back(key_of(stream));

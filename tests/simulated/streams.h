@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -93,6 +94,43 @@ struct Counters {
   int64_t bytes_to_device = 0, bytes_to_host = 0, bytes_between_devices = 0;
 };
 inline Counters counters;
+
+// CPU time that goes into simulating, by thread and in all: what is left is the program's own.
+inline thread_local int64_t own_nanoseconds = 0;
+inline std::atomic<int64_t> own_nanoseconds_of_all{0};
+
+class Own {
+ public:
+  Own() { if (!depth()++) start() = now(); }
+  Own(const Own&) = delete;
+  ~Own() {
+    if (--depth()) return;
+    const auto taken = now() - start() + reading();
+    own_nanoseconds += taken;
+    own_nanoseconds_of_all += taken;
+  }
+
+ private:
+  static int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec * int64_t(1'000'000'000) + time.tv_nsec;
+  }
+  // What it takes to read the clock, half of which lies outside at each end.
+  static int64_t reading() {
+    static const auto least = [] {
+      auto found = std::numeric_limits<int64_t>::max();
+      for (int i = 0; i < 1000; ++i) {
+        const auto before = now();
+        found = std::min(found, now() - before);
+      }
+      return found;
+    }();
+    return least;
+  }
+  static int& depth() { static thread_local int mine = 0; return mine; }
+  static int64_t& start() { static thread_local int64_t mine = 0; return mine; }
+};
 
 // ---- queues ----------------------------------------------------------------------------------
 
@@ -221,6 +259,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(
       void** event, const c10::Stream& stream, const c10::DeviceIndex,
       const c10::EventFlag flag) const override {
+    const Own own;
     const Lock lock(mutex);
     if (!*event) *event = new Event;
     auto& mine = *static_cast<Event*>(*event);
@@ -232,11 +271,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mine.number = queues[mine.stream].issued;
   }
   void block(void* event, const c10::Stream& stream) const override {
+    const Own own;
     const Lock lock(mutex);
     const auto& mine = *static_cast<Event*>(event);
     wait_for(key_of(stream), mine.stream, mine.number);
   }
   bool queryEvent(void* event) const override {
+    const Own own;
     const Lock lock(mutex);
     const auto& mine = *static_cast<Event*>(event);
     const auto& queue = queues[mine.stream];
@@ -251,17 +292,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return std::chrono::duration<double, std::milli>(elapsed).count();
   }
   bool queryStream(const c10::Stream& stream) const override {
+    const Own own;
     const Lock lock(mutex);
     const auto key = key_of(stream);
     if (!queues[key].work.empty()) run_first(key);
     return queues[key].work.empty();
   }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize(key_of(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    const Own own;
+    synchronize(key_of(stream));
+  }
   void synchronizeEvent(void* event) const override {
+    const Own own;
     const auto& mine = *static_cast<Event*>(event);
     synchronize(mine.stream, mine.number);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    const Own own;
     const Lock lock(mutex);
     for (auto& [key, queue] : queues) {
       if (key.first == device) synchronize(key);

@@ -15,13 +15,14 @@ import weakref
 
 import pytest
 import torch
-from helpers.freed import in_time
+from helpers.freed import FREE_THREADED, in_time
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.threads.job import Job
 from scatterpar.threads.workers import Workers
 
 LOSS = nn.CrossEntropyLoss()
@@ -353,3 +354,30 @@ def test_closed_while_a_step_hands_out_its_work(devices, monkeypatch):
     step.join(120)
     assert not step.is_alive()
     closer.join()
+
+
+@pytest.mark.skipif(FREE_THREADED, reason="there a thread must run to free what it made")
+def test_a_worker_that_lingers_keeps_nothing(devices, monkeypatch):
+    """On a busy machine the caller goes on before a worker lets go of its call. What that led to,
+    outputs and context variables, lived until the worker was scheduled again."""
+    run, lingers = Job.run, threading.Event()
+
+    def run_and_linger(job, number, call):
+        run(job, number, call)
+        lingers.wait(60)
+
+    class Value:
+        pass
+
+    variable, value = contextvars.ContextVar("variable"), Value()
+    monkeypatch.setattr(Job, "run", run_and_linger)
+    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
+        try:
+            token = variable.set(value)
+            _, outputs = engine.forward_backward(*data(), LOSS, return_outputs=True)
+            variable.reset(token)
+            alive = [weakref.ref(made) for made in (value, *outputs)]
+            del token, value, outputs
+            assert [reference() for reference in alive] == [None] * 4
+        finally:
+            lingers.set()

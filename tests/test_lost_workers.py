@@ -7,8 +7,10 @@ exception that is set in its thread from outside. The step then waited for ever.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from faults.state import capture, differences
@@ -36,6 +38,17 @@ def kill(thread):
     assert set_in_it(identifier, ctypes.py_object(KeyboardInterrupt)) == 1
 
 
+def wait_until_idle(thread):
+    """Until it has waited for its next task for a while: before, it would raise at once."""
+    seen, deadline = 0, time.monotonic() + SECONDS
+    while seen < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        frame = sys._current_frames()[thread.ident]
+        sleeps = Path(f"/proc/self/task/{thread.native_id}/stat")
+        at_rest = not sleeps.exists() or sleeps.read_text().rpartition(")")[2].split()[0] == "S"
+        seen = seen + 1 if frame.f_code.co_name == "_next" and at_rest else 0
+
+
 def workers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("scatterpar-")]
 
@@ -47,6 +60,7 @@ def test_an_exception_while_it_waits(devices, which):
         before = capture(engine.module)
         crew = workers()
         for number in which:
+            wait_until_idle(crew[number])
             kill(crew[number])
         names = ", ".join(f"scatterpar-{number}" for number in which)
         with pytest.raises(

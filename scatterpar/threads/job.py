@@ -16,7 +16,11 @@ _HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to them
 
 
 class Call:
-    """One replica's part of a job, and what became of it."""
+    """One replica's part of a job, and what became of it.
+
+    The caller goes on perhaps before the thread that ran it lets go of it: what it leads to is
+    taken out of it by then.
+    """
 
     def __init__(
         self,
@@ -35,15 +39,22 @@ class Call:
 
     def run(self) -> None:
         """Compute the result or the error; never raises."""
+        context = self._context
+        del self._context
         try:
-            self.result = self._context.variables.copy().run(self._in_context)
+            self.result = context.variables.copy().run(self._in_context, context)
         except BaseException as error:
             self.error = error
 
-    def _in_context(self) -> Any:
+    def take(self) -> Any:
+        """The result, which nobody else has then."""
+        result, self.result = self.result, None
+        return result
+
+    def _in_context(self, context: Context) -> Any:
         module, args, kwargs = self._work
         del self._work
-        with self._context.entered(self.device):
+        with context.entered(self.device):
             return module(*args, **kwargs)
 
 

@@ -118,7 +118,7 @@ class Workers:
         ]
         try:
             self._dispatch(calls, cancel or threading.Event())
-            return [call.result for call in calls]
+            return [call.take() for call in calls]
         finally:
             del calls  # an error's traceback holds this frame, and a call holds its error
 

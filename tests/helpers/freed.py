@@ -6,7 +6,8 @@ import sysconfig
 import time
 from collections.abc import Callable
 
-_SECONDS = 10.0 if sysconfig.get_config_var("Py_GIL_DISABLED") else 0.0
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+_SECONDS = 10.0 if FREE_THREADED else 0.0
 
 
 def in_time(gone: Callable[[], bool]) -> bool:

@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 
 from benchmarks.large_batch.recipes import (
     BASELINE,
-    CLOSING,
     GROWING,
     LARGE,
     PUBLISHED,
     RECIPES,
+    VALIDATED,
     VARIATIONS,
 )
 from benchmarks.large_batch.runs import Run, Runs
@@ -67,7 +67,7 @@ def publish_closing(folder: Path, network: str, runs: Runs, held_out: Runs) -> N
 
     """
     write = Publisher(folder, runs.environment)
-    names = dict.fromkeys([BASELINE.name, LARGE.name, *(recipe.name for recipe in CLOSING)])
+    names = dict.fromkeys([recipe.name for recipe in VALIDATED])
     found = [(name, held_out.of(name), runs.of(name)) for name in names]
     rows = [_closing_row(*row) for row in found if row[1] or row[2]]
     write(f"{network}-closing", Table(CLOSING_COLUMNS, rows), {"rows": rows})

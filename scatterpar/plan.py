@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -36,7 +36,7 @@ class Share:
     stop: int
     micro_batches: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows of this share."""
         return sum(stop - start for start, stop in self.micro_batches)
@@ -46,7 +46,7 @@ class Share:
         """Where each micro-batch starts among the share's own rows, and where the last one ends."""
         return (0, *accumulate(stop - start for start, stop in self.micro_batches))
 
-    @property
+    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The rows as pairs of start and stop, as few as can be: one, but for several batches."""
         spans: list[tuple[int, int]] = []
@@ -128,6 +128,18 @@ def make_plan(
         raise TypeError(f"rows must be an int, got {rows!r}")
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows}: an empty batch has no plan")
+    relative = None if shares is None else tuple(shares)
+    return _plan(rows, tuple(devices), accum, micro_batch_size, relative)
+
+
+@lru_cache(maxsize=64)  # a training asks for the same plan at every step
+def _plan(
+    rows: int,
+    devices: tuple[torch.device, ...],
+    accum: int,
+    micro_batch_size: int | None,
+    shares: tuple[float, ...] | None,
+) -> Plan:
     if shares is None or len(set(shares)) == 1:
         spans, substeps = _cut(0, rows, len(devices)), [accum] * len(devices)
     else:

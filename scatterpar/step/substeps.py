@@ -94,7 +94,8 @@ def train(
                     _require_trainable(task.module)
                 factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
                 pull([loss], [factor], autocast)
-                waiting = unalias(waiting)
+                if waiting:  # for all of them in the first sub-step, as a rule
+                    waiting = unalias(waiting)
             losses.append(loss.detach())
             del loss
     joined = None

@@ -9,6 +9,7 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from scatterpar.plan import Plan
 from scatterpar.step.criteria import class_counts
 from scatterpar.step.request import Request
 
-__all__ = ["normalise", "weigh"]
+__all__ = ["weigh"]
 
 
 def weigh(
@@ -33,14 +34,19 @@ def weigh(
         plan: how the batch is cut.
         pieces: the inputs and targets of each micro-batch in order, for the user's ``count``.
         readout: brings counts to the host.
+
+    Raises:
+        TypeError: a count that is neither a number nor a 0-dim tensor.
+        ValueError: a count below zero, infinite or NaN.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
+    weights, total = [1.0] * len(spans), 1.0
     if request.is_mean:
-        weights, total = normalise(_counts(request, spans, pieces, readout))
-    else:
-        weights, total = [1.0] * len(spans), 1.0
+        counts = _counts(request, spans, pieces, readout)
+        total = sum(counts)  # where nothing counts, all weights are zero
+        weights = [count / total if count else 0.0 for count in counts]
     remaining = iter(weights)
-    return [[next(remaining) for _ in share.micro_batches] for share in plan.shares], total
+    return [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
 
 
 def _counts(
@@ -48,30 +54,16 @@ def _counts(
     spans: Sequence[tuple[int, int]],
     pieces: Iterable[tuple[Any, Any]],
     readout: Readout,
-) -> Sequence[float | Tensor]:
+) -> list[float]:
     """How many terms the loss of each micro-batch is a mean of."""
     if request.count is not None:
-        return _fetched([request.count(*piece) for piece in pieces], readout)
+        asked = [request.count(*piece) for piece in pieces]
+        return [_as_number(count) for count in _fetched(asked, readout)]
     targets, labels = request.targets, (piece for _, piece in pieces)
     counts = class_counts(request.criterion, targets, labels, spans, request.dim, readout)
-    return [stop - start for start, stop in spans] if counts is None else _fetched(counts, readout)
-
-
-def normalise(counts: Sequence[float | Tensor]) -> tuple[list[float], float]:
-    """Each micro-batch's weight in a mean, its count over all counts; and their total.
-
-    A micro-batch without terms has weight zero, and so have all when nothing counts.
-
-    Raises:
-        TypeError: a count that is neither a number nor a 0-dim tensor.
-        ValueError: a count below zero, infinite or NaN.
-
-    >>> normalise([3, 1, 0])
-    ([0.75, 0.25, 0.0], 4.0)
-    """
-    numbers = [_as_number(count) for count in counts]
-    total = sum(numbers)
-    return [number / total if number else 0.0 for number in numbers], total
+    if counts is None:
+        return [float(stop - start) for start, stop in spans]
+    return [float(count) for count in _fetched(counts, readout)]
 
 
 def _fetched(counts: Sequence[float | Tensor], readout: Readout) -> Sequence[float | Tensor]:

@@ -1,8 +1,9 @@
-"""Memory, messages and waits of one step on 2, 4 and 8 cards, of the simulated accelerator."""
+"""Memory, messages, waits and the host's time of one step on 2, 4 and 8 simulated cards."""
 
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ from benchmarks.tables import Table
 
 ROOT = Path(__file__).parents[2]
 DEVICES = (2, 4, 8)
+STEPS = ("first", "later", "kept")
+PHASES = ("scatter", "replicate", "compute", "reduce", "commit")
+ROUNDS = 5
 SECONDS = 1800
 
 
 @pytest.fixture(scope="module")
-def count(tmp_path_factory):
-    """What a process of its own counts, for a model and a number of devices."""
+def ask(tmp_path_factory):
+    """What a module of this folder says in a process of its own, of a model on some devices."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to build the simulated accelerator")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
@@ -26,13 +30,13 @@ def count(tmp_path_factory):
     build = "import pathlib, simulated, sys; print(simulated.build(pathlib.Path(sys.argv[1])))"
     built = _run([sys.executable, "-c", build, str(folder)], environment)
 
-    def counted(name, devices):
+    def asked(module, name, devices):
         more = {"SIMULATED_ACCELERATOR": built, "SIMULATED_DEVICES": str(devices)}
         more["SIMULATED_ORDER"] = "eager"  # work that waits would keep this machine's memory
-        command = [sys.executable, "-m", "benchmarks.many_cards.count", name, str(devices)]
+        command = [sys.executable, "-m", f"benchmarks.many_cards.{module}", name, str(devices)]
         return json.loads(_run(command, environment | more))
 
-    return counted
+    return asked
 
 
 def _run(command, environment):
@@ -44,17 +48,17 @@ def _run(command, environment):
 
 
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
-def test_many_cards(benchmark, publish, quick, count, name):
+def test_many_cards(benchmark, publish, quick, ask, name):
     sizes = DEVICES[:1] if quick else DEVICES
     name_of_model = "small" if quick else name
     found = benchmark.pedantic(
-        lambda: {devices: count(name_of_model, devices) for devices in sizes}, rounds=1
+        lambda: {devices: ask("count", name_of_model, devices) for devices in sizes}, rounds=1
     )
     columns = ["cards", "step", "master", "others", "messages out", "back", "waits", "kernels"]
     rows = [
         [devices, step, *_cells(counts[step], counts["parameters"])]
         for devices, counts in found.items()
-        for step in ("first", "later", "kept")
+        for step in STEPS
     ]
     publish(name, Table(columns, rows), {"counts": found})
 
@@ -66,3 +70,27 @@ def _cells(counted, parameters):
     ]
     messages = [counted["messages"][phase] for phase in ("replicate", "reduce")]
     return [*peaks, *messages, counted["blocking_copies"], counted["kernels"]]
+
+
+@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+def test_host_time(benchmark, publish, quick, ask, name):
+    sizes = DEVICES[:1] if quick else DEVICES
+    rounds = benchmark.pedantic(
+        lambda: [
+            {devices: ask("host", name, devices) for devices in sizes}
+            for _ in range(1 if quick else ROUNDS)
+        ],
+        rounds=1,
+    )
+    columns = ["cards", "step", *PHASES, "the caller in all", "the replicas' threads"]
+    busy = [*PHASES, "caller", "workers"]
+    rows = [
+        [devices, step, *[_milliseconds(rounds, devices, step, who) for who in busy]]
+        for devices in sizes
+        for step in STEPS
+    ]
+    publish(f"host-{name}", Table(columns, rows), {"seconds": rounds})
+
+
+def _milliseconds(rounds, devices, step, who):
+    return f"{1e3 * statistics.median(one[devices][step][who] for one in rounds):.1f}"

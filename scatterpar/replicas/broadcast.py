@@ -75,6 +75,9 @@ class Broadcast:
         self._versions = versions(self._tensors)  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
+        self._found = lambda: [[], []]
+        if not self._doubtful:  # an optimizer has stepped, and there are no buffers
+            return
         master, other = self._memories[:2]
         here = Fingerprints([self._in_memory_order(i) for i in self._doubtful], master)
         pieces = self._arrivals[other].pieces

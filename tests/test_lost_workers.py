@@ -17,6 +17,7 @@ from helpers.oracle import assert_step, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.threads import serving
 
 BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 LOSS = nn.CrossEntropyLoss()
@@ -30,7 +31,16 @@ def _quietly(monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.fixture(autouse=True)
+def _workers_sleep_until_there_is_work(monkeypatch):
+    """In a free-threaded interpreter too, where an idle one would wake, die, and be replaced."""
+    monkeypatch.setattr(serving, "_FREE_THREADED", False)
+    monkeypatch.setattr(serving, "_IDLE_SECONDS", None)
+
+
 def kill(thread):
+    """Set the exception while the thread waits: without the interpreter's lock it may be late."""
+    time.sleep(0.1)
     identifier = ctypes.c_ulong(thread.ident)
     set_in_it = ctypes.pythonapi.PyThreadState_SetAsyncExc
     assert set_in_it(identifier, ctypes.py_object(KeyboardInterrupt)) == 1
@@ -60,7 +70,10 @@ def test_an_exception_while_it_waits(devices, which):
         assert all(thread not in workers() for thread in crew)
 
 
-def test_one_that_is_dead_already_is_replaced(devices):
+@pytest.mark.parametrize("free_threaded", [False, True])
+def test_one_that_is_dead_already_is_replaced(devices, monkeypatch, free_threaded):
+    """And whoever wakes all of them does not wait for it."""
+    monkeypatch.setattr(serving, "_FREE_THREADED", free_threaded)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, LOSS)
         victim = workers()[1]

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.replica import Replica
@@ -174,7 +173,7 @@ def _judged_on(
         traceback.clear_frames(error.__traceback__)
         for one in seen:
             one.last = None
-        verbs.release()
+        workers.release()
         try:
             workers.parallel_apply([judge], [()], devices=[master])
         except BaseException as again:

@@ -257,7 +257,8 @@ class ScatterOnceParallel(Wrapper):
         if self.accum != "auto":
             return self._compute(request, self.plan(request.sizes))
         plan = partial(self._plan, request.sizes)
-        return self._fitting.fit(request, self.device_ids, plan, self._compute)
+        release = self._crew.workers.release
+        return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
         """All of the step but the commit; anew once parameters are found to be written."""

@@ -19,6 +19,7 @@ from helpers.oracle import assert_step, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.threads import serving
 
 BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 LOSS = nn.CrossEntropyLoss()
@@ -30,6 +31,13 @@ def _quietly(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     yield
     monkeypatch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _workers_sleep_until_there_is_work(monkeypatch):
+    """In a free-threaded interpreter too, where an idle one would wake, die, and be replaced."""
+    monkeypatch.setattr(serving, "_FREE_THREADED", False)
+    monkeypatch.setattr(serving, "_IDLE_SECONDS", None)
 
 
 def kill(thread):
@@ -74,10 +82,14 @@ def test_an_exception_while_it_waits(devices, which):
         assert all(thread not in workers() for thread in crew)
 
 
-def test_one_that_is_dead_already_is_replaced(devices):
+@pytest.mark.parametrize("free_threaded", [False, True])
+def test_one_that_is_dead_already_is_replaced(devices, monkeypatch, free_threaded):
+    """And whoever wakes all of them does not wait for it."""
+    monkeypatch.setattr(serving, "_FREE_THREADED", free_threaded)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, LOSS)
         victim = workers()[1]
+        wait_until_idle(victim)
         kill(victim)
         engine._crew.workers._queues[1].put(lambda: None)  # wakes it up
         deadline = time.monotonic() + SECONDS
@@ -98,6 +110,7 @@ def test_the_others_are_waited_for(devices):
 
     with ScatterOnceParallel(mlp(), 1, devices(2), verify=False) as engine:
         engine.forward_backward(*BATCH, LOSS)
+        wait_until_idle(workers()[1])
         kill(workers()[1])
         with pytest.raises(RuntimeError, match="lost a worker"):
             engine.forward_backward(*BATCH, criterion)

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from scatterpar.devices import verbs
-
 __all__ = ["BESIDE", "IN_VAIN", "TOO_LARGE", "MemorySearch", "is_in_vain", "is_out_of_memory"]
 
 # In notes on an error, each ends the search. The first says that nothing helps; the others, that
@@ -59,18 +57,24 @@ class MemorySearch(Generic[_Result]):
         most: with so many, a sub-step is down to one row.
         attempt: what is wanted, by the number of sub-steps.
         trial: takes as much memory as ``attempt``, for less work.
+        release: gives back memory that nobody uses any more.
 
     Attributes:
         retries: how many tries ran out of memory.
     """
 
     def __init__(
-        self, most: int, attempt: Callable[[int], _Result], trial: Callable[[int], object]
+        self,
+        most: int,
+        attempt: Callable[[int], _Result],
+        trial: Callable[[int], object],
+        release: Callable[[], None],
     ) -> None:
         self.retries = 0
         self._most = most
         self._attempt = attempt
         self._trial = trial
+        self._release = release
         self._results: list[_Result] = []
 
     def require_any(self) -> None:
@@ -117,7 +121,7 @@ class MemorySearch(Generic[_Result]):
                 raise
             traceback.clear_frames(error.__traceback__)
             fits = True
-        verbs.release()
+        self._release()
         return fits
 
     def _fits(self, run: Callable[[], object], number: int) -> bool:
@@ -138,5 +142,5 @@ class MemorySearch(Generic[_Result]):
             traceback.clear_frames(error.__traceback__)
         else:
             return True
-        verbs.release()
+        self._release()
         return False

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from scatterpar.devices import verbs
 from scatterpar.devices.memory_search import MemorySearch, is_in_vain, is_out_of_memory
 from scatterpar.plan import Plan
 from scatterpar.report import warn
@@ -38,6 +37,7 @@ class Fitting:
         devices: Sequence[torch.device],
         plan: Callable[[int], Plan],
         compute: Callable[[Request, Plan], Outcome],
+        release: Callable[[], None],
     ) -> Outcome:
         """The outcome with the fewest sub-steps that fit, from those that fitted last on.
 
@@ -48,6 +48,7 @@ class Fitting:
             devices: one for each replica.
             plan: how the batch is cut, by the number of sub-steps.
             compute: the outcome of such a plan. What runs out of memory leaves no trace.
+            release: gives back memory that nobody uses any more.
         """
         start, most = self.accum, -(-max(request.sizes) // len(devices))
 
@@ -56,6 +57,7 @@ class Fitting:
                 most,
                 attempt=lambda accum: compute(request, plan(accum)),
                 trial=lambda accum: compute(request.as_trial(), plan(accum)).attempt.undo(),
+                release=release,
             )
 
         searches = [search(request)]
@@ -67,7 +69,7 @@ class Fitting:
             traceback.clear_frames(error.__traceback__)
             searches.append(search(replace(request, one_by_one=True)))
         if len(searches) > 1:
-            verbs.release()
+            release()
             searches[1].require_any()
             self.accum, outcome = searches[1].smallest(start)
             self.one_by_one = True

@@ -27,6 +27,7 @@ def hand_over(pairs: list[Pair]) -> None:
         return
     leaves = [leaf for leaf, _ in pairs]
     with torch.inference_mode(False), torch.enable_grad():
+        pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
         root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
         torch.autograd.backward([root], [torch.zeros_like(root)])
 
@@ -41,7 +42,9 @@ class _Hand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [_of_its_own(gradient) for _, gradient in ctx.pairs]
+        # Autograd's thread cannot free, in a free-threaded interpreter, what the caller's has made,
+        # and counts who refers to a tensor: so it gets another one with the same memory.
+        gradients = [g.detach() if g.layout == torch.strided else g for _, g in ctx.pairs]
         ctx.pairs.clear()
         return (None, *gradients)
 

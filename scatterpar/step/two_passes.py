@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
 from scatterpar.devices.memory_search import BESIDE, IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.replica import Replica
@@ -184,7 +183,7 @@ def _judged(
         for task in tasks:
             if isinstance(task.inputs, Arriving):
                 task.inputs.let_go()
-        verbs.release()
+        workers.release()
         try:
             workers.parallel_apply([judge], [()], devices=[master])
         except BaseException as again:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import sysconfig
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -24,17 +22,11 @@ from scatterpar.devices import verbs
 from scatterpar.threads.context import Context
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.job import Call, Job
+from scatterpar.threads.serving import Queue, serve, shut_down, wake
 
 __all__ = ["Cancelled", "Workers", "note"]
 
-_Task = Callable[[], None]
-
 _LOOK_SECONDS = 0.5  # how often the caller looks whether all workers are alive
-_EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
-
-# In a free-threaded interpreter (PEP 703) an object is freed by the thread that made it, when that
-# runs Python again. So idle workers wake now and then, and let go of what others have dropped.
-_IDLE_SECONDS = 0.1 if sysconfig.get_config_var("Py_GIL_DISABLED") else None
 
 
 class Cancelled(Exception):
@@ -67,9 +59,11 @@ class Workers:
         self._posting = threading.RLock()  # who closes comes before all of a job, or after
         self._pid = os.getpid()
         self._closed = False
+        self._failed = False  # the last job: then what its error held is to be let go of
+        self._woken = wake([])  # at its end, to let go of what it held
         self.interrupts = Interrupts()
         self.abandoned = False
-        self._queues: list[SimpleQueue[_Task | None]] = []
+        self._queues: list[Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
 
@@ -143,9 +137,31 @@ class Workers:
                 )
             try:
                 self.interrupts = interrupts
+                self._woken(_LOOK_SECONDS)
+                if self._failed:
+                    self._let_go()
+                self._failed = True
                 yield interrupts
+                self._failed = False
             finally:
+                self._woken = self._wake()
                 self._lock.release()
+
+    def release(self) -> None:
+        """Inside a job, between its calls: give back memory that nobody uses any more."""
+        self._let_go()
+        verbs.release()
+
+    def _let_go(self) -> None:
+        """Wait until what the workers made, and others have dropped, is freed."""
+        self._wake()(_LOOK_SECONDS)
+        self._wake()(_LOOK_SECONDS)  # what one of them freed may have held what another made
+
+    def _wake(self) -> Callable[[float], None]:
+        """Let the workers, which are idle, free what others have dropped; to be waited for."""
+        with self._posting:
+            there = self._stop is not None and self._stop.alive and not self._closed
+            return wake(self._queues if there else [])
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -234,7 +250,7 @@ class Workers:
             queue.put(None)
         self._stop, self._queues = None, []
 
-    def _started(self) -> list[SimpleQueue[_Task | None]]:
+    def _started(self) -> list[Queue]:
         if self._stop is not None and self._stop.alive:
             if all(thread.is_alive() for thread in self._threads):
                 return self._queues
@@ -245,7 +261,7 @@ class Workers:
         ready = threading.Barrier(self.count + 1)
         self._threads = threads = [
             threading.Thread(
-                target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
+                target=serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
             )
             for i, queue in enumerate(self._queues)
         ]
@@ -253,7 +269,7 @@ class Workers:
             contextvars.Context().run(thread.start)  # a worker would keep the caller's variables
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
-        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
+        self._stop = weakref.finalize(self, shut_down, self._queues, threads, os.getpid())
         return self._queues
 
 
@@ -262,34 +278,3 @@ def _described(error: BaseException) -> str:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
-
-
-def _serve(queue: SimpleQueue[_Task | None], budget: int, ready: threading.Barrier) -> None:
-    torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
-    torch.set_num_threads(budget)
-    ready.wait()
-    del ready
-    while (task := _next(queue)) is not None:
-        task()
-        del task
-
-
-def _next(queue: SimpleQueue[_Task | None]) -> _Task | None:
-    while True:
-        try:
-            return queue.get(timeout=_IDLE_SECONDS)
-        except Empty:
-            pass
-
-
-def _shut_down(
-    queues: list[SimpleQueue[_Task | None]], threads: list[threading.Thread], pid: int
-) -> None:
-    if os.getpid() != pid:  # a forked child has none of these threads
-        return
-    for queue in queues:
-        queue.put(None)
-    deadline = time.monotonic() + _EXIT_SECONDS
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))

@@ -32,6 +32,9 @@ RECIPES = {
     "4096, rate scaled at once": "4096, rate scaled, no warm-up",
     "4096, rate scaled, warm-up of 5 epochs": "4096, rate scaled, gradual warm-up",
     "4096, rate scaled, warm-up of 10 epochs": "4096, rate scaled, gradual warm-up, of 10 epochs",
+    "256, augmented": "256, baseline, augmented",
+    "4096, warm-up of 5 epochs, augmented": "4096, rate scaled, gradual warm-up, augmented",
+    "256 to 4096, growing, augmented": "256 to 4096, following the noise scale, augmented",
 }
 
 
@@ -58,19 +61,21 @@ def _slowest(seconds: dict[str, list[float]], peers: list[str]) -> float:
 
 def accuracy() -> str:
     """Test errors by batch and recipe, of both networks."""
-    networks = [
-        _read(f"large_batch/{name}-errors.json")["final_errors"] for name in ("cnn", "tiny")
-    ]
+    networks = [_read(f"large_batch/runs-{name}.json")["runs"] for name in ("cnn", "tiny")]
     lines = [
         "| batch and recipe | small CNN, test error, % | tiny network, test error, % |",
         "|---|---:|---:|",
     ]
-    for words, row in RECIPES.items():
+    for words, recipe in RECIPES.items():
         cells = [
-            f"{statistics.mean(e[row]):.2f} ± {statistics.stdev(e[row]):.2f}" for e in networks
+            _spread([r["errors"][-1] for r in runs if r["recipe"] == recipe]) for runs in networks
         ]
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _spread(errors: list[float]) -> str:
+    return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}" if errors else ""
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {

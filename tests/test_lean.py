@@ -18,7 +18,7 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import chunks, fingerprints, links
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.ledger import Ledger
-from scatterpar.step import handover
+from scatterpar.step import commit, handover
 from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
@@ -274,6 +274,28 @@ def test_what_is_added_can_be_taken_out_again(tiny_chunks, monkeypatch):
             sums.undo()
         for leaf, gradient in zip(leaves, before, strict=True):
             assert torch.equal(leaf.grad, gradient)
+
+
+def test_statistics_come_back_from_one_copy():
+    """Of each dtype there is one, whatever the strides; what is no plain tensor has its own."""
+    tensors = [
+        randn(3, 2),
+        randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        randn(4, 3).T[1:],
+        randn(3).float(),
+        torch.tensor(7),
+        randn(2, dtype=torch.complex64).conj(),
+        randn(3, 3).relu().to_sparse(),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    undo = commit._remember_values(tensors)
+    assert len(undo) == 5
+    for tensor in tensors:
+        tensor.zero_()
+    for put_back in undo:
+        put_back()
+    for tensor, value in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.to_dense(), value.to_dense())
 
 
 @pytest.mark.parametrize("kept", [False, True])

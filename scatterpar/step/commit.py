@@ -162,11 +162,13 @@ def _remember_values(tensors: Iterable[Tensor]) -> list[Callable[[], object]]:
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
         is_plain = is_plain and not tensor.is_quantized
-        groups[tensor.dtype if is_plain else id(tensor)].append(tensor.detach())
-    return [
-        partial(_put_back_values, group, flatten(group) if len(group) > 1 else group[0].clone())
-        for group in groups.values()
-    ]
+        groups[tensor.dtype if is_plain else id(tensor)].append(tensor)
+    return [partial(_put_back_values, group, _copy_of(group)) for group in groups.values()]
+
+
+def _copy_of(tensors: Sequence[Tensor]) -> Tensor:
+    values = [tensor.detach() for tensor in tensors]
+    return flatten(values) if len(values) > 1 else values[0].clone()
 
 
 def _put_back_values(tensors: Sequence[Tensor], kept: Tensor) -> None:

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.library import Library, fallthrough_kernel
+from torch.overrides import has_torch_function
 
 __all__ = [
     "accumulates",
     "after_backward",
+    "backward",
     "current_graph_task",
     "default_generator",
     "flatten",
@@ -187,6 +189,39 @@ def is_compiled_module(value: Any) -> bool:
 def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
     """What compiled ``function``: called with another function, compiles that in the same way."""
     how: Any = inspect.getclosurevars(function).nonlocals.get("self")
+try:
+    from torch.autograd.graph import _engine_run_backward
+except ImportError:  # pragma: no cover
+    _require("torch.autograd.graph._engine_run_backward", "for its backward passes", False)
+
+_ENGINE = torch.autograd.Variable._execution_engine
+for _name, _why in {
+    "queue_callback": "to know when a backward pass ends",
+    "is_checkpoint_valid": "to compute in forked processes",
+}.items():
+    _require(f"{_name} of autograd's engine", _why, hasattr(_ENGINE, _name))
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward``, but for its look at each argument.
+
+    That look takes as long as the backward pass of a small operator, with the interpreter's lock.
+    What is passed here is the package's own; what shapes do not fit the engine itself refuses.
+    """
+    if has_torch_function(tuple(roots)):
+        torch.autograd.backward(roots, gradients)
+        return
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,  # retain_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
     _require("context in compiled functions", "to compile replicas as the module", callable(how))
     compiles: Callable[..., Any] = how
     return compiles

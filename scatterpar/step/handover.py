@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.chunks import in_chunks, in_memory_order, is_in_memory_order
-from scatterpar.torch_private import has_gradient_hooks, held_nodes
+from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 
 __all__ = ["Pair", "Sums", "hand_over", "unobserved"]
 
@@ -20,8 +20,8 @@ def hand_over(pairs: list[Pair]) -> None:
     """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
 
     A leaf without a gradient takes the very memory of a tensor that nobody else refers to, which
-    the roots of ``torch.autograd.backward`` never are: their caller has them. So they are what a
-    node gives back.
+    the roots of a backward pass never are: their caller has them. So they are what a node gives
+    back.
     """
     if not pairs:
         return
@@ -29,7 +29,7 @@ def hand_over(pairs: list[Pair]) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
         root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
-        torch.autograd.backward([root], [torch.zeros_like(root)])
+        backward([root], [torch.zeros_like(root)])
 
 
 class _Hand(torch.autograd.Function):

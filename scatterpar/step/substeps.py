@@ -19,6 +19,7 @@ from scatterpar.step.task import Task, noted
 from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.randomness import followed
+from scatterpar.torch_private import backward
 
 __all__ = [
     "Result",
@@ -115,7 +116,7 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
         torch.set_autocast_enabled(kind, False)
     try:
         with followed(roots):
-            torch.autograd.backward(roots, gradients)
+            backward(roots, gradients)
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)

@@ -41,6 +41,7 @@ __all__ = [
     "private_accelerator",
     "random_operators",
     "route",
+    "renew_engine",
     "saved_tensors_hooks",
     "switched_off",
     "switched_on",
@@ -221,6 +222,32 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         accumulate_grad=True,
     )
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that this thread works for is at its end."""
+    _ENGINE.queue_callback(callback)  # as torch's own DDP does
+
+
+def renew_engine() -> None:
+    """In a forked child: let torch make autograd's engine anew, before threads use it.
+
+    torch does so at the first use, and trusts that the interpreter's lock keeps other threads out.
+    But operators that save a tensor use it without the lock: two threads once made it at the same
+    time, and the child crashed.
+    """
+    _ENGINE.is_checkpoint_valid()  # any question is a use
+
+
+# --- compiled modules: there is no public way to compile another function in the same way --------
+
+
+def is_compiled_module(value: Any) -> bool:
+    """Whether ``torch.compile`` made this module of another one."""
+    return isinstance(value, torch._dynamo.OptimizedModule) if has_dynamo() else False
+
+
+def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiled ``function``: called with another function, compiles that in the same way."""
+    how: Any = inspect.getclosurevars(function).nonlocals.get("self")
 
     _require("context in compiled functions", "to compile replicas as the module", callable(how))
     compiles: Callable[..., Any] = how

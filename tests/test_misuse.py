@@ -233,13 +233,47 @@ print("parent:", os.waitstatus_to_exitcode(status), engine.module.weight.grad.to
 def test_in_a_forked_child(devices, used, abrupt):
     outcome = run_forked("-c", FORKED.format(devices=devices, used=used, abrupt=abrupt))
     assert outcome.code == 0, outcome.err
-    words, anew, parent = outcome.out.splitlines()
-    assert words == (
+    assert outcome.out.splitlines() == [
         "child: this engine belongs to another process: threads do not survive a fork; make "
-        "another in the process that uses it"
-    )
-    assert anew == "child: anew"
-    assert parent == "parent: 0 [[1.0, 1.0]]"
+        "another in the process that uses it",
+        "child: anew",
+        "parent: 0 [[1.0, 1.0]]",
+    ], outcome.err
+
+
+MANY_FORKED = """
+import os
+import torch
+from torch import nn
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+model, x = nn.Linear(2, 1), torch.ones(8, 2)
+targets, criterion = torch.ones(8, 1), nn.MSELoss()
+def by_engine():
+    with ScatterOnceParallel(model, 2, {devices}) as engine:
+        engine.forward_backward(x, targets, criterion)
+def by_pair():
+    pair = DataParallelModel(model, {devices})
+    DataParallelCriterion(criterion)(pair(x), targets).backward()
+compute = {compute}
+compute()
+codes = []
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        compute()
+        os._exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(sum(map(bool, codes)), "of", len(codes), "died")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("compute", ["by_engine", "by_pair"])
+def test_forked_children_compute_at_once(compute):
+    """One in four once crashed: two threads made autograd's engine anew at the same time."""
+    code = MANY_FORKED.format(devices=["cpu"] * 4, compute=compute)
+    outcome = run_forked("-c", code)
+    assert (outcome.code, outcome.out) == (0, "0 of 30 died\n"), outcome.err
 
 
 def test_a_lazy_module_is_refused_in_words_and_works_afterwards():

@@ -23,6 +23,7 @@ from scatterpar.threads.context import Context
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.job import Call, Job
 from scatterpar.threads.serving import Queue, serve, shut_down, wake
+from scatterpar.torch_private import renew_engine
 
 __all__ = ["Cancelled", "Workers", "note"]
 
@@ -255,6 +256,7 @@ class Workers:
             if all(thread.is_alive() for thread in self._threads):
                 return self._queues
             self._abandon()
+        renew_engine()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]

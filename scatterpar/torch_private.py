@@ -37,11 +37,12 @@ __all__ = [
     "held_nodes",
     "hooks_taken_off",
     "keep_node",
+    "modes",
     "node_of",
     "private_accelerator",
     "random_operators",
-    "route",
     "renew_engine",
+    "route",
     "saved_tensors_hooks",
     "switched_off",
     "switched_on",
@@ -99,6 +100,8 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 # --- the caller's context: there is no public way to read what is set --------------------------
 
+for _name in ("_len_torch_dispatch_stack", "_len_torch_function_stack"):
+    _require(f"torch._C.{_name}", "to tell of modes that replicas lack", hasattr(torch._C, _name))
 
 _VISITED, _KEEPER = "scatterpar, visited", "scatterpar, keeper"
 
@@ -108,6 +111,18 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def modes() -> list[str]:
+    """Names of this thread's modes, which see every operator; not that of the default device."""
+    if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
+        return []
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    stack = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    return [type(mode).__name__ for mode in stack if not isinstance(mode, DeviceContext)]
 
 
 def private_accelerator() -> str:
@@ -174,22 +189,6 @@ def accumulates(node: Any) -> bool:
         return False
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that this thread works for is at its end."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # as torch's own DDP does
-
-
-# --- compiled modules: there is no public way to compile another function in the same way --------
-
-
-def is_compiled_module(value: Any) -> bool:
-    """Whether ``torch.compile`` made this module of another one."""
-    return isinstance(value, torch._dynamo.OptimizedModule) if has_dynamo() else False
-
-
-def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What compiled ``function``: called with another function, compiles that in the same way."""
-    how: Any = inspect.getclosurevars(function).nonlocals.get("self")
 try:
     from torch.autograd.graph import _engine_run_backward
 except ImportError:  # pragma: no cover
@@ -222,6 +221,7 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         accumulate_grad=True,
     )
 
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that this thread works for is at its end."""
     _ENGINE.queue_callback(callback)  # as torch's own DDP does
@@ -248,7 +248,6 @@ def is_compiled_module(value: Any) -> bool:
 def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
     """What compiled ``function``: called with another function, compiles that in the same way."""
     how: Any = inspect.getclosurevars(function).nonlocals.get("self")
-
     _require("context in compiled functions", "to compile replicas as the module", callable(how))
     compiles: Callable[..., Any] = how
     return compiles

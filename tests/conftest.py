@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "draws: moves torch's random generator on purpose; it is put back afterwards"
     )
+    # The caller's thread has a guard of its own, see helpers/isolation.py.
+    config.addinivalue_line("filterwarnings", "ignore:Guard. active")
 
 
 @pytest.fixture(scope="module", autouse=True)

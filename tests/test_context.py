@@ -11,8 +11,11 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randint, randn
+from helpers.zoo import linear
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scatterpar import ScatterOnceParallel
 
@@ -163,6 +166,42 @@ def test_default_dtype_and_device(devices):
         assert {answer[0] for answer in asked(devices, question)} == {torch.float64}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Counts(TorchDispatchMode):
+    """Counts matrix products, as torch's own counter of operations does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found += function is torch.ops.aten.addmm.default
+        return function(*args, **(kwargs or {}))
+
+
+class Passes(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Counts, Passes])
+def test_a_mode_that_replicas_lack_is_told(devices, mode):
+    words = f"^{mode.__name__}: active in the caller's thread"
+    with (
+        ScatterOnceParallel(build(linear), 2, devices(3)) as engine,
+        mode(),
+        pytest.warns(UserWarning, match=words),
+    ):
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+def test_a_mode_sees_what_a_single_replica_computes(recwarn):
+    counts = Counts()
+    with ScatterOnceParallel(build(linear), 2, ["cpu"], verify=False) as engine, counts:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert counts.found == 2, "one for each sub-step"
+    assert not recwarn.list
 
 
 def test_a_default_device_in_the_caller_s_thread(devices):

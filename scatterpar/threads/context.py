@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from scatterpar.devices import verbs
-from scatterpar.torch_private import private_accelerator, saved_tensors_hooks
+from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
 
 __all__ = ["Context", "autocast_types"]
 
@@ -30,10 +31,12 @@ class Context:
 
     And the current streams of all devices: a worker may use what the caller has computed on
     another. Captured where it is made, and entered in another thread. What is as a new thread
-    has it anyway costs nothing.
+    has it anyway costs nothing. Modes, which see every operator of their thread, stay behind: few
+    of them can work in several threads. A warning says so.
     """
 
     def __init__(self) -> None:
+        _tell_of(modes())
         self.variables = contextvars.copy_context()
         self._streams = verbs.current_streams()
         self._makers: list[Callable[[torch.device], _Entered]] = []
@@ -67,3 +70,13 @@ class Context:
 def _anywhere(make: Callable[[], _Entered]) -> Callable[[torch.device], _Entered]:
     """A maker for whichever device."""
     return lambda _: make()
+
+
+def _tell_of(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: active in the caller's thread, and sees nothing of what replicas "
+            f"compute in threads of their own; enter it in the module's forward, or use one "
+            f"replica, which computes in the caller's thread",
+            stacklevel=2,
+        )

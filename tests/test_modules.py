@@ -62,6 +62,35 @@ def test_complex_parameters(devices):
     assert module.weight.grad.dtype == torch.complex128
 
 
+class Lazy(nn.Module):
+    """A parameter whose memory holds the conjugates, or the negatives, of its elements."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.factor = nn.Parameter(values)
+
+    def forward(self, inputs):
+        factor = self.factor
+        return self.linear(inputs) * (factor.real + factor.imag if factor.is_complex() else factor)
+
+
+@pytest.mark.parametrize(
+    "lazy", [torch.conj, lambda values: values.conj().imag], ids=["conjugates", "negatives"]
+)
+def test_parameters_that_hold_conjugates_or_negatives(devices, lazy):
+    """The look at what a forward pass wrote once failed with words of torch's about these."""
+    values = randn(CLASSES, dtype=torch.complex128)
+    module, plain = (build(lambda: Lazy(lazy(values.clone()))) for _ in range(2))
+    with ScatterOnceParallel(module, 2, devices(3)) as engine:
+        for _ in range(2):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
+            assert_gradients(module, gradients(plain))
+            with torch.no_grad():
+                module.factor.mul_(1.5), plain.factor.mul_(1.5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 3e-3)]
 )

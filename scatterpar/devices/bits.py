@@ -19,8 +19,8 @@ def differing(one: Tensor, other: Tensor) -> Tensor:
     tensor([ True, False])
     """
     if one.is_complex():
-        parts = differing(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other))
-        return parts.any(-1)
+        reals = [torch.view_as_real(tensor.resolve_conj()) for tensor in (one, other)]
+        return differing(*reals).any(-1)
     return _as_integers(one.detach()) != _as_integers(other.detach())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.flat import by_dtype
+from scatterpar.devices.lists import copy_each
 from scatterpar.machines.waiting import waiting_for
 from scatterpar.torch_private import flatten, unflatten
 
@@ -58,7 +59,7 @@ def take_over(module: nn.Module, group: dist.ProcessGroup) -> None:
                 dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             values = unflatten(flat, tensors)
             places = [_places(tensor) for tensor in tensors]
-            torch._foreach_copy_(
+            copy_each(
                 [tensor[place] for tensor, place in zip(tensors, places, strict=True)],
                 [value[place] for value, place in zip(values, places, strict=True)],
             )

@@ -567,6 +567,30 @@ def test_buffers(device_ids, policy):
     torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)
 
 
+class Adds(nn.Module):
+    """Adds one to a table in memory, and a row of that table to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4, 16, dtype=torch.float64, device=kind()))
+        self.register_buffer("row", self.table[2])
+
+    def forward(self, inputs):
+        self.table += 1
+        return inputs + self.row
+
+
+def test_what_overlaps_in_memory_does_so_in_replicas(device_ids):
+    adds = Adds()
+    model, inputs, targets = problem(adds)
+    adds.row = adds.table[2]  # ``.to()`` has torn them apart
+    _, expected = whole_batch(model, inputs, targets)
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+    assert adds.table.eq(1).all()
+
+
 @pytest.mark.parametrize("device_ids", [[0], [0, 1]], indirect=True, ids=str)
 def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(device_ids):
     model, inputs, targets = problem()

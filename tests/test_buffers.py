@@ -7,7 +7,16 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+)
+from helpers.zoo import OVERLAPPING, Overlapping
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -315,3 +324,51 @@ def test_a_buffer_made_in_inference_mode(devices):
         model.grows = True
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
     assert torch.equal(model.table, torch.full((CLASSES,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("other", OVERLAPPING)
+def test_what_overlaps_in_memory_does_so_in_replicas(devices, other, as_buffer):
+    """Copies apart from each other once let a forward pass read what it had overwritten."""
+    model = build(lambda: Overlapping(other, as_buffer))
+    expected = copy.deepcopy(model)
+    for devices_of_engine in (["cpu"], devices(2)):
+        with ScatterOnceParallel(model, 1, devices_of_engine) as engine:
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        expected(BATCH[0])
+        assert torch.equal(model.table, expected.table)
+        assert torch.equal(model.other, expected.other)
+        assert model.other.untyped_storage().data_ptr() == model.table.untyped_storage().data_ptr()
+
+
+class Complex(nn.Module):
+    """Writes complex numbers, and reads what is made of the same memory."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
+        self.register_buffer("numbers", torch.complex(values, values + 2))
+        self.register_buffer("other", other(self.numbers))
+
+    def forward(self, inputs):
+        self.numbers *= 2
+        other = self.other
+        return self.linear(inputs) * (other.real + other.imag if other.is_complex() else other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.conj, torch.real, torch.imag, lambda numbers: numbers.clone().conj()],
+    ids=["conjugate", "real", "imaginary", "a copy's conjugate"],
+)
+def test_buffers_that_are_conjugates_or_parts_of_complex_ones(devices, other):
+    """torch's own operator refuses to copy into the lists that hold a conjugate."""
+    model, expected = (build(lambda: Complex(other)) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    nn.CrossEntropyLoss()(expected(BATCH[0]), BATCH[1]).backward()
+    assert_gradients(model, gradients(expected))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected.get_buffer(name)), name

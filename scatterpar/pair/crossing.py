@@ -18,6 +18,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.pair.late import LateGradients
 from scatterpar.plan import Plan
+from scatterpar.replicas.aliases import in_one_storage, overlapping
 from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
@@ -115,6 +116,7 @@ def replicate(
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
     owned = [not isinstance(t, nn.Parameter) or id(t) in private for t in originals]
+    groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
         copies = [
             [
@@ -123,6 +125,11 @@ def replicate(
             ]
             for arrived in _broadcast(originals, device_ids)
         ]
+        for copy, device in zip(copies, device_ids, strict=True):
+            for group in groups:
+                rooms = in_one_storage([originals[i] for i in group], device)
+                for i, room in zip(group, rooms, strict=True):
+                    copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     late = LateGradients(device_ids)
     for i, original in enumerate(originals):
         if original.requires_grad:

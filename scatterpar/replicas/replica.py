@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.flat import FlatCopy
-from scatterpar.devices.lists import grouped
+from scatterpar.devices.lists import copy_lists, grouped
+from scatterpar.replicas.aliases import like_memory
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
@@ -50,7 +50,7 @@ class Replica:
         originals = list(survey.tensors.values())
         self.written = list(written)
         private = [i for i, tensor in enumerate(originals) if is_state(tensor) or i in written]
-        own = FlatCopy([originals[i] for i in private], device).views
+        own = like_memory([originals[i] for i in private], device)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
         for i, view in zip(private, own, strict=True):
@@ -93,8 +93,7 @@ class Replica:
             self.tensors[i].data = self._homes[i]
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
-        for pairs in self._copied:
-            torch._foreach_copy_(*pairs)
+        copy_lists(self._copied)
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

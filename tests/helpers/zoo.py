@@ -142,6 +142,35 @@ class InPlaceFirst(nn.Module):
         return self.linear(inputs.mul_(2).add_(1))
 
 
+OVERLAPPING = {
+    "row": lambda table: table[2],
+    "rows": lambda table: table[1:3],
+    "the same": lambda table: table.detach(),
+    "column": lambda table: table[:, 1],
+    "transposed": lambda table: table.t(),
+    "bytes": lambda table: table[1].view(torch.int8),
+}
+
+
+class Overlapping(nn.Module):
+    """Writes one tensor in its forward pass, and reads what overlaps it in memory."""
+
+    def __init__(self, other, as_buffer):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("table", torch.rand(4, CLASSES, dtype=torch.float64))
+        self.register_buffer("apart", torch.rand(CLASSES))
+        if as_buffer:
+            self.register_buffer("other", OVERLAPPING[other](self.table))
+        else:
+            self.other = OVERLAPPING[other](self.table)
+
+    def forward(self, inputs):
+        self.table += torch.arange(1, 1 + CLASSES)
+        other = self.other.view(torch.float64) if self.other.dtype == torch.int8 else self.other
+        return self.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + self.apart
+
+
 class ComplexInside(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.zoo import OVERLAPPING, Overlapping
 from torch import nn
 
 from pair.common import Pair
@@ -143,3 +144,18 @@ def test_a_failed_forward_leaves_them_as_they_were(placed):
     with pytest.raises(ArithmeticError):
         DataParallelModel(model, placed(4))(INPUTS)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("other", OVERLAPPING)
+def test_what_overlaps_in_memory_does_so_in_replicas(placed, other, as_buffer):
+    model = build(lambda: Overlapping(other, as_buffer))
+    expected = copy.deepcopy(model)
+    targets = randint(CLASSES, 9)
+    pair, criterion = DataParallelModel(model, placed(3)), nn.CrossEntropyLoss()
+    for _ in range(2):
+        DataParallelCriterion(criterion)(pair(INPUTS), targets).backward()
+        criterion(expected(INPUTS), targets).backward()
+        assert_gradients(model, gradients(expected))
+        assert torch.equal(model.table, expected.table)
+        assert torch.equal(model.other, expected.other)

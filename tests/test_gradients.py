@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 
 import pytest
@@ -345,3 +346,96 @@ def test_a_sparse_gradient_and_a_dense_one_from_a_closure(devices):
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
         engine.forward_backward(ids, targets, criterion)
     assert_gradients(model, expected)
+
+
+class Keeps(nn.Module):
+    """Uses its weights, and what it made of them when it was built."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES).double()
+        self.other = nn.Linear(FEATURES, CLASSES).double()
+        self.third = nn.Linear(FEATURES, CLASSES).double()
+        self.kept = make(self)
+
+    def forward(self, inputs):
+        kept = self.kept[1] if isinstance(self.kept, list) else self.kept
+        return self.linear(inputs).tanh() * (1 + kept.reshape(-1)[:CLASSES])
+
+
+KEPT = {
+    "row": lambda keeper: keeper.linear.weight[1],
+    "chunks in a list": lambda keeper: [*keeper.linear.weight.chunk(2, dim=1)],
+    "scaled": lambda keeper: keeper.linear.weight * 3,
+    "product of two": lambda keeper: keeper.linear.weight * keeper.other.weight,
+    "sum of two used there alone": lambda keeper: keeper.other.bias + keeper.third.bias,
+    "of what is used there alone": lambda keeper: keeper.other.bias.view(1, CLASSES),
+}
+
+
+SEVERAL_STEPS = ["row", *list(KEPT)[-2:]]  # plain torch refuses a second one of others
+
+
+def keepers(kind, count):
+    """As many of them, all alike: they cannot be copied."""
+    return [build(lambda: Keeps(KEPT[kind])) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("compute", [{}, {"whole_batch": True}], ids=["terms", "whole batch"])
+def test_what_a_module_made_of_its_parameters_passes_its_gradient_on(devices, kind, compute):
+    """Replicas have copies of it, whose gradient once went nowhere."""
+    model, plain = keepers(kind, 2)
+    seen = []
+    for one in (model, plain):
+        one.linear.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2 if kind in SEVERAL_STEPS else 1):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **compute)
+            nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
+            assert_gradients(model, gradients(plain))
+            ours, theirs = seen
+            assert_close(ours, theirs, "what the hook saw")
+            seen.clear()
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter -= 0.1
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, p in plain.named_parameters() if p.grad is None
+    }
+
+
+def test_a_graph_that_is_gone_is_torch_s_own_error_and_nothing_changes(devices):
+    (model,) = keepers("product of two", 1)
+    model.kept.sum().backward()
+    before = gradients(model)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_gradients(model, before)
+        model.kept = torch.zeros(CLASSES)
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("kind", ["row", "chunks in a list", "product of two"])
+def test_what_is_kept_and_not_used_changes_nothing(devices, kind):
+    """torch refuses every question about chunks of a weight that an optimizer has written."""
+    model, plain = keepers(kind, 2)
+    for one in (model, plain):
+        one.forward = one.other.forward
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(3):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+            nn.CrossEntropyLoss()(plain(BATCH[0]), BATCH[1]).backward()
+            assert_gradients(model, gradients(plain))
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter -= 0.1
+
+
+def test_the_check_and_the_noise_know_what_is_kept(devices):
+    (model,) = keepers("row", 1)
+    with ScatterOnceParallel(model, 2, devices(3), measure_noise=True) as engine:
+        assert engine.check(*BATCH, nn.CrossEntropyLoss()).passed
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert math.isnan(engine.last_step.noise.noise)

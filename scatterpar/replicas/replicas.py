@@ -42,7 +42,9 @@ class Replicas:
         tensors: the master's.
         sources: the tensors as each memory has them.
         shared: positions of the parameters that replicas in one memory share.
-        trained: positions of the leaves that a backward pass gives gradients.
+        trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
+        leaves: positions of those that keep the gradient.
+        kept: positions of what the module made of leaves before the step.
         is_trusted: a step has shown that forward passes write none of these.
         lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
@@ -64,6 +66,8 @@ class Replicas:
         self.sources: dict[torch.device, Sequence[Tensor]] = {}
         self.shared: list[int] = []
         self.trained: list[int] = []
+        self.leaves: list[int] = []
+        self.kept: list[int] = []
         self.is_trusted = False
         self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
@@ -145,7 +149,7 @@ class Replicas:
     @property
     def trained_tensors(self) -> list[Tensor]:
         """The master's leaves that a backward pass gives gradients."""
-        return [self.tensors[i] for i in self.trained]
+        return [self.tensors[i] for i in self.leaves]
 
     def _follow(self) -> bool:
         """Obey what can be obeyed in place; whether that was all."""
@@ -173,6 +177,8 @@ class Replicas:
         """From now on gradients add up in these dtypes."""
         self._sum_dtypes = dtypes
         self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+        self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
+        self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
         self.rehearsed.clear()
         for replica in self.replicas:
             replica.train_like(dtypes)
@@ -180,9 +186,7 @@ class Replicas:
     def _wanted(self) -> list[torch.dtype | None]:
         """The dtype that each tensor's gradient adds up in; ``None`` for one that has none."""
         return [
-            sum_dtype(t, self._wide)
-            if t.requires_grad and t.is_leaf and not t.is_inference()
-            else None
+            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
             for t in self.tensors
         ]
 
@@ -234,9 +238,23 @@ class Replicas:
 
 
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype that a leaf's gradient adds up in: its ``grad_dtype``, or ``wide`` if wider."""
-    own = tensor.grad_dtype or tensor.dtype
+    """The dtype that a gradient adds up in: a leaf's ``grad_dtype``, or ``wide`` if wider."""
+    try:
+        own = tensor.grad_dtype or tensor.dtype
+    except RuntimeError:  # no leaf
+        own = tensor.dtype
     return own if wide is None else torch.promote_types(own, wide)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether a gradient ends here, in ``.grad``.
+
+    torch answers with an error for chunks of a weight that was written since: they are none.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _is_switch(before: Any, after: Any) -> bool:

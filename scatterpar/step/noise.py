@@ -63,8 +63,10 @@ def measure(
         for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
         if count
     ]
-    # A criterion that closes over the user's own parameters writes past the replicas.
+    # A criterion that closes over the user's own parameters writes past the replicas, and what
+    # the module keeps that was made of them passes its gradient on later.
     is_whole = all(t.grad is None for part in parts for t in part.trained_tensors)
+    is_whole = is_whole and not any(_uses_kept(part) for part in parts)
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 
 
@@ -86,6 +88,10 @@ def estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> Grad
         signal=square - variance / spread.terms,
         noise=variance * spread.rows / spread.terms,
     )
+
+
+def _uses_kept(part: Replicas) -> bool:
+    return any(replica.tensors[i].grad is not None for replica in part.replicas for i in part.kept)
 
 
 def _gradients_of(parts: Sequence[Replicas], replica: int) -> list[Tensor]:

@@ -28,6 +28,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
+from scatterpar.step.derived import pass_on
 from scatterpar.step.join import join_rows
 from scatterpar.step.outcome import BufferValue
 from scatterpar.torch_private import flatten, unflatten
@@ -54,21 +55,23 @@ def reduce_gradients(
     The master's own ``.grad`` must be set aside: what is there now, came in this step.
 
     Returns:
-        Every trained tensor of the master's with its gradient; ``None`` for one that no
+        Every trained leaf of the master's with its gradient; ``None`` for one that no
         replica used, and zero stands in where only some did. Whichever finished first, the sum
         has the same bits.
     """
     total: dict[int, tuple[Tensor, Tensor | None]] = {}
+    kept: list[tuple[Tensor, Tensor]] = []
     for part in parts:
         found = _sum(part.replicas[:active], part.trained, ledger)
-        for i in part.trained:
+        kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
+        for i in part.leaves:
             tensor, gradient = part.tensors[i], found.get(i)
             _, other = total.get(id(tensor), (tensor, None))
             # Tied between model and criterion, or reached through a closure over the tensor itself.
             found_ones = [g for g in (other, gradient, tensor.grad) if g is not None]
             found_ones.sort(key=lambda g: g.layout != torch.strided)  # sparse + dense is not known
             total[id(tensor)] = (tensor, sum(found_ones[1:], found_ones[0]) if found_ones else None)
-    return list(total.values())
+    return pass_on(kept, list(total.values()))
 
 
 def reduce_buffers(

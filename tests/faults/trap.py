@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from helpers.freed import FREE_THREADED
 from torch import Tensor
 
 from scatterpar import Plan
@@ -107,12 +109,15 @@ class Trap:
     def activations_alive(self, patience: float = 0.0) -> int:
         """How many of the activations there still are after so many seconds; forgets them.
 
-        An accelerator's backward thread lets go of its graph a little after its error is out.
+        An accelerator's backward thread lets go of its graph a little after its error is out; in a
+        free-threaded interpreter, at its next backward pass or in a garbage collection.
         """
         deadline = time.monotonic() + patience
         while alive := sum(activation() is not None for activation in self._activations):
             if time.monotonic() > deadline:
                 break
+            if patience and FREE_THREADED and torch.accelerator.is_available():
+                gc.collect()
             time.sleep(0.001)
         self._activations.clear()
         return alive

@@ -398,12 +398,14 @@ def route(kernel_of: _Route) -> tuple[Library, ...]:
 @contextlib.contextmanager
 def switched_on() -> Iterator[None]:
     """The key is on in this thread: random operators are routed."""
+    _wait_before_control_flow_compiles()
     _thread.is_alone = False
     try:
         with torch._C._IncludeDispatchKeyGuard(_key()):
             yield
     finally:
         if _thread.is_alone:
+    before = getattr(_thread, "is_alone", None)
             _compile_lock().release()
 
 
@@ -411,6 +413,7 @@ def switched_off() -> contextlib.AbstractContextManager[Any]:
     """The key is off in this thread, for the routed kernel's own call."""
     guard: contextlib.AbstractContextManager[Any]
     guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
+        _thread.is_alone = before
     return guard
 
 
@@ -459,9 +462,7 @@ _thread = threading.local()
 
 def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an operator that traces, under the lock that torch.compile takes too."""
-    if not _thread.is_alone:
-        _compile_lock().acquire()
-        _thread.is_alone = True
+    _go_on_alone()
     with switched_off():
         return operator(*args, **kwargs)
 
@@ -470,3 +471,29 @@ def _compile_lock() -> Any:
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
+def _go_on_alone() -> None:
+    """In a replica's thread: until its work ends, no other replica comes to such an operator."""
+    if getattr(_thread, "is_alone", None) is False:
+        _compile_lock().acquire()
+        _thread.is_alone = True
+
+
+def _wait_before_control_flow_compiles() -> None:
+    """Wait before torch compiles what a call of such an operator is wrapped in.
+
+    Its compiler takes another thread's tracing for its own, and refuses to go on.
+    """
+    from torch._higher_order_ops import utils
+
+    compile_and_call = getattr(utils, "_hop_compile_and_call", None)
+    if compile_and_call is None:  # older versions name no place to wait
+        return
+
+    @functools.wraps(compile_and_call)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        _go_on_alone()
+        return compile_and_call(*args, **kwargs)
+
+    utils._hop_compile_and_call = alone
+
+

@@ -73,7 +73,7 @@ from helpers.oracle import assert_step, build, randn
 from scatterpar import ScatterOnceParallel
 from test_higher_order import Branching, mean
 
-for device_ids in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
+for device_ids in (["cpu"] * 4, ["cpu:0", "cpu:1"]):
     with ScatterOnceParallel(build(lambda: Branching(4, 3)), 2, device_ids) as engine:
         for _ in range(2):
             assert_step(engine, randn(11, 4), criterion=mean)
@@ -83,7 +83,10 @@ print("exact")
 
 @pytest.mark.slow
 def test_control_flow():
-    """In a process of its own: what two threads' tracing once broke stayed broken."""
+    """In a process of its own: what two threads' tracing once broke stayed broken.
+
+    Later a replica's first call failed in every third process, while another replica compiled.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CONTROL_FLOW],
         cwd="tests",

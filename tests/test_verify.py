@@ -20,7 +20,7 @@ import torch
 from faults.state import capture, differences
 from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import assert_step, build, randint, randn
+from helpers.oracle import assert_gradients, assert_step, build, gradients, randint, randn
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -43,6 +43,19 @@ class InAModule(nn.Module):
 
 def added_up(output, targets):
     return F.cross_entropy(output, targets, reduction="sum")
+
+
+def with_forward(forward):
+    """Torch's own loss, which counts no label 1, with another forward."""
+    loss = nn.CrossEntropyLoss(ignore_index=1)
+    loss.forward = forward
+    return loss
+
+
+def hooked():
+    loss = nn.CrossEntropyLoss(ignore_index=1)
+    loss.register_forward_hook(lambda module, args, out: out + args[0].square().mean())
+    return loss
 
 
 COUNT = 'pass count=.*scatterpar.count_labels.*|.*reduction="sum"'
@@ -80,6 +93,13 @@ WRONG = {
         'reduction="mean", without count=',
     ),
     "a wrong reduction": (nn.CrossEntropyLoss(), classes, {"reduction": "sum"}, 'reduction="mean"'),
+    "torch's own loss with another forward": (
+        with_forward(in_a_def),
+        classes,
+        {},
+        'reduction="mean", without count=',
+    ),
+    "torch's own loss with a hook": (hooked(), classes, {}, "whole_batch=True"),
     "rows compared with each other": (lambda o, t: o.std(0).sum(), classes, {}, COUPLED),
     "the root of a mean": (lambda o, t: o.pow(2).mean().sqrt(), classes, {}, COUPLED),
 }
@@ -150,6 +170,36 @@ def test_a_right_one_is_verified_once_and_exact(devices, case):
         step(engine, counted, targets(ROWS), **options)
     assert len(calls) - first == 6  # one a sub-step
     assert first > 6
+
+
+def penalised(model, share):
+    """A sum over rows, and a penalty on weights: all of it, or the micro-batch's share."""
+
+    def loss(output, targets):
+        part = len(output) / ROWS if share else 1.0
+        return added_up(output, targets) + part * model[0].weight.square().sum()
+
+    return loss
+
+
+def test_a_penalty_beside_a_sum_is_told_and_can_be_shared_out(devices):
+    """Its gradient was silently as many times too large as there were micro-batches."""
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        words = f"add something that does not depend on the rows.*len.output. / {ROWS}"
+        with pytest.raises(ValueError, match=words):
+            step(engine, penalised(engine.module, share=False), classes(ROWS), reduction="sum")
+        step(engine, penalised(engine.module, share=True), classes(ROWS), reduction="sum")
+        twin = copy.deepcopy(engine.module)
+        twin.zero_grad()
+        penalised(twin, share=False)(twin(INPUTS), classes(ROWS)).backward()
+        assert_gradients(engine.module, gradients(twin))
+
+
+def test_a_step_of_one_micro_batch_verifies_nothing_of_the_next():
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        step(engine, in_a_def, padded(1), INPUTS[:1])
+        with pytest.raises(ValueError, match=COUNT):
+            step(engine, in_a_def, padded(ROWS))
 
 
 def test_the_numbers_are_those_of_the_labels():

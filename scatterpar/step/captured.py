@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,11 +15,16 @@ from scatterpar.threads.workers import note
 
 __all__ = [
     "captured_tensors",
+    "filled_by_hooks",
     "ignored_values",
     "note_strangers",
+    "other_leaves",
     "set_by_forward",
     "surroundings",
 ]
+
+_DEPTH = 4  # a function, another one in its file, an object there, a list of that
+_MOST = 1000  # entries of a container; longer ones are data
 
 
 def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,6 +52,40 @@ def _is_filled(cell: Any) -> bool:
 def captured_tensors(function: Any) -> list[Tensor]:
     """The tensors that a function brings along, where they can be seen."""
     return [value for value in _captured(function).values() if isinstance(value, Tensor)]
+
+
+def other_leaves(function: Any, known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that require grad, beside those ``known``, of which ``function`` may use some.
+
+    A criterion may close over a second module, or be a method of an object that has one.
+    """
+    found: dict[int, Tensor] = {}
+    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
+        _find_leaves(function, _DEPTH, found, set())
+    for leaf in known if found else ():
+        found.pop(id(leaf), None)
+    return list(found.values())
+
+
+def _find_leaves(value: Any, depth: int, found: dict[int, Tensor], seen: set[int]) -> None:
+    if isinstance(value, Tensor):
+        if value.requires_grad and value.is_leaf:
+            found.setdefault(id(value), value)
+    elif id(value) in seen or isinstance(value, (type, types.ModuleType)):
+        return
+    elif isinstance(value, nn.Module) or depth:
+        seen.add(id(value))
+        is_module = isinstance(value, nn.Module)
+        for one in value.parameters() if is_module else _inside(value):
+            _find_leaves(one, depth - 1, found, seen)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return items if len(value) <= _MOST else ()
+    of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
+    return () if of_torch else _captured(value).values()
 
 
 def _captured(function: Any) -> dict[str, Any]:
@@ -86,6 +127,17 @@ def set_by_forward(function: Any, module: nn.Module) -> str | None:
             is_read = name in code.co_names and type(part) in has_it
             if is_read and isinstance(value, Tensor) and value.grad_fn is not None:
                 return name
+    return None
+
+
+def filled_by_hooks(function: Any, module: nn.Module) -> str | None:
+    """A container that ``function`` brings along, and so does a hook in ``module``."""
+    own = {id(v): n for n, v in _captured(function).items() if isinstance(v, (dict, list))}
+    for part in module.modules() if own else ():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            for value in _captured(hook).values():
+                if id(value) in own:
+                    return own[id(value)]
     return None
 
 

@@ -44,9 +44,15 @@ def is_counted(criterion: Any, reduction: str | None) -> bool:
     if not _averages_classes(criterion):  # of TorchScript's classes nobody can ask for more
         return False
     owner = owner_of(criterion)
-    forward = type(owner).forward if owner is not None else None
-    its_own = forward in (None, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-    return its_own and reduction == resolve_reduction(criterion, None)
+    return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
+        criterion, None
+    )
+
+
+def _is_torchs_own(loss: nn.Module) -> bool:
+    """Whether its forward is torch's, with nothing around it."""
+    hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 def class_counts(

@@ -65,7 +65,8 @@ class Finding:
     Attributes:
         off: the relative difference.
         seems: ``"right"``, ``"sum"``, ``"mean"`` (over the rows), ``"weighted"`` (a mean over
-            something else) or ``"coupled"`` (rows are compared with each other).
+            something else), ``"coupled"`` (rows are compared with each other) or ``"more than a
+            sum"`` (with a part that does not depend on the rows).
         weights: what the criterion multiplies the two losses with, where that can be told.
         slopes: gradients of each piece's outputs, as they are and as the engine takes them.
     """

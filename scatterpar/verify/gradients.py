@@ -55,7 +55,8 @@ def _by_gradients(
     criterion: Callable[[Any, Any], Any], pieces: Pieces, *, wide: bool
 ) -> Finding | None:
     dtypes: set[torch.dtype] = set()
-    slopes = partial(_slopes, criterion, wide=wide, dtypes=dtypes)
+    losses: list[float] = []
+    slopes = partial(_slopes, criterion, wide=wide, dtypes=dtypes, losses=losses)
     with torch.inference_mode(False), torch.enable_grad():
         joined = slopes(pieces)
         if not any(map(_tells, joined)):
@@ -69,9 +70,12 @@ def _by_gradients(
         tolerance = tolerance_of(dtypes, _TOLERANCES)
         off = _difference(joined, apart, pieces.factors)
         if off <= tolerance:
-            if pieces.factors == (1.0, 1.0) and not all(map(_tells, apart)):
+            if pieces.factors != (1.0, 1.0):
+                return Finding()
+            if not all(map(_tells, apart)):
                 raise Unsure("a mean of one thing alone is its sum", lasting=False)
-            return Finding()
+            slopes(pieces)
+            return _beside_a_sum(losses, tolerance)
         k = 0 if pieces.factors[0] else 1
         again = slopes(pieces.only(k))
         if _difference(again, [apart[k]], (1.0,)) > tolerance:
@@ -82,12 +86,32 @@ def _by_gradients(
     return replace(_explained(off, tolerance, joined, apart, pieces), slopes=(joined, taken))
 
 
+def _beside_a_sum(losses: Sequence[float], tolerance: float) -> Finding:
+    """Whether a sum has a part that is the same for all rows, which its gradients do not show.
+
+    Args:
+        losses: of two pieces joined, of each of them, and of both joined again.
+        tolerance: relative.
+    """
+    joined, one, other, again = losses
+    size = max(map(abs, losses))
+    if abs(joined - again) > tolerance * size:
+        raise Unsure("the criterion gives another result each time")
+    off = abs(joined - one - other) / size if size else 0.0
+    return Finding() if off <= tolerance else Finding(off, "more than a sum")
+
+
 def _slopes(
-    criterion: Callable[[Any, Any], Any], pieces: Pieces, *, wide: bool, dtypes: set[torch.dtype]
+    criterion: Callable[[Any, Any], Any],
+    pieces: Pieces,
+    *,
+    wide: bool,
+    dtypes: set[torch.dtype],
+    losses: list[float],
 ) -> list[list[Tensor]]:
     """Gradients of the criterion of all pieces joined, for each piece's outputs that have rows.
 
-    The dtypes that they go through on their way are added to ``dtypes``.
+    The dtypes that they go through on their way are added to ``dtypes``, the loss to ``losses``.
     """
     found: list[list[Tensor]] = []
     outputs: list[Any] = []
@@ -102,6 +126,7 @@ def _slopes(
     targets = opened(transform(partial(_copy, wide=wide), given))
     output = join_rows(outputs, pieces.dim, pieces.factors, pieces.rows, lists=True)
     loss = scalar_loss(criterion(output, targets), "the criterion")
+    losses.append(loss.item())
     _note_dtypes(loss, dtypes)
     slopes = torch.autograd.grad(loss, flat, allow_unused=True, materialize_grads=True)
     remaining = iter(slopes)

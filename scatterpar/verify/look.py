@@ -18,7 +18,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
 from scatterpar.replicas.bound import owner_of
 from scatterpar.step import nested
-from scatterpar.step.captured import captured_tensors, set_by_forward
+from scatterpar.step.captured import captured_tensors, filled_by_hooks, set_by_forward
 from scatterpar.step.markers import transform
 from scatterpar.step.request import Request
 from scatterpar.step.slices import opened, take
@@ -46,7 +46,8 @@ class Look:
     Attributes:
         request: the step's.
         plan: how its batch is cut.
-        both: the positions of the two among all micro-batches, in order.
+        both: the positions of the two among all micro-batches, in order; twice that of the only
+            one, where there are no two.
         labels: what may hold labels in each of them.
         weights: the factors of their losses.
         agreed: is called where they combine as they should.
@@ -93,8 +94,13 @@ class Look:
         losses = list(chain.from_iterable(result.losses for result in results))
         task = tasks[bisect(self._firsts, self.both[0]) - 1]
         words = Words(self.request, self._spans, self.labels, self.weights)
-        if (attribute := self._read_elsewhere(task)) is not None:
+        if (attribute := self._asked(set_by_forward, task)) is not None:
             raise ValueError(words.of_attribute(attribute))
+        if len(tasks) > 1 and (name := self._asked(filled_by_hooks, task)) is not None:
+            self.warn(words.of_shared(name))
+        if self.both[0] == self.both[1]:  # there is nothing to compare
+            self.agreed()
+            return
         try:
             own = losses[self.both[0]], losses[self.both[1]]
             finding = self._find(attempt, task, [t for t in tasks if t is not task], own)
@@ -110,9 +116,9 @@ class Look:
             raise ValueError(words.of(finding))
         self.agreed()
 
-    def _read_elsewhere(self, task: Task) -> str | None:
+    def _asked(self, question: Callable[[Any, nn.Module], str | None], task: Task) -> str | None:
         try:
-            return set_by_forward(self.request.criterion, cast(nn.Module, task.module))
+            return question(self.request.criterion, cast(nn.Module, task.module))
         except Exception:  # of something of the user's that cannot be looked at
             return None
 
@@ -131,8 +137,8 @@ class Look:
                 return by_gradients(task.criterion, self._pieces(task, given))
 
             finding = _without_a_trace(task, workers, compare, others)
-            if finding is not None and finding.seems == "right":
-                return finding
+        if finding is not None and finding.slopes is None:
+            return finding
         if finding is not None:
             inputs = self._pieces(task, self._rows(self.request.inputs))
             return _confirmed(task, workers, inputs, finding)

@@ -63,7 +63,7 @@ class Verifier:
         if request.whole_batch or not request.verify:
             return None
         counted = request.count is None and is_counted(request.criterion, request.reduction)
-        if counted or sum(len(share.micro_batches) for share in plan.shares) < 2:
+        if counted:
             return None
         try:
             return self._glimpse(request, plan, readout)
@@ -84,6 +84,7 @@ class Verifier:
                 kind_of_function(request.count),
                 kind_of_batch(request.inputs, request.targets),
                 request.reduction,
+                sum(len(share.micro_batches) for share in plan.shares) > 1,
             )
         )
         ignored = ignored_values(request.criterion)
@@ -141,7 +142,7 @@ class Glimpse:
             return None
         spans = [span for share in self.plan.shares for span in share.micro_batches]
         pieces = [row_tensors(take(self.labelled, start, stop, dim)) for start, stop in spans]
-        both = choose(pieces, self.ignored, weights, dim)
+        both = choose(pieces, self.ignored, weights, dim) if len(pieces) > 1 else (0, 0)
         return Look(
             self.request,
             self.plan,

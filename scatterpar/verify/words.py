@@ -43,7 +43,8 @@ class Words:
         a, b = self.weights
         total = 1.0 if adds else a + b
         its = _pair(finding.weights) if finding.weights else "no two numbers"
-        what = "loss" if self.request.criterion is None else "gradient"
+        by_losses = self.request.criterion is None or finding.seems == "more than a sum"
+        what = "loss" if by_losses else "gradient"
         return (
             f"{self._criterion()} does not combine micro-batches as the engine was about to "
             f"combine them. The engine {'adds up' if adds else 'averages'} their losses: those of "
@@ -60,6 +61,15 @@ class Words:
             f"pass sets it, on each replica alone: what the criterion finds is old. Return it from "
             f"forward, and take it from the output that the criterion is given. Nothing was "
             f"changed; verify=False switches this check off."
+        )
+
+    def of_shared(self, name: str) -> str:
+        """That replicas write and read one container at the same time."""
+        return (
+            f"{self._criterion()} and a hook of the module share {name!r}: replicas compute at the "
+            f"same time, so what the criterion finds there may be another replica's. Return it "
+            f"from forward, and take it from the output that the criterion is given; verify=False "
+            f"silences this"
         )
 
     def padding_matters(self) -> bool:
@@ -86,6 +96,13 @@ class Words:
             return (
                 "It seems to compare rows with each other, and is neither a mean nor a sum of what "
                 "it is of parts: no count= or reduction= can say that, whole_batch=True does."
+            )
+        if finding.seems == "more than a sum":
+            return (
+                "It seems to add something that does not depend on the rows, such as a penalty on "
+                "weights, which every micro-batch would add once more: multiply that by "
+                f"len(output) / {self.request.rows}, the micro-batch's part of the rows (no count= "
+                f"or reduction= says that)."
             )
         return (
             "It seems to be a mean over something else than what was counted: pass "

@@ -29,6 +29,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
+from scatterpar.step.captured import other_leaves
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
@@ -280,7 +281,9 @@ class ScatterOnceParallel(Wrapper):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            with set_aside(parts):
+            trained = [leaf for part in parts for leaf in part.trained_tensors]
+            others = other_leaves(request.criterion, trained)
+            with set_aside([*trained, *others]):
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, scattered, criteria, weights)
                     results = compute(
@@ -290,8 +293,9 @@ class ScatterOnceParallel(Wrapper):
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(request, parts, plan, weights, terms)
+                        spread = measure(request, parts, plan, weights, terms, others)
                     gradients = reduce_gradients(parts, len(results), ledger)
+                    gradients += [(leaf, leaf.grad) for leaf in others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     parameters = merge_writes(parts, len(results), ledger)
             return Outcome(

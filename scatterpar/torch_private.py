@@ -342,14 +342,20 @@ def _is_uncompiled() -> bool:
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
     """No hook that the user registered on one of these leaves runs in the body."""
-    kept = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    after = [hooks for tensor in tensors if (hooks := tensor._post_accumulate_grad_hooks)]
+    kept = [dict(hooks) for hooks in after]
     try:
-        for tensor, _ in kept:
+        for tensor, _ in before:
             tensor._backward_hooks = None
+        for hooks in after:
+            hooks.clear()  # torch keeps the dictionary, also where another one is assigned
         yield
     finally:
-        for tensor, hooks in kept:
+        for tensor, hooks in before:
             tensor._backward_hooks = hooks
+        for hooks, those in zip(after, kept, strict=True):
+            hooks.update(those)
 
 
 # --- random operators: a dispatch key that the workers alone switch on -----------------------
@@ -392,28 +398,28 @@ def route(kernel_of: _Route) -> tuple[Library, ...]:
         overload = f".{operator._schema.overload_name}" if operator._schema.overload_name else ""
         operators.impl(name + overload, kernel_of(operator, position), _KEY_NAME)
     _let_higher_order_operators_through()
+    _wait_before_control_flow_compiles()
     return fallback, operators
 
 
 @contextlib.contextmanager
 def switched_on() -> Iterator[None]:
     """The key is on in this thread: random operators are routed."""
-    _wait_before_control_flow_compiles()
+    before = getattr(_thread, "is_alone", None)
     _thread.is_alone = False
     try:
         with torch._C._IncludeDispatchKeyGuard(_key()):
             yield
     finally:
         if _thread.is_alone:
-    before = getattr(_thread, "is_alone", None)
             _compile_lock().release()
+        _thread.is_alone = before
 
 
 def switched_off() -> contextlib.AbstractContextManager[Any]:
     """The key is off in this thread, for the routed kernel's own call."""
     guard: contextlib.AbstractContextManager[Any]
     guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
-        _thread.is_alone = before
     return guard
 
 
@@ -467,10 +473,6 @@ def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
 
-def _compile_lock() -> Any:
-    from torch._dynamo.convert_frame import compile_lock
-
-    return compile_lock
 def _go_on_alone() -> None:
     """In a replica's thread: until its work ends, no other replica comes to such an operator."""
     if getattr(_thread, "is_alone", None) is False:
@@ -497,3 +499,7 @@ def _wait_before_control_flow_compiles() -> None:
     utils._hop_compile_and_call = alone
 
 
+def _compile_lock() -> Any:
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock

@@ -59,11 +59,12 @@ def _of_its_own(gradient: Tensor) -> Tensor:
 def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
     """Those whose leaf has a gradient that can be added to in silence, and the others.
 
-    A hook may look at any gradient, and may raise: where there is one, nothing is silent.
+    They are of one device, since they are added in few messages. A hook may look at any gradient,
+    and may raise: where there is one, nothing is silent.
     """
     if any(leaf._backward_hooks or has_gradient_hooks(leaf) for leaf, _ in pairs):
         return [], pairs
-    quiet = [pair for pair in pairs if _is_plain_sum(*pair)]
+    quiet = [(t, g) for t, g in pairs if t.device == pairs[0][0].device and _is_plain_sum(t, g)]
     held = held_nodes([leaf for leaf, _ in quiet])
     quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
     silent = {id(leaf) for leaf, _ in quiet}

@@ -41,6 +41,7 @@ def measure(
     plan: Plan,
     weights: Sequence[Sequence[float]],
     terms: float,
+    others: Sequence[Tensor],
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up.
 
@@ -50,6 +51,7 @@ def measure(
         plan: the shares.
         weights: those of each share's micro-batches.
         terms: how many terms the loss is a mean of; where it is a sum, its rows are its terms.
+        others: leaves of which the replicas have no copies.
     """
     if request.is_mean:
         counts = [sum(own) * terms for own in weights]
@@ -63,9 +65,10 @@ def measure(
         for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
         if count
     ]
-    # A criterion that closes over the user's own parameters writes past the replicas, and what
-    # the module keeps that was made of them passes its gradient on later.
-    is_whole = all(t.grad is None for part in parts for t in part.trained_tensors)
+    # A criterion that closes over parameters writes past the replicas, and what the module keeps
+    # that was made of them passes its gradient on later.
+    closed_over = [*others, *(t for part in parts for t in part.trained_tensors)]
+    is_whole = all(t.grad is None for t in closed_over)
     is_whole = is_whole and not any(_uses_kept(part) for part in parts)
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 

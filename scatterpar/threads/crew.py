@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.links import LinkCheck
@@ -19,6 +19,7 @@ from scatterpar.replicas.mirror import Survey
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
+from scatterpar.torch_private import hooks_taken_off
 
 __all__ = ["Crew", "set_aside"]
 
@@ -135,17 +136,18 @@ class Crew:
 
 
 @contextlib.contextmanager
-def set_aside(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Take the user's ``.grad`` off for the body, and put it back, whatever happens.
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Take ``.grad`` and hooks of the user's leaves off for the body, and put them back after it.
 
-    A criterion that closes over the user's own parameters writes there, from the workers;
-    so that becomes part of the step, and goes with it if it fails.
+    A criterion that closes over the user's own parameters writes there, from the workers, at every
+    sub-step; so that becomes part of the step, and goes with it if it fails.
     """
-    kept = [(tensor, tensor.grad) for part in parts for tensor in part.trained_tensors]
+    kept = [(leaf, leaf.grad) for leaf in leaves]
     try:
-        for tensor, _ in kept:
-            tensor.grad = None
-        yield
+        for leaf in leaves:
+            leaf.grad = None
+        with hooks_taken_off(leaves):
+            yield
     finally:
-        for tensor, gradient in kept:
-            tensor.grad = gradient
+        for leaf, gradient in kept:
+            leaf.grad = gradient

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from scatterpar.replicas.closures import Cells, leads_to, names_leading, twin_of
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
 from scatterpar.replicas.kinds import (
     is_script,
@@ -29,6 +30,7 @@ from scatterpar.replicas.kinds import (
     slots_of,
 )
 from scatterpar.replicas.sparse import assembled, is_sparse, pieces_of
+from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
 
 __all__ = ["Mirror", "Snapshot", "Survey"]
@@ -50,6 +52,7 @@ class Survey:
         self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slots: list[tuple[nn.Module, types.MemberDescriptorType, Any]] = []
+        self.told: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
         self.roots = tuple(roots)
         for root in self.roots:
@@ -188,8 +191,9 @@ class Snapshot:
 class Mirror:
     """A copy of what a survey found, with tensors of its own.
 
-    Modules, containers, bound methods, partials and weak references are made anew and
-    point to each other inside the copy; everything else is shared with the original.
+    Modules, containers, bound methods, partials, weak references and functions that close over any
+    of these are made anew and point to each other inside the copy; everything else is shared with
+    the original.
 
     Args:
         survey: what there is to copy.
@@ -203,6 +207,9 @@ class Mirror:
         self._survey = survey
         self._compiler = compiler or Compiler()
         self._made: dict[int, Any] = dict(tensors)
+        self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
+        self._inside.update(survey.modules)
+        self.cells: Cells = []  # of the originals: what the copies' functions do not see change
         self._kept: list[Any] = []  # so that no id in _made is used again
         self.sparse: list[tuple[Tensor, list[Tensor]]] = []
         self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
@@ -233,6 +240,8 @@ class Mirror:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
         if type(value) is functools.partial:
             return functools.partial(
                 self.of(value.func),
@@ -272,6 +281,25 @@ class Mirror:
         is_root = any(module is root for root in self._survey.roots)
         state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)
         return replica
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        leads = functools.partial(leads_to, is_inside=lambda value: id(value) in self._inside)
+        for name in names_leading(function, leads):
+            text = (
+                f"the function {function.__qualname__}, which the module holds, names {name!r} of "
+                f"its file: replicas that call it use the user's own module there, and what it "
+                f"writes or reads there is not the replica's; define it inside a function, so that "
+                f"it closes over {name!r}, or bind {name!r} with functools.partial"
+            )
+            if text not in self._survey.told:
+                self._survey.told.add(text)
+                warn(text)
+        if not leads(function):
+            return function
+        self._kept.append(function)
+        twin, cells = twin_of(function, leads, self.of, self._made)
+        self.cells += cells
+        return twin
 
     def _container(self, value: Any) -> Any:
         self._kept.append(value)

@@ -31,6 +31,7 @@ class Replica:
         roots: the copies of the modules that were replicated.
         tensors: this copy's tensors; those that are trained are leaves.
         of: this copy's counterpart of a module of the master's, or of a method of one.
+        cells: of the user's functions, and what was in them when twins of these were made.
         written: positions of the parameters that a forward pass writes.
         writes: what it writes to them; ``None`` where it writes none.
     """
@@ -67,6 +68,7 @@ class Replica:
         self._mirror = mirror
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
+        self.cells = mirror.cells
         self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)

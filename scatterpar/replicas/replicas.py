@@ -12,6 +12,7 @@ from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import Broadcast
+from scatterpar.replicas.closures import contents
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import buffers_of, is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
@@ -156,6 +157,8 @@ class Replicas:
         if self._state is None or self._signature() != self._signed:
             return False
         if not all(replica.is_whole() for replica in self.replicas):
+            return False
+        if any(contents(cell) is not value for cell, value in self.replicas[0].cells):
             return False
         if not self._state.unchanged():
             entries = self._state.rebound()

@@ -50,6 +50,7 @@ TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--accum", "4", "--epochs", "1"]
         (["--model", "transformer"], "--model transformer: neither built in"),
         (["--batch", "64"], "a batch of 64 rows makes micro-batches of one row"),
         (["--batch", "4095"], "a batch of 2 rows makes micro-batches of one row"),
+        (["--resume"], "--resume goes on from a checkpoint: name the folder it is in with --out"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["--batch"], "argument --batch: expected one argument"),
         (["--out", "/dev/null/runs"], "--out: /dev/null/runs/metrics.jsonl cannot be written"),
@@ -210,7 +211,8 @@ def test_ctrl_c_ends_a_run_with_what_was_reached(tmp_path):
 def test_torchrun_names_the_folder_after_its_job(monkeypatch, restarts):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-    assert str(parse([]).out) == "runs/train-night-7"
+    for given in ([], ["--resume"]):
+        assert str(parse(given).out) == "runs/train-night-7"
     assert machines.was_restarted() == (restarts == "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert re.fullmatch(r"runs/train-\d{8}-\d{6}", str(parse([]).out))

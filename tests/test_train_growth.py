@@ -42,7 +42,7 @@ def _no_drawing(monkeypatch):
 def test_sizes_end_where_an_epoch_would_run_out_of_updates():
     assert Growth.up_to(8192).sizes == (256, 512, 1024)
     assert Growth.up_to(8191).sizes == (256, 512)
-    assert Growth.up_to(100).sizes == (256,)
+    assert Growth.up_to(100).sizes == (100,)
     assert Growth.up_to(60_000, fits=lambda batch: batch != 1024).sizes == (256, 512, 2048, 4096)
 
 

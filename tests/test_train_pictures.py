@@ -314,8 +314,10 @@ def test_random_crops_show_allowed_parts_and_mirror_half_of_them():
 
 
 def test_what_needs_torchvision_says_so_where_it_is_missing(monkeypatch, folder):
+    """Mixing pictures that are not varied otherwise once ended in an AttributeError."""
     monkeypatch.setattr(transforms, "torchvision_transforms", lambda: None)
-    for wanted in (Augmentation("trivial"), Augmentation(mixup=0.2), Augmentation("none", erase=1)):
+    alone = [Augmentation("none", **{name: 0.5}) for name in ("erase", "mixup", "cutmix")]
+    for wanted in (Augmentation("trivial"), Augmentation(mixup=0.2), *alone):
         refused(r"need torchvision, .*scatterpar\[images\]", folder, augmentation=wanted)
 
 

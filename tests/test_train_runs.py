@@ -265,6 +265,24 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     assert best["model"].keys() == Residual(3).state_dict().keys()
 
 
+@pytest.mark.parametrize("batch", ["4096", "auto"])
+def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys, batch):
+    """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
+    options = ["--model", "test_train_runs:Dropping", "--micro-batch-size", "24", "--epochs", "2"]
+    options += ["--devices", "cpu:0,cpu:1", "--workers", "0", "--augment", "none", "--out"]
+    options += [str(tmp_path), "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
+    assert main(["--data", str(folder), *options]) == 0
+    rates = [r["learning_rate"] for r in steps(tmp_path)]
+    peak = 0.003 * 120 / 256
+    assert rates == pytest.approx([peak, peak / 2])
+    assert [r["images"] for r in steps(tmp_path)] == [120, 120]
+    assert [r["batch"] for r in records(tmp_path, "epoch")] == [120, 120]
+    printed = capsys.readouterr().out
+    said = "--batch 4096 is more than the 120 images to train on: each step takes all of them"
+    assert (said in printed) == (batch == "4096")
+    assert ("up to 120 images" in printed) == (batch == "auto")
+
+
 def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsys):
     def refusing(*_, **keywords):
         raise ValueError(f"{keywords}")

@@ -26,6 +26,7 @@ from helpers.trainers import (
 )
 from torch import nn
 
+from scatterpar.integrations.combination import SHIFTED, terms_of, try_out
 from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTrainer
 
 pytestmark = pytest.mark.draws
@@ -301,6 +302,14 @@ def test_options(tmp_path, options):
     assert_same(*beside(tmp_path, "causal language model", options=options))
 
 
+def test_emptying_the_cache_needs_no_accelerator(tmp_path):
+    """``torch_empty_cache_steps`` once ended the first step on the CPU."""
+    options = {"torch_empty_cache_steps": 1, "max_steps": 2}
+    trainer = build(ScatterOnceTrainer, tmp_path, "regression", options, {"device_ids": ["cpu"]})
+    quietly(trainer.train)
+    assert trainer.state.global_step == 2
+
+
 def test_bf16_autocast(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
     ours, stock = beside(
@@ -422,6 +431,42 @@ def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
     ours, stock = beside(tmp_path, "causal language model", model=model, options={"max_steps": 4})
     assert_same(ours, stock, 1e-7)
     assert not [w for w in recwarn if "combine" in str(w.message)]
+
+
+def test_a_row_of_which_nothing_counts_tells_how_losses_combine():
+    """Its own loss is NaN, which once hid that the losses of both rows combine by the rest."""
+    batch = {"labels": torch.tensor([[1, -100, -100], [1, 2, 3]])}
+    found = try_out(
+        lambda rows, _: rows["labels"][:, 1:][rows["labels"][:, 1:] != -100].double().mean(),
+        batch,
+        partial(terms_of, shifted=False),
+        1e-5,
+    )
+    assert found is not None
+    assert (found.kind, found.exact, found.decisive) == (SHIFTED, True, True)
+
+
+class Outside(nn.Module):
+    """Answers outside of a row do not count, as in BERT's question answering."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, start):
+        scores = self.weight.expand(len(start), 3)
+        return {"loss": nn.functional.cross_entropy(scores, start, ignore_index=3)}
+
+
+def test_a_row_without_a_loss_of_its_own_is_warned_of(tmp_path):
+    """Such rows made the loss NaN, and nothing was said: the trial did not count them as seen."""
+    rows = [{"start": 3 if i % 2 else 0} for i in range(4)]
+    options = {"per_device_train_batch_size": 2, "max_steps": 1}
+    trainer = ScatterOnceTrainer(
+        Outside(), arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"] * 2
+    )
+    with pytest.warns(UserWarning, match="is not known: that of one row alone is NaN or infinite"):
+        quietly(trainer.train)
 
 
 class Remembers(nn.Module):

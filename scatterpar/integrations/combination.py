@@ -7,6 +7,7 @@ divides by the number. And the losses of each row alone make up that of both in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ class Combination:
 
     Attributes:
         kind: ``PARTS``, ``LABELS``, ``SHIFTED``, ``ROWS`` or ``SUM``.
-        deviation: how far that was from the loss of both rows, relative to it.
+        deviation: how far that was from the loss of both rows, relative to it; infinite where the
+            loss of one row alone is none, as a mean of no terms is.
         tolerance: what rounding explains.
         decisive: no other kind fits.
     """
@@ -107,24 +109,29 @@ def try_out(
         return float(loss_of(rows, number))
 
     whole = loss(both, items)
+    if not math.isfinite(whole):
+        return None
     size = abs(whole) or 1.0
+
+    def off_by(made: float) -> float:
+        return math.inf if math.isnan(made) else abs(made - whole) / size
+
     if abs(2 * loss(both, 2 * items) - whole) <= tolerance * size:
         parts = sum(loss(piece, items) for piece in pieces)
-        return Combination(PARTS, abs(parts - whole) / size, tolerance, decisive=True)
+        return Combination(PARTS, off_by(parts), tolerance, decisive=True)
     one, two = (loss(piece, number) for piece, number in zip(pieces, own, strict=True))
 
-    def mean(first: float, second: float) -> float:
-        return abs((first * one + second * two) / ((first + second) or 1.0) - whole) / size
+    def mean(*counts: float) -> float:  # weight zero takes out even NaN, as in a step
+        counted = zip(counts, (one, two), strict=True)
+        return sum(count * value for count, value in counted if count) / (sum(counts) or 1.0)
 
     first, second = map(float, own)
     off = {
-        LABELS: mean(first, second),
-        SHIFTED: mean(*(float(terms_of(piece, shifted=True)) for piece in pieces)),
-        ROWS: abs((one + two) / 2 - whole) / size,
-        SUM: abs(one + two - whole) / size,
+        LABELS: off_by(mean(first, second)),
+        SHIFTED: off_by(mean(*(float(terms_of(piece, shifted=True)) for piece in pieces))),
+        ROWS: off_by((one + two) / 2),
+        SUM: off_by(one + two),
     }
-    if any(value != value for value in off.values()):
-        return None
     fitting = [kind for kind in off if off[kind] <= tolerance]
     kind = fitting[0] if fitting else min(off, key=lambda kind: off[kind])
     return Combination(kind, off[kind], tolerance, first != second and len(fitting) == 1)

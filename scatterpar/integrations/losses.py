@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,13 +90,7 @@ class Losses(AllReplicas):
             self._tries += 1
             found = self._try_out(next((b for b in window if rows_of(b) > 1), window[0]))
             if found is not None and not found.exact and (known is None or known.exact):
-                warnings.warn(
-                    f"how the losses of micro-batches combine is not known: those of two rows, as "
-                    f"a {found.kind}, are {found.deviation:.2g} off the loss of both (relative). A "
-                    f"loss that compares rows with each other, or an auxiliary one of the whole "
-                    f"batch, is computed per micro-batch",
-                    stacklevel=2,
-                )
+                warnings.warn(_unknown(found), stacklevel=2)
             self._combination = found or known
         if self._combination is None or (self._combination.kind == PARTS and items is None):
             return Combination(LABELS, 0.0, 0.0, decisive=False)
@@ -139,6 +134,21 @@ class _Work(nn.Module):
 
     def forward(self, work: Any, **kwargs: Any) -> Any:
         return work(self.model, **kwargs)
+
+
+def _unknown(found: Combination) -> str:
+    """What is said of losses that combine in none of the ways."""
+    words = "how the losses of micro-batches combine is not known: "
+    if math.isinf(found.deviation):
+        return (
+            f"{words}that of one row alone is NaN or infinite, and that of two rows is not. A "
+            f"micro-batch of such rows alone makes the loss of the whole step NaN or infinite"
+        )
+    return (
+        f"{words}those of two rows, as a {found.kind}, are {found.deviation:.2g} off the loss of "
+        f"both (relative). A loss that compares rows with each other, or an auxiliary one of the "
+        f"whole batch, is computed per micro-batch"
+    )
 
 
 def _plain(batch: Mapping[str, Any]) -> dict[str, Any]:

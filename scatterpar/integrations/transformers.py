@@ -104,9 +104,8 @@ class ScatterOnceMixin(Losses):
                 count=None if combination.adds_up else partial(self._count, combination.kind),
                 scaler=self.accelerator.scaler,
             )
-        if self.args.torch_empty_cache_steps and not (
-            self.state.global_step % self.args.torch_empty_cache_steps
-        ):
+        every = self.args.torch_empty_cache_steps
+        if every and self.state.global_step % every == 0 and torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         return loss
 

@@ -20,7 +20,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.criteria import Count, resolve_reduction
-from scatterpar.step.options import check_dim
+from scatterpar.step.options import check_dim, check_function
 from scatterpar.step.request import Request
 from scatterpar.step.rows import count_rows, has_rows
 from scatterpar.step.substeps import scalar_loss
@@ -40,7 +40,7 @@ class DataParallelCriterion(Wrapper):
         dim: the dimension that holds the rows.
 
     Raises:
-        TypeError: a criterion that cannot be called, ``device_ids`` no list.
+        TypeError: a criterion that cannot be called or is a class, ``device_ids`` no list.
         ValueError: a device that is not here.
 
     Example:
@@ -57,8 +57,7 @@ class DataParallelCriterion(Wrapper):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        if not callable(criterion):
-            raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        check_function("criterion", criterion)
         require_eager(criterion)
         check_dim(dim)
         self.module = criterion
@@ -90,14 +89,17 @@ class DataParallelCriterion(Wrapper):
                 of one replica averages over; by default as in ``forward_backward``.
 
         Raises:
-            TypeError: outputs that are not a tuple or list, a loss that is no tensor.
+            TypeError: outputs that are not a tuple or list, a loss that is no tensor, a
+                ``count`` that cannot be called.
             ValueError: outputs and targets that do not belong together, a loss that is not
-                0-dim, ``reduction="none"``.
+                0-dim or not real, ``reduction="none"``.
             RuntimeError: a call from inside another.
 
             What the criterion raises arrives as it is, with a note of the replica.
         """
         require_entries(outputs)
+        if count is not None:
+            check_function("count", count)
         if self._workers.count < len(outputs):
             self._workers = Workers(len(outputs), "this DataParallelCriterion")
         with self._workers.exclusive(), Crossing() as crossing:

@@ -39,7 +39,8 @@ class DataParallelModel(Wrapper):
         dim: the dimension that holds the rows.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Module``, ``device_ids`` no list.
+        TypeError: ``module`` is no ``nn.Module`` or wrapped in another one that makes replicas,
+            ``device_ids`` no list.
         ValueError: a device that is not here, a parameter that is not on ``device_ids[0]``.
 
     Example:

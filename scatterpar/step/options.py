@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_dim", "check_module", "check_noise", "check_options"]
+from scatterpar.replicas.wrapper import Wrapper
+
+__all__ = ["check_dim", "check_function", "check_module", "check_noise", "check_options"]
 
 
 def check_options(
@@ -82,7 +84,7 @@ def check_module(module: Any) -> None:
     """Refuse what cannot be replicated.
 
     Raises:
-        TypeError: no ``nn.Module``.
+        TypeError: no ``nn.Module``, or one that something else has wrapped to replicate it.
     """
     if isinstance(module, type) and issubclass(module, nn.Module):
         name = module.__name__
@@ -100,6 +102,25 @@ def check_module(module: Any) -> None:
             "backward pass; pass the model itself, which is its .module, and process_group= for "
             "several processes"
         )
+    if isinstance(module, Wrapper):
+        raise TypeError(
+            f"module is wrapped in {type(module).__name__}, which makes replicas itself; pass the "
+            f"model itself, which is its .module"
+        )
+
+
+def check_function(name: str, value: Any) -> None:
+    """Refuse what is no function, for ``criterion`` or ``count``.
+
+    Raises:
+        TypeError: it cannot be called, or only makes what can.
+    """
+    if isinstance(value, type):
+        raise TypeError(
+            f"{name} is the class {value.__name__}; pass an instance, {value.__name__}()"
+        )
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
 
 
 def check_dim(dim: Any) -> None:

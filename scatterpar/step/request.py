@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.step.criteria import Count, resolve_reduction
+from scatterpar.step.options import check_function
 from scatterpar.step.rows import batch_sizes, count_rows
 
 __all__ = ["Request"]
@@ -110,12 +111,9 @@ class Request:
                 f"criterion must be callable, got a tensor of shape {tuple(self.criterion.shape)}: "
                 f"argument order? {_ORDER}"
             )
-        if isinstance(self.criterion, type):
-            name = self.criterion.__name__
-            raise TypeError(f"criterion is the class {name}; pass an instance, {name}()")
         for name, value in (("criterion", self.criterion), ("count", self.count)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be callable, got {value!r}")
+            if value is not None:
+                check_function(name, value)
 
     def _require_whole(self) -> None:
         if self.criterion is None:

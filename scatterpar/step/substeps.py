@@ -165,7 +165,7 @@ def _refuse_pairs(output: Any) -> None:
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
-    """``loss``, if it is a 0-dim tensor; else an error that says where it came from."""
+    """``loss``, if it is a real 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
         instead = (
             "return the loss tensor alone"
@@ -179,6 +179,10 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
         raise ValueError(
             f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "
             f'reduce it with "mean" or "sum", or pass a criterion that does'
+        )
+    if loss.is_complex():  # torch refuses it in backward(), but not where a gradient is given
+        raise ValueError(
+            f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
         )
     return loss
 

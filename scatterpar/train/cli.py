@@ -67,6 +67,8 @@ def parse(arguments: Sequence[str]) -> Options:
     given.optimizer_options = dict(given.optimizer_options)
     if given.accum is None:
         given.accum = DEFAULT_ACCUM if given.micro_batch_size is None else 1
+    if given.out is None and given.resume and run_id() is None:
+        raise UsageError("--resume goes on from a checkpoint: name the folder it is in with --out")
     if given.out is None:
         # With torchrun a name that a restart finds again, and that all its machines know.
         name = run_id() or time.strftime("%Y%m%d-%H%M%S")

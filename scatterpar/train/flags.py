@@ -130,7 +130,8 @@ def _add_training(add: Callable[..., object]) -> None:
         type=batch,
         default=LARGE_BATCH,
         metavar="N",
-        help=f"images of a step, over all machines (default {LARGE_BATCH}); auto: from {FIRST} on, "
+        help=f"images of a step, over all machines (default {LARGE_BATCH}); no more than there are "
+        f"to train on; auto: from {FIRST} on, "
         "doubled after an epoch if the gradient's noise scale has reached the double, as long as "
         f"an epoch keeps {FEWEST_UPDATES} steps; needs two replicas",
     )
@@ -140,7 +141,7 @@ def _add_training(add: Callable[..., object]) -> None:
         type=number(above=0.0),
         default=0.0125,
         metavar="RATE",
-        help="learning rate for batches of 256; scaled with --batch (default 0.0125)",
+        help="learning rate for batches of 256; scaled for the images of a step (default 0.0125)",
     )
     add(
         "--warmup-epochs",
@@ -296,7 +297,8 @@ def _add_results(add: Callable[..., object]) -> None:
     add(
         "--resume",
         action="store_true",
-        help="go on from the checkpoint in --out: bit for bit on as many machines and replicas",
+        help="go on from the checkpoint in --out, which must be given: bit for bit on as many "
+        "machines and replicas",
     )
     add(
         "--check",

@@ -45,14 +45,16 @@ class Growth:
     def up_to(cls, images: int, fits: Callable[[int], bool] = lambda batch: True) -> Growth:
         """Double `FIRST` as long as an epoch of so many images keeps `FEWEST_UPDATES` updates.
 
+        With fewer images than `FIRST` there is one size: all of them.
+
         Args:
             images: to train on.
             fits: tells whether the work can be divided for a size; the others are left out.
         """
-        doubled = [FIRST]
+        doubled = [min(FIRST, images)]
         while 2 * doubled[-1] * FEWEST_UPDATES <= images:
             doubled.append(2 * doubled[-1])
-        return cls((FIRST, *filter(fits, doubled[1:])))
+        return cls((doubled[0], *filter(fits, doubled[1:])))
 
     def after(self, batch: int, scale: float) -> int:
         """Return the next size if the noise scale, in images, reaches it; else the same."""

@@ -84,8 +84,10 @@ def prepare(
         UsageError: the options do not go together.
     """
     images = len(source.train)
-    batches = Batches(images, FIRST if options.batch == "auto" else options.batch, options.seed)
-    for what, number in (("--batch", batches.batch), ("the training set", images)):
+    wanted = FIRST if options.batch == "auto" else options.batch
+    # A step has no more images than there are, and the rate belongs to those that it has.
+    batches = Batches(images, min(wanted, images), options.seed)
+    for what, number in (("--batch", wanted), ("the training set", images)):
         if number < machines.size:
             raise UsageError(f"{what} has {number} images, fewer than {machines.size} machines")
     one_row = partial(_rows_too_few_to_normalise, model, engine, images, machines)
@@ -97,7 +99,8 @@ def prepare(
     keywords = dict(options.optimizer_options)
     if options.optimizer.lower() == "sgd":
         keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
-    rate = linear_scaled_lr(options.base_lr, batches.batch)
+    # The schedule of a batch that grows scales the rate of `FIRST` itself.
+    rate = linear_scaled_lr(options.base_lr, FIRST if options.batch == "auto" else batches.batch)
     optimizer = make_optimizer(options.optimizer, model, rate, options.weight_decay, keywords)
     dtype = None if options.autocast is None else getattr(torch, options.autocast)
     return Training(

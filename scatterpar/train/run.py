@@ -121,7 +121,7 @@ def _announce(
         )
     parameters = sum(parameter.numel() for parameter in training.engine.parameters())
     print(f"{options.model}: {parameters:,} parameters")
-    machines, rows = training.machines, min(training.batches.batch, len(source.train))
+    machines, rows = training.machines, training.batches.batch
     if machines.size > 1:
         print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
     print(training.engine.plan(-(-rows // machines.size)), flush=True)
@@ -131,6 +131,9 @@ def _announce(
     if training.growth is not None:
         most = training.growth.sizes[-1]
         lines = [*lines, f"the batch follows the gradient's noise scale, up to {most:,} images"]
+    elif options.batch != rows:
+        told = f"--batch {options.batch} is more than the {rows:,} images to train on"
+        lines = [*lines, f"{told}: each step takes all of them, and the learning rate is theirs"]
     if lines:
         print(*lines, sep="\n", flush=True)
 

@@ -71,14 +71,14 @@ def for_training(size: int, augmentation: Augmentation) -> Transform:
         UsageError: torchvision is needed, and does not import.
     """
     v2 = torchvision_transforms()
+    if v2 is None and augmentation.needs_torchvision:  # first: mixing needs it without a crop too
+        raise UsageError(
+            "--augment trivial and rand, --erase, --mixup and --cutmix need torchvision, which "
+            "does not import here: pip install scatterpar[images]"
+        )
     if augmentation.kind == "none" and not augmentation.erase:
         return for_testing(size)
     if v2 is None:
-        if augmentation.needs_torchvision:
-            raise UsageError(
-                "--augment trivial and rand, --erase, --mixup and --cutmix need torchvision, which "
-                "does not import here: pip install scatterpar[images]"
-            )
         return RandomCrop(size, augmentation.smallest_crop)
     if augmentation.kind == "none":
         steps = [v2.Resize(resized(size)), v2.CenterCrop(size)]

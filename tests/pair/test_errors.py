@@ -12,7 +12,7 @@ from helpers.oracle import randint, randn
 from torch import nn
 
 from pair.common import Pair
-from scatterpar import DataParallelCriterion, DataParallelModel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -161,6 +161,7 @@ def test_inputs_without_rows_or_that_disagree(placed):
     [
         (nn.CrossEntropyLoss(reduction="none"), ValueError, r'reduction="none" gives one loss per'),
         (lambda o, t: o, ValueError, r"the criterion must give a 0-dim loss, got shape \(\d, 4\)"),
+        (lambda o, t: o.mean() * 1j, ValueError, r"must give a real loss, got torch.complex128"),
         (lambda o, t: 1.0, TypeError, r"the criterion must give the loss as a 0-dim .* got float"),
     ],
 )
@@ -179,13 +180,17 @@ def test_unknown_reductions_and_counts(placed):
         criterion(outputs, TARGETS, count=lambda o, t: "many")
     with pytest.raises(ValueError, match="not negative"):
         criterion(outputs, TARGETS, count=lambda o, t: -1)
+    with pytest.raises(TypeError, match="count must be callable, got 3"):
+        criterion(outputs, TARGETS, count=3)
 
 
 def test_constructors():
     with pytest.raises(TypeError, match=r"module must be an nn.Module, got function"):
         DataParallelModel(lambda x: x)
-    with pytest.raises(TypeError, match="criterion must be callable, got str"):
+    with pytest.raises(TypeError, match="criterion must be callable, got 'mse'"):
         DataParallelCriterion("mse")
+    with pytest.raises(TypeError, match="criterion is the class MSELoss; pass an instance, MSE"):
+        DataParallelCriterion(nn.MSELoss)
     with pytest.raises(TypeError, match="device_ids must be a list"):
         DataParallelModel(mlp(), "cpu")
     with pytest.raises(ValueError, match="device_ids is empty"):
@@ -193,6 +198,16 @@ def test_constructors():
     model = nn.Sequential(mlp(), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"its parameter '1.weight' is on meta"):
         DataParallelModel(model, ["cpu"])
+
+
+@pytest.mark.parametrize("wrapper", [DataParallelModel, ScatterOnceParallel])
+@pytest.mark.parametrize("inner", [DataParallelModel, ScatterOnceParallel])
+def test_what_makes_replicas_is_not_replicated(wrapper, inner):
+    """One engine within another, or the pair's model in it, was once taken without a word."""
+    wrapped = inner(mlp(), device_ids=["cpu"])
+    words = rf"module is wrapped in {inner.__name__}, .* pass the model itself, which is its .mod"
+    with pytest.raises(TypeError, match=words):
+        wrapper(wrapped)
 
 
 @pytest.mark.parametrize("part", ["model", "criterion"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.models import CLASSES, mlp
-from helpers.oracle import assert_step
+from helpers.oracle import assert_step, randn
 from helpers.weighted import classes
 from test_verify import INPUTS, ROWS, looked_at, step
 from torch import nn
@@ -117,3 +117,57 @@ def test_a_loss_in_a_module_says_which_labels_it_leaves_out():
     engine = ScatterOnceParallel(mlp(), SUB_STEPS, ["cpu"] * 2)
     with engine, pytest.raises(ValueError, match="theirs times 0 and 1"):
         step(engine, Both(), targets)
+
+
+def masked_by(which):
+    """A mean over the targets that ``which`` keeps."""
+
+    def loss(output, targets):
+        kept = which(targets)
+        return (output[:, 0] - targets)[kept].square().mean()
+
+    return loss
+
+
+MASKS = {
+    "NaN": (lambda t: ~t.isnan(), float("nan")),
+    "negative": (lambda t: t >= 0, -1.0),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_later_batch_is_the_first_with_numbers_left_out(devices, kind):
+    """What the first batch had agreed on once stood for all."""
+    which, missing = MASKS[kind]
+    values = randn(ROWS).abs() + 0.5
+    fewer = values.clone()
+    fewer[:2] = missing
+    with ScatterOnceParallel(mlp(), SUB_STEPS, devices(2)) as engine:
+        step(engine, masked_by(which), values)
+        with pytest.raises(ValueError, match="pass count="):
+            step(engine, masked_by(which), fewer)
+
+
+class Leaves:
+    """A criterion that has the label it leaves out as an attribute."""
+
+    def __init__(self, label):
+        self.label = label
+
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets, ignore_index=self.label)
+
+
+def leaves(label):
+    return lambda output, targets: F.cross_entropy(output, targets, ignore_index=label)
+
+
+@pytest.mark.parametrize("make", [Leaves, leaves], ids=["attribute", "closure"])
+def test_a_label_that_the_criterion_brings_along(make):
+    """Two micro-batches that held as many of it once agreed, and stood for all others."""
+    targets = torch.tensor([1, 1, 1, 2, 2, 3] * 3 + [3, 3, 3, 2, 1, 2])
+    with (
+        ScatterOnceParallel(mlp(), SUB_STEPS, ["cpu"] * 2) as engine,
+        pytest.raises(ValueError, match="count="),
+    ):
+        step(engine, make(2), targets)

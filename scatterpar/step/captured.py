@@ -25,6 +25,7 @@ __all__ = [
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
+_FEW = 4  # numbers that may be labels: every step looks for each of them
 
 
 def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,10 +159,11 @@ def note_strangers(error: BaseException, function: Any, device: torch.device) ->
 def ignored_values(function: Any) -> set[int]:
     """The labels that ``function`` may leave out.
 
-    These are -100, 255 (as in pictures), and what it, or a loss that it is made of, says of
-    ``ignore_index``.
+    These are -100, 255 (as in pictures), what it, or a loss that it is made of, says of
+    ``ignore_index``, and a few numbers that it brings along: one of them may be a label.
     """
-    found = {-100, 255}
+    brought = {v for v in _captured(function).values() if type(v) is int and v >= 0}
+    found = {-100, 255} | (brought if len(brought) <= _FEW else set())
     while isinstance(function, functools.partial):
         found.add(function.keywords.get("ignore_index", -100))
         function = function.func

@@ -109,7 +109,7 @@ def is_plain(tensor: Tensor) -> bool:
 def holes(
     tensors: Iterable[Tensor], ignored: set[int], readout: Readout
 ) -> Callable[[], frozenset[Hashable]]:
-    """What the tensors hold: labels that may be left out, and zeros, as masks do.
+    """What the tensors hold: labels that may be left out, and zeros, NaN and less, as masks do.
 
     Batches of one shape differ in that: the first one may have no padding. What is returned
     waits for it, once for everything that ``readout`` was asked for.
@@ -125,6 +125,10 @@ def holes(
         if is_integer(tensor) or tensor.numel() <= _LARGEST:
             names.append(("zero", tensor.dtype, tensor.ndim))
             found.append((tensor == 0).any())
+        if tensor.is_floating_point() and tensor.numel() <= _LARGEST:
+            least = tensor.amin()
+            names += [("negative", tensor.dtype, tensor.ndim), ("NaN", tensor.dtype, tensor.ndim)]
+            found += [least < 0, least.isnan()]
     flags = readout.ask(found)
     return lambda: frozenset(name for name, flag in zip(names, flags(), strict=True) if flag)
 

@@ -18,8 +18,8 @@ def choose(
 ) -> tuple[int, int]:
     """The positions of two micro-batches that can be joined, in order.
 
-    They differ most in how many labels are left out; else in zeros, as masks have them; else
-    in the mean of labels or values. Micro-batches that add nothing, or hold nothing but
+    They differ most in how many labels are left out; else in NaN, in zeros or in negative numbers,
+    as masks have them; else in the mean of labels or values. Micro-batches that add nothing, or hold nothing but
     labels that are left out, are taken only where the others are alike in these.
 
     Args:
@@ -60,7 +60,9 @@ def _shape_of_a_row(tensor: Tensor, dim: int) -> Hashable:
 def _features(pieces: Sequence[Sequence[Tensor]], ignored: set[int]) -> Iterator[list[float]]:
     """A number for each piece, the most telling feature first."""
     yield from _numbers(pieces, is_integer, lambda t: left_out(t, ignored))
+    yield from _numbers(pieces, torch.is_floating_point, torch.isnan)
     yield from _numbers(pieces, lambda _: True, lambda t: t == 0)
+    yield from _numbers(pieces, torch.is_floating_point, lambda t: t < 0)
     yield from _numbers(pieces, lambda t: not t.is_complex(), torch.nan_to_num)
 
 

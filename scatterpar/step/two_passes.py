@@ -268,7 +268,7 @@ def _buffers(replica: Replica) -> list[BufferValue]:
     """Where each buffer of a replica is, and a copy of what it is now."""
     return [
         (holder, name, None if buffer is None else buffer.detach().clone())
-        for holder in replica.buffers
+        for holder, _ in replica.registered
         for name, buffer in holder.items()
     ]
 

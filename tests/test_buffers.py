@@ -422,6 +422,22 @@ def test_buffers_are_registered_as_the_forward_pass_does(devices, whole_batch):
             assert registered(model)[1:] == expected[1:]
 
 
+def test_a_buffer_that_the_last_micro_batch_registers(devices):
+    """The second pass does not run it again, and once made the buffer one of state dicts."""
+
+    class Late(nn.Linear):
+        def forward(self, inputs):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 3:
+                self.register_buffer("hidden", inputs.new_ones(()), persistent=False)
+            return super().forward(inputs)
+
+    model = build(lambda: Late(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), whole_batch=True)
+    assert (list(model._buffers), list(model.state_dict())) == (["hidden"], ["weight", "bias"])
+
+
 def test_the_pair_registers_buffers_too(devices):
     """It had the same fault."""
     for training in (True, False):

@@ -34,11 +34,11 @@ class Registry(MutableMapping[str, "Tensor | None"]):
 
     Args:
         module: the user's.
-        copy: what the forward pass ran on.
+        copy: what the forward pass ran on, as it is now.
         parted: buffers that were one tensor, and are tensors of their own on the copy.
     """
 
-    def __init__(self, module: Registered, copy: Registered, parted: Collection[str]) -> None:
+    def __init__(self, module: Registered, copy: Registered, parted: Collection[str] = ()) -> None:
         self._buffers, self._left_out = module
         self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
         self._parted = parted

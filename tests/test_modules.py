@@ -249,3 +249,33 @@ def test_the_pair_keeps_the_classes_of_parameters(devices):
     ours.backward()
     assert_close(ours.detach(), loss.detach(), "loss")
     assert_gradients(model, gradients(twin))
+
+
+class Masked(nn.Linear):
+    """Reaches a buffer, and itself, through attributes of its weight."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.double()
+        self.register_buffer("mask", torch.ones(CLASSES, FEATURES, dtype=torch.float64))
+        self.weight.mask = self.mask
+        self.weight.owner = self
+
+    def forward(self, inputs):
+        self.mask.mul_(0.5)
+        return super().forward(inputs) @ self.weight.mask + self.weight.owner.mask.sum()
+
+
+def test_attributes_of_tensors_that_are_the_module_s_own(devices):
+    """A replica's parameter once led to the user's buffer, and to the user's module."""
+    for run in ("engine", "pair"):
+        model, twin = build(Masked), build(Masked)
+        inputs, targets = BATCH[0], randint(FEATURES, len(BATCH[0]))
+        nn.functional.cross_entropy(twin(inputs), targets).backward()
+        if run == "engine":
+            with ScatterOnceParallel(model, 1, devices(3)) as engine:
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        else:
+            outputs = DataParallelModel(model, devices(3))(inputs)
+            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets).backward()
+        assert_gradients(model, gradients(twin))

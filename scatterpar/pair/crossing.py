@@ -24,6 +24,7 @@ from scatterpar.replicas.broadcast import Broadcast, version
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
+from scatterpar.replicas.replica import survey_tensors
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue
@@ -50,8 +51,8 @@ class PassingReplica:
         self._versions = {id(copy): version(copy) for copy in copies}
         self._lay_at = {id(copy): copy.detach() for copy in copies}
         self.of = Mirror(survey, self._copies).of
-        for original, _ in survey.sparse.values():
-            take_attributes(original, self.of(original))
+        for original in survey_tensors(survey):
+            take_attributes(original, self.of(original), self.of)
 
     def parameters(self) -> dict[int, Tensor]:
         """The copy of each parameter, by the ``id`` of the module's own."""
@@ -147,7 +148,6 @@ def replicate(
                 copy[i] = tensor
         for copy in copies:
             take_class(original, copy[i])
-            take_attributes(original, copy[i])
     return [PassingReplica(survey, copy) for copy in copies]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from scatterpar.replicas.mirror import Snapshot
 __all__ = ["Attributes", "Change", "Watch", "parameter_like", "take_attributes", "take_class"]
 
 _MISSING = object()  # in place of the value of an attribute that is not there
+_Of = Callable[[Any], Any]
 _MARKS = "_dynamo"  # what torch's compiler notes down on tensors begins with this
 
 
@@ -41,10 +42,15 @@ def take_class(original: Tensor, copy: Tensor) -> None:
             copy.__class__ = kind
 
 
-def take_attributes(original: Tensor, copy: Tensor) -> None:
+def take_attributes(original: Tensor, copy: Tensor, of: _Of) -> None:
     """Give a copy the attributes of the original."""
     if _is_followed(original):
-        vars(copy).update(vars(original))
+        vars(copy).update({name: _own(value, of) for name, value in vars(original).items()})
+
+
+def _own(value: Any, of: _Of) -> Any:
+    """The replica's counterpart of another tensor, or of a module; other values are shared."""
+    return of(value) if isinstance(value, (Tensor, nn.Module)) else value
 
 
 class Watch:
@@ -80,12 +86,14 @@ class Attributes:
     Args:
         originals: the master's tensors.
         copies: the replica's, which take over what the originals have.
+        of: the replica's counterpart of a tensor or module.
     """
 
-    def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor], of: _Of) -> None:
+        self._of = of
         pairs = list(zip(originals, copies, strict=True))
         for pair in pairs:
-            take_attributes(*pair)
+            take_attributes(*pair, of)
         self._held = [vars(copy) if _is_followed(original) else {} for original, copy in pairs]
         self._remember()
 
@@ -110,7 +118,7 @@ class Attributes:
             if after is _MISSING:
                 self._held[position].pop(name, None)
             else:
-                self._held[position][name] = after
+                self._held[position][name] = _own(after, self._of)
         self._remember()
 
 

@@ -68,8 +68,8 @@ class Replica:
         self._mirror = mirror
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
-        own_sparse = [tensor for tensor, _ in mirror.sparse]
-        self._attributes = Attributes(survey_tensors(survey), [*self.tensors, *own_sparse])
+        of_all = survey_tensors(survey)
+        self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)

@@ -19,7 +19,8 @@ from helpers.oracle import (
 from helpers.zoo import OVERLAPPING, Overlapping
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.threads.streams import RandomStreams
 
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
@@ -372,3 +373,136 @@ def test_buffers_that_are_conjugates_or_parts_of_complex_ones(devices, other):
     assert_gradients(model, gradients(expected))
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, expected.get_buffer(name)), name
+
+
+class Registers(nn.Module):
+    """Registers buffers in the forward pass, and takes one away."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("once", torch.ones(()))
+        self.register_buffer("shown", torch.ones(()))
+        self.register_buffer("hidden", torch.ones(()), persistent=False)
+
+    def forward(self, inputs):
+        if hasattr(self, "once"):
+            del self.once
+            self.register_buffer("new", inputs.new_ones(CLASSES), persistent=False)
+            self.register_buffer("kept", inputs.new_ones(CLASSES))
+            self.register_buffer("none", None)
+            self.register_buffer("shown", self.shown, persistent=False)
+            self.register_buffer("hidden", self.hidden + 1)
+        return self.linear(inputs) * self.new * self.hidden
+
+
+def registered(model):
+    return dict(model._buffers), list(model.state_dict()), set(model._non_persistent_buffers_set)
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_buffers_are_registered_as_the_forward_pass_does(devices, whole_batch):
+    """Those that state dicts leave out once came into them, and deleted ones stayed as None."""
+    model, twin = build(Registers), build(Registers)
+    nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1]).backward()
+    for device_ids in (["cpu"], devices(3)):
+        model = build(Registers)
+        with ScatterOnceParallel(model, 2, device_ids) as engine:
+            options = {"whole_batch": whole_batch}
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **options)
+            assert_gradients(model, gradients(twin))
+            ours, expected = registered(model), registered(twin)
+            assert ours[1:] == expected[1:]
+            assert list(ours[0]) == list(expected[0])
+            for name, buffer in expected[0].items():
+                assert buffer is ours[0][name] is None or torch.equal(buffer, ours[0][name]), name
+            model.zero_grad()
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **options)
+            assert_gradients(model, gradients(twin))
+            assert registered(model)[1:] == expected[1:]
+
+
+def test_a_buffer_that_the_last_micro_batch_registers(devices):
+    """The second pass does not run it again, and once made the buffer one of state dicts."""
+
+    class Late(nn.Linear):
+        def forward(self, inputs):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 3:
+                self.register_buffer("hidden", inputs.new_ones(()), persistent=False)
+            return super().forward(inputs)
+
+    model = build(lambda: Late(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), whole_batch=True)
+    assert (list(model._buffers), list(model.state_dict())) == (["hidden"], ["weight", "bias"])
+
+
+def test_the_pair_registers_buffers_too(devices):
+    """It had the same fault."""
+    for training in (True, False):
+        model, twin = build(Registers).train(training), build(Registers).train(training)
+        twin(BATCH[0])
+        pair = DataParallelModel(model, devices(3))
+        outputs = pair(BATCH[0])
+        DataParallelCriterion(nn.CrossEntropyLoss())(outputs, BATCH[1]).backward()
+        assert list(model._buffers) == list(twin._buffers)
+        assert registered(model)[1:] == registered(twin)[1:]
+
+
+def test_a_step_that_fails_takes_registrations_back(devices, monkeypatch):
+    """A new buffer once stayed behind as None."""
+    model = build(Registers)
+    before = registered(model)
+
+    def refuse(*_):
+        raise KeyError("mine")
+
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(RandomStreams, "commit", refuse)  # the last thing that a commit does
+            with pytest.raises(KeyError, match="mine"):
+                engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        after = registered(model)
+        assert after[1:] == before[1:]
+        assert list(after[0]) == list(before[0])
+        assert all(after[0][name] is buffer for name, buffer in before[0].items())
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+class Twins(nn.Module):
+    """Two averages that begin as one tensor."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        start = torch.zeros(())
+        self.register_buffer("fast", start)
+        self.register_buffer("slow", start)
+        self.how = how
+
+    def forward(self, inputs):
+        if self.how != "in place":
+            self.fast = self.fast * 0.5 + 1
+        if self.how == "both":
+            self.slow = self.slow * 0.9 + 1
+        else:
+            self.slow.add_(3)
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("buffers", ["master", "mean"])
+@pytest.mark.parametrize("how", ["both", "one", "in place"])
+def test_buffers_that_begin_as_one_tensor(devices, how, buffers):
+    """The last of both once won, since they were written into the one tensor."""
+    model = build(lambda: Twins(how))
+    model.slow = model.fast  # ``double`` made two of them
+    twin = copy.deepcopy(model)
+    assert twin.slow is twin.fast
+    with ScatterOnceParallel(model, 1, devices(2), buffers=buffers) as engine:
+        for _ in range(3):
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+            twin(BATCH[0])
+            assert (model.fast is model.slow) == (twin.fast is twin.slow)
+            assert_close(model.fast, twin.fast, "fast")
+            assert_close(model.slow, twin.slow, "slow")

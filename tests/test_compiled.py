@@ -222,6 +222,31 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
         assert_same(model, twin)
 
 
+@pytest.mark.parametrize("device_ids", DEVICES)
+def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, graphs):
+    """Replicas that are made anew would compile again; torch's own marks stay on their tensors."""
+
+    class Scaled(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * self.bias.scale
+
+    model = build(lambda: Scaled(6, 3))
+    inputs, targets = randn(8, 6), randint(3, 8)
+    with ScatterOnceParallel(model, 1, device_ids, compile={"backend": graphs}) as engine:
+        for scale in (1.0, 2.0, 2.0):
+            model.bias.scale = scale
+            twin = copy.deepcopy(model)
+            twin.bias.scale = scale
+            CRITERION(twin(inputs), targets).backward()
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, CRITERION)
+            assert_gradients(model, {name: p.grad for name, p in twin.named_parameters()})
+            marks = [name for name in vars(engine.replicas[0].bias) if name.startswith("_dynamo")]
+            assert marks
+    assert graphs.count == 2
+    assert vars(model.bias) == {"scale": 2.0}
+
+
 def test_compile_after_the_engine_was_made(graphs):
     model = build(network)
     with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:

@@ -17,7 +17,7 @@ from helpers.oracle import (
 from helpers.zoo import MODELS, ComplexInside, UnregisteredList, linear
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -170,3 +170,112 @@ def test_lazy_modules_say_what_to_do_and_work_once_initialised(devices):
         with torch.random.fork_rng(devices=[]):
             module(BATCH[0][:2])
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+class Doubled(nn.Parameter):
+    """A parameter with a constructor and a method of its own."""
+
+    def __new__(cls, values, factor=None):
+        return super().__new__(cls, values)
+
+    def __init__(self, values, factor):
+        self.factor = factor
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), Doubled(self.detach().clone(), self.factor))
+
+    def scaled(self):
+        return self * self.factor
+
+
+class Slotted(nn.Parameter):
+    """A parameter of another layout than a tensor."""
+
+    __slots__ = ("note",)
+
+
+class Counted(nn.Parameter):
+    """A parameter that takes part in what torch does with it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            return result * 3 if function is nn.functional.linear else result
+
+
+class OwnParameters(nn.Module):
+    """Asks what its parameters and buffers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.doubled = Doubled(torch.randn(CLASSES), 2.0)
+        self.linear.weight = Counted(self.linear.weight.detach())
+        self.slotted = Slotted(torch.randn(CLASSES))
+        self.buffer = nn.Buffer(torch.ones(()))
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        if isinstance(self.doubled, Doubled):
+            outputs = outputs + self.doubled.scaled()
+        if isinstance(self.slotted, Slotted):
+            outputs = outputs * self.slotted
+        return outputs * (5 if isinstance(self.buffer, nn.Buffer) else 1)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_parameters_of_the_user_s_own_class(devices, accum):
+    """Replicas once had plain ones, so that branches on their class went another way."""
+    for device_ids in (["cpu"], devices(3)):
+        model, twin = build(OwnParameters), build(OwnParameters)
+        loss = nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1])
+        loss.backward()
+        with ScatterOnceParallel(model, accum, device_ids) as engine:
+            ours = engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_close(ours, loss.detach(), "loss")
+        assert_gradients(model, gradients(twin))
+
+
+def test_the_pair_keeps_the_classes_of_parameters(devices):
+    """As far as they have the layout of tensors; replicas of the pair are no leaves."""
+    model, twin = build(OwnParameters), build(OwnParameters)
+    for module in (model, twin):
+        module.slotted = Doubled(module.slotted.detach(), 1.0)
+    loss = nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1])
+    loss.backward()
+    pair = DataParallelModel(model, devices(3))
+    ours = DataParallelCriterion(nn.CrossEntropyLoss())(pair(BATCH[0]), BATCH[1])
+    ours.backward()
+    assert_close(ours.detach(), loss.detach(), "loss")
+    assert_gradients(model, gradients(twin))
+
+
+class Masked(nn.Linear):
+    """Reaches a buffer, and itself, through attributes of its weight."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.double()
+        self.register_buffer("mask", torch.ones(CLASSES, FEATURES, dtype=torch.float64))
+        self.weight.mask = self.mask
+        self.weight.owner = self
+
+    def forward(self, inputs):
+        self.mask.mul_(0.5)
+        return super().forward(inputs) @ self.weight.mask + self.weight.owner.mask.sum()
+
+
+def test_attributes_of_tensors_that_are_the_module_s_own(devices):
+    """A replica's parameter once led to the user's buffer, and to the user's module."""
+    for run in ("engine", "pair"):
+        model, twin = build(Masked), build(Masked)
+        inputs, targets = BATCH[0], randint(FEATURES, len(BATCH[0]))
+        nn.functional.cross_entropy(twin(inputs), targets).backward()
+        if run == "engine":
+            with ScatterOnceParallel(model, 1, devices(3)) as engine:
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        else:
+            outputs = DataParallelModel(model, devices(3))(inputs)
+            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets).backward()
+        assert_gradients(model, gradients(twin))

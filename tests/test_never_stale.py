@@ -284,3 +284,107 @@ def test_what_a_forward_pass_freezes_trains_again(devices):
         model.train().requires_grad_(True)
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
         assert model.body.weight.grad is not None
+
+
+class Scaled(nn.Module):
+    """Multiplies by what it finds on its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.factor = nn.Buffer(torch.ones(CLASSES))
+        self.table = nn.Buffer(torch.eye(CLASSES).to_sparse())
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        for tensor in (self.linear.bias, self.factor, self.table):
+            outputs = outputs * getattr(tensor, "scale", 1.0)
+        return outputs
+
+
+def assert_scaled_step(engine, factor):
+    """``copy.deepcopy`` of a parameter leaves its attributes behind, so the twin is told."""
+    engine.module.zero_grad()
+    loss = engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    twin = build(lambda: nn.Linear(FEATURES, CLASSES))
+    twin.load_state_dict(engine.module.linear.state_dict())
+    expected = nn.functional.cross_entropy(twin(BATCH[0]) * factor, BATCH[1])
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    assert_close(engine.module.linear.weight.grad, twin.weight.grad, "weight")
+
+
+@pytest.mark.parametrize("name", ["linear.bias", "factor", "table"])
+def test_attributes_of_tensors_are_obeyed(devices, name):
+    """Replicas once kept those of the first step, and had none of a buffer's."""
+    model = build(Scaled)
+    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
+    tensor.scale = 2.0
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        assert_scaled_step(engine, 2.0)
+        replicas = list(engine.replicas)
+        tensor.scale = 5.0
+        assert_scaled_step(engine, 5.0)
+        del tensor.scale
+        assert_scaled_step(engine, 1.0)
+        tensor.scale = torch.tensor(3.0, dtype=torch.float64)
+        assert_scaled_step(engine, 3.0)
+        assert all(map(is_, replicas, engine.replicas))  # in place
+
+
+def test_an_attribute_of_a_tensor_that_turns_writing_on(devices):
+    """It is more than a number: forward passes may write parameters from now on."""
+
+    class Clips(nn.Linear):
+        def forward(self, inputs):
+            if hasattr(self.weight, "limit"):
+                with torch.no_grad():
+                    self.weight.clamp_(-self.weight.limit, self.weight.limit)
+            return super().forward(inputs)
+
+    model = build(lambda: Clips(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        model.weight.limit = 0.1
+        model.zero_grad()
+        twin = copy.deepcopy(model)
+        twin.weight.limit = 0.1
+        nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1]).backward()
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert_close(model.weight.detach(), twin.weight.detach(), "weight")
+    assert_close(model.weight.grad, twin.weight.grad, "gradient")
+
+
+def test_what_a_forward_pass_sets_on_a_tensor_ends_with_the_step(devices):
+    """A cache that it left there once outlived the values that it was made of."""
+
+    class Caches(nn.Linear):
+        def forward(self, inputs):
+            if not hasattr(self.bias, "shift"):
+                self.bias.shift = self.bias.detach().sum()
+            return super().forward(inputs) * self.bias.shift
+
+    model = build(lambda: Caches(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for _ in range(2):
+            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+            with torch.no_grad():
+                model.bias.add_(1.0)
+    assert not hasattr(model.bias, "shift")
+
+
+def test_the_class_of_a_parameter_is_obeyed(devices):
+    """The user gives a parameter another class between two steps."""
+
+    class Doubled(nn.Parameter):
+        pass
+
+    class Looks(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * (2 if isinstance(self.weight, Doubled) else 1)
+
+    model = build(lambda: Looks(FEATURES, CLASSES))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        model.weight.__class__ = Doubled
+        assert_step(engine, *BATCH, nn.CrossEntropyLoss())

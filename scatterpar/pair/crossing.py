@@ -19,10 +19,12 @@ from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.pair.late import LateGradients
 from scatterpar.plan import Plan
 from scatterpar.replicas.aliases import in_one_storage, overlapping
+from scatterpar.replicas.attributes import take_attributes, take_class
 from scatterpar.replicas.broadcast import Broadcast, version
-from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
+from scatterpar.replicas.replica import survey_tensors
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue
@@ -49,6 +51,8 @@ class PassingReplica:
         self._versions = {id(copy): version(copy) for copy in copies}
         self._lay_at = {id(copy): copy.detach() for copy in copies}
         self.of = Mirror(survey, self._copies).of
+        for original in survey_tensors(survey):
+            take_attributes(original, self.of(original), self.of)
 
     def parameters(self) -> dict[int, Tensor]:
         """The copy of each parameter, by the ``id`` of the module's own."""
@@ -79,12 +83,17 @@ class PassingReplica:
 
         The others are left alone: a graph of the user's own may still need them as they are.
         """
-        for module in self._survey.modules.values():
-            holder, own = buffers_of(module), buffers_of(self.of(module))
-            for name in dict.fromkeys([*holder, *own]):
-                # Batch normalisation writes its statistics behind autograd's back.
-                if module.training or self._is_changed(holder.get(name), own.get(name)):
-                    yield holder, name, own.get(name)
+        modules = list(self._survey.modules.values())
+        registered = [registered_by(module) for module in modules]
+        copies = [registered_by(self.of(module)) for module in modules]
+        for m, place, name, value in values_after(
+            registered, copies, tied_names(registered), self.of
+        ):
+            # Batch normalisation writes its statistics behind autograd's back.
+            before = registered[m].buffers.get(name)
+            is_registered_anew = isinstance(place, Registry)
+            if modules[m].training or is_registered_anew or self._is_changed(before, value):
+                yield place, name, value
 
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:
         if value is None or value is not self._copies.get(id(original)):
@@ -137,9 +146,8 @@ def replicate(
             attached = late.attach(original, partial(_Attach.apply, *what))
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
-        if isinstance(original, nn.Parameter):
-            for copy in copies:
-                vars(copy[i]).update(vars(original))
+        for copy in copies:
+            take_class(original, copy[i])
     return [PassingReplica(survey, copy) for copy in copies]
 
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from scatterpar.devices.lists import copy_lists, grouped
 from scatterpar.replicas.aliases import like_memory
+from scatterpar.replicas.attributes import Attributes, Change, parameter_like
 from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.kinds import buffers_of
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
+from scatterpar.replicas.registration import registered_by
 from scatterpar.replicas.sparse import pieces_of
 from scatterpar.replicas.writes import Writes
 
-__all__ = ["Replica", "is_state"]
+__all__ = ["Replica", "is_state", "survey_tensors"]
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -30,6 +31,7 @@ class Replica:
         device: where it lives.
         roots: the copies of the modules that were replicated.
         tensors: this copy's tensors; those that are trained are leaves.
+        registered: the buffers of each of its modules.
         of: this copy's counterpart of a module of the master's, or of a method of one.
         cells: of the user's functions, and what was in them when twins of these were made.
         written: positions of the parameters that a forward pass writes.
@@ -60,8 +62,7 @@ class Replica:
         self.tensors = [home.data for home in self._homes]
         for i, original in enumerate(originals):
             if isinstance(original, nn.Parameter):
-                self.tensors[i] = nn.Parameter(self.tensors[i], requires_grad=False)
-                vars(self.tensors[i]).update(vars(original))
+                self.tensors[i] = parameter_like(original, self.tensors[i])
         self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
         copies = dict(zip(survey.tensors, self.tensors, strict=True))
         mirror = Mirror(survey, copies, compiler)
@@ -69,7 +70,9 @@ class Replica:
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
         self.cells = mirror.cells
-        self.buffers = [buffers_of(mirror.of(module)) for module in survey.modules.values()]
+        of_all = survey_tensors(survey)
+        self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
+        self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
@@ -91,6 +94,7 @@ class Replica:
         if not self._state.unchanged():
             self._state.restore()
         self._mirror.rebind()
+        self._attributes.undo()
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
@@ -113,6 +117,10 @@ class Replica:
         """Obey attributes that the user rebound on the master."""
         self._state.assign(entries)
 
+    def assign_to_tensors(self, changes: Sequence[Change]) -> None:
+        """Obey attributes that the user set on, or deleted from, the master's tensors."""
+        self._attributes.assign(changes)
+
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""
         self._sum_dtypes = dtypes
@@ -122,6 +130,11 @@ class Replica:
                 tensor.requires_grad_(dtype is not None)
                 if dtype is not None:
                     tensor.grad_dtype = dtype
+
+
+def survey_tensors(survey: Survey) -> list[Tensor]:
+    """The tensors that modules hold and replicas make anew, the sparse ones last."""
+    return [*survey.tensors.values(), *(tensor for tensor, _ in survey.sparse.values())]
 
 
 def is_state(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
+from scatterpar.replicas.attributes import Watch
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.closures import contents
 from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.kinds import buffers_of, is_script, script_state
+from scatterpar.replicas.kinds import is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.recurrent import weight_blocks
-from scatterpar.replicas.replica import Replica, is_state
+from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
+from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
 from scatterpar.replicas.writes import renormalised
 
@@ -41,6 +43,8 @@ class Replicas:
 
     Attributes:
         tensors: the master's.
+        registered: the buffers of each of its modules.
+        tied: names of buffers that are one tensor.
         sources: the tensors as each memory has them.
         shared: positions of the parameters that replicas in one memory share.
         trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
@@ -63,7 +67,8 @@ class Replicas:
         self.device_ids = tuple(device_ids)
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []
-        self.buffers: list[MutableMapping[str, Tensor | None]] = []
+        self.registered: list[Registered] = []
+        self.tied: Tied = []
         self.sources: dict[torch.device, Sequence[Tensor]] = {}
         self.shared: list[int] = []
         self.trained: list[int] = []
@@ -171,10 +176,22 @@ class Replicas:
             self.rehearsed.clear()
             for replica in self.replicas:
                 replica.assign(entries)
+        self._follow_attributes()
         dtypes = self._wanted()
         if dtypes != self._sum_dtypes:
             self._train(dtypes)
         return True
+
+    def _follow_attributes(self) -> None:
+        """Obey what was done to the attributes of the master's tensors."""
+        changes = self._attributes.changes()
+        if not changes:
+            return
+        if any(_is_switch(change.before, change.after) for change in changes):
+            self.is_trusted = False
+        self.rehearsed.clear()
+        for replica in self.replicas:
+            replica.assign_to_tensors(changes)
 
     def _train(self, dtypes: list[torch.dtype | None]) -> None:
         """From now on gradients add up in these dtypes."""
@@ -203,7 +220,8 @@ class Replicas:
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
         self._slots = survey.slots
-        self.buffers = [buffers_of(module) for module in modules]
+        self.registered = [registered_by(module) for module in modules]
+        self.tied = tied_names(self.registered)
         written = self._written_ones(survey)
         self.shared = [
             i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
@@ -218,6 +236,7 @@ class Replicas:
         self._train(self._wanted())
         self.is_trusted = False
         self._state = Snapshot(survey.containers)
+        self._attributes = Watch(survey_tensors(survey))
         self._signed = self._signature()
 
     def _written_ones(self, survey: Survey) -> dict[int, str]:
@@ -228,8 +247,8 @@ class Replicas:
         return {i: self.name_of(i) for i in sorted({position[id(t)] for t in self._written})}
 
     def _signature(self) -> list[Any]:
-        """What ``.to()``, ``.half()`` and other shapes change, and the modules' classes."""
-        tensors = [(t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
+        """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
+        tensors = [(type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
         signature: list[Any] = [*tensors, *map(type, self._modules.values())]
         for tensor, _ in self._sparse:
             signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
@@ -262,4 +281,9 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 def _is_switch(before: Any, after: Any) -> bool:
     """Whether an attribute is more than a number that was turned, as schedules do every step."""
-    return not {type(before), type(after)} <= {int, float}
+    return not (_is_number(before) and _is_number(after))
+
+
+def _is_number(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor)
+    return value.is_floating_point() if is_tensor else type(value) in (int, float)

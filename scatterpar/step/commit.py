@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scatterpar.devices import bits
 from scatterpar.devices.lists import copy_each
+from scatterpar.replicas.registration import Registry
 from scatterpar.replicas.sparse import is_sparse, pieces_of
 from scatterpar.step.handover import Sums, hand_over, unobserved
 from scatterpar.step.outcome import BufferValue, Outcome
@@ -75,10 +76,15 @@ def write_parameters(parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:
-    """Give modules their new buffers: in place where shape and dtype fit, else rebound."""
+    """Give modules their new buffers: in place where shape and dtype fit, else rebound.
+
+    Those that a forward pass registered, or deleted, are so in the module afterwards.
+    """
     into: list[Tensor] = []
     values: list[Tensor] = []
     for holder, name, value in buffers:
+        if type(holder) is Registry:
+            holder.register(name)
         target = holder.get(name)
         if value is not None and target is not None and _is_never_written(value, target):
             if not _same(target, value):
@@ -153,7 +159,12 @@ def _remember_buffers(buffers: Iterable[BufferValue]) -> list[Callable[[], objec
     """How to put back each buffer, the object and its values."""
     targets = [(holder, name, holder.get(name)) for holder, name, _ in buffers]
     written = [target for *_, target in targets if target is not None and not _is_read_only(target)]
-    return [*[partial(setitem, *place) for place in targets], *_remember_values(written)]
+    registries = {id(holder): holder for holder, *_ in buffers if type(holder) is Registry}
+    return [
+        *[partial(setitem, *place) for place in targets if id(place[0]) not in registries],
+        *[registry.remember() for registry in registries.values()],
+        *_remember_values(written),
+    ]
 
 
 def _remember_values(tensors: Iterable[Tensor]) -> list[Callable[[], object]]:

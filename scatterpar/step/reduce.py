@@ -25,6 +25,7 @@ from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.lists import add_each
 from scatterpar.plan import Plan, Share
+from scatterpar.replicas.registration import values_after
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
@@ -90,10 +91,10 @@ def reduce_buffers(
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
         means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
+        after = values_after(part.registered, replicas[0].registered, part.tied, replicas[0].of)
         values += [
-            (holder, name, means.get((m, name), own.get(name)))
-            for m, (holder, own) in enumerate(zip(part.buffers, replicas[0].buffers, strict=True))
-            for name in dict.fromkeys([*holder, *own])
+            (place, name, means.get((m, name), value) if means else value)
+            for m, place, name, value in after
         ]
     return values
 
@@ -202,7 +203,7 @@ def mean_buffers(
     rows = sum(share.rows for share in shares)
     means = {
         (m, name): buffer.detach().clone()
-        for m, buffers in enumerate(first.buffers)
+        for m, (buffers, _) in enumerate(first.registered)
         for name, buffer in buffers.items()
         if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
     }
@@ -210,12 +211,12 @@ def mean_buffers(
         found = {
             number: buffer.detach()
             for number, (m, name) in enumerate(means)
-            if (buffer := replica.buffers[m].get(name)) is not None
+            if (buffer := replica.registered[m].buffers.get(name)) is not None
         }
         if replica.device != first.device:
             found = _bring(found, first.device, ledger)
         for number, (m, name) in enumerate(means):
-            own = first.buffers[m][name]
+            own = first.registered[m].buffers[name]
             assert own is not None
             if number in found and found[number].shape == own.shape:
                 difference = torch.where(found[number] == own, 0, found[number] - own)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from scatterpar.devices.memory_search import BESIDE, IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
+from scatterpar.replicas.registration import Registry
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
@@ -265,11 +266,12 @@ def _of_each_span(share: Share) -> list[slice]:
 
 
 def _buffers(replica: Replica) -> list[BufferValue]:
-    """Where each buffer of a replica is, and a copy of what it is now."""
+    """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
+    places = [Registry(own, own) for own in replica.registered if own.buffers]
     return [
-        (holder, name, None if buffer is None else buffer.detach().clone())
-        for holder in replica.buffers
-        for name, buffer in holder.items()
+        (place, name, None if buffer is None else buffer.detach().clone())
+        for place in places
+        for name, buffer in place.items()
     ]
 
 

@@ -19,8 +19,8 @@ def choose(
     """The positions of two micro-batches that can be joined, in order.
 
     They differ most in how many labels are left out; else in NaN, in zeros or in negative numbers,
-    as masks have them; else in the mean of labels or values. Micro-batches that add nothing, or hold
-    nothing but labels that are left out, are taken only where the others are alike in these.
+    as masks have them; else in the mean of labels or values. Micro-batches that add nothing, or
+    hold nothing but labels that are left out, are taken only where the others are alike in these.
 
     Args:
         pieces: the targets of each micro-batch, or whatever may hold labels and masks.

@@ -25,6 +25,7 @@ __all__ = [
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
+_PLAIN = (int, float, complex, str, bytes, types.NoneType)
 _FEW = 4  # numbers that may be labels: every step looks for each of them
 
 
@@ -78,7 +79,8 @@ def _find_leaves(value: Any, depth: int, found: dict[int, Tensor], seen: set[int
         seen.add(id(value))
         is_module = isinstance(value, nn.Module)
         for one in value.parameters() if is_module else _inside(value):
-            _find_leaves(one, depth - 1, found, seen)
+            if not isinstance(one, _PLAIN):
+                _find_leaves(one, depth - 1, found, seen)
 
 
 def _inside(value: Any) -> Iterable[Any]:

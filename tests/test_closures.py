@@ -208,6 +208,21 @@ def test_they_read_the_replica_s_attributes(devices, attach, count):
             assert_gradients(model, gradients(plain))
 
 
+def test_a_function_that_torch_compiled_has_a_twin_too():
+    """``torch.compile`` returns a function that closes over what it compiles."""
+
+    def compiled(masked):
+        masked.linear.register_forward_hook(
+            torch.compile(lambda module, args, output: masked.multiply(output), backend="eager")
+        )
+
+    model, plain = (build(lambda: Masked(compiled)) for _ in range(2))
+    F.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
+    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    assert_gradients(model, gradients(plain))
+
+
 def test_they_write_the_replica_s_buffers(devices):
     """Statistics of a layer whose forward was exchanged once stood still."""
 

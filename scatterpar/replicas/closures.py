@@ -91,8 +91,9 @@ def twin_of(
     twin.__kwdefaults__ = function.__kwdefaults__ and {
         name: brought(value) for name, value in function.__kwdefaults__.items()
     }
-    functools.update_wrapper(twin, function)
-    del twin.__wrapped__
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        setattr(twin, name, getattr(function, name))
+    vars(twin).update(vars(function))
     changed: Cells = []
     for cell, own in zip(old, new, strict=True):
         if own is not cell:

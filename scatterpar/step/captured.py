@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.replicas.closures import contents
 from scatterpar.threads.workers import note
 
 __all__ = [
@@ -36,19 +37,12 @@ def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str
     positional = function.__defaults__ or ()
     names = code.co_varnames[: code.co_argcount][code.co_argcount - len(positional) :]
     own = {
-        **{name: cell.cell_contents for name, cell in cells if _is_filled(cell)},
+        **{name: value for name, cell in cells if (value := contents(cell)) is not cell},
         **dict(zip(names, positional, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
     of_file = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
     return own, of_file
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a variable that is not bound yet
-        return False
 
 
 def captured_tensors(function: Any) -> list[Tensor]:

@@ -69,11 +69,12 @@ class Look:
         self._firsts = [sum(counts[:k]) for k in range(len(counts))]
         spans = [span for share in self.plan.shares for span in share.micro_batches]
         self._spans = [spans[position] for position in self.both]
+        self._compares = self.both[0] != self.both[1]
 
     def see(self, replica: int, number: int, output: Any) -> None:
         """Keep a copy of the output, in the host's memory, if it is of one of the two."""
         position = self._firsts[replica] + number
-        if self.request.criterion is not None and position in self.both:
+        if self._compares and self.request.criterion is not None and position in self.both:
             try:
                 own = all(map(is_plain, nested.tensors(output)))
                 self.outputs[position] = nested.transform(_kept, output) if own else None
@@ -98,7 +99,7 @@ class Look:
             raise ValueError(words.of_attribute(attribute))
         if len(tasks) > 1 and (name := self._asked(filled_by_hooks, task)) is not None:
             self.warn(words.of_shared(name))
-        if self.both[0] == self.both[1]:  # there is nothing to compare
+        if not self._compares:
             self.agreed()
             return
         try:

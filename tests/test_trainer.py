@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import Counter
@@ -12,8 +13,11 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers.oracle import assert_close
+from helpers.isolation import guarded
+from helpers.oracle import assert_close, seeded
 from helpers.trainers import (
+    PADDING,
+    VOCABULARY,
     arguments,
     image_classifier,
     images,
@@ -224,7 +228,9 @@ def test_speeds_count_the_batches_of_all_replicas(tmp_path):
 
 def test_the_arguments_are_a_copy_of_one_device_with_all_batches(tmp_path):
     options = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
-    args = arguments(tmp_path, remove_unused_columns=False, gradient_accumulation_steps=2, **options)
+    args = arguments(
+        tmp_path, remove_unused_columns=False, gradient_accumulation_steps=2, **options
+    )
     before = args.to_dict()
     trainer = ScatterOnceTrainer(
         sequence_classifier(), args, train_dataset=sentences(4), device_ids=["cpu"] * 3
@@ -541,6 +547,122 @@ def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
     for trainer in (ours, stock):
         quietly(trainer.train)
     assert_same(ours, stock)
+
+
+class Distills:
+    """Reaches its modules by attributes, counts on itself, and stores what it measures."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teachers = {"one": Teacher(), "two": Teacher()}
+        self.tokens_seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        self.tokens_seen += int(inputs["attention_mask"].sum())
+        outputs = self.model(**inputs)
+        with torch.no_grad():
+            goal = sum(teacher(inputs["attention_mask"]) for teacher in self.teachers.values())
+        at_home = torch.zeros((), device=self.accelerator.device).double()
+        loss = (outputs.logits - goal).square().mean() + at_home
+        loss = loss + nn.functional.cross_entropy(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+
+    def forward(self, mask):
+        self.scale.data = self.scale.data  # as an adapter that is switched while it computes
+        return mask.double().sum(1, keepdim=True) / 9 * self.scale
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "virtual"])
+def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
+    """It reached the Trainer's own: another device's at once, and one module in two threads."""
+    case, options = "sequence classifier", {"max_steps": 3}
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    both = type("Ours", (ScatterOnceMixin, Distills, transformers.Trainer), {})
+    ours = build(both, tmp_path, case, {**sizes, **options}, {"device_ids": devices})
+    apart = guarded(monkeypatch, ours.model, *ours.teachers.values())
+    with apart if devices[1] != "cpu" else contextlib.nullcontext():
+        quietly(ours.train)
+    alone = type("Stock", (Distills, transformers.Trainer), {})
+    stock = build(alone, tmp_path, case, {"per_device_train_batch_size": 12, **options})
+    quietly(stock.train)
+    assert_same(ours, stock)
+    assert ours.tokens_seen == stock.tokens_seen > 0
+
+
+def flat(rows):
+    """All rows as one, without padding, as packed sequences come."""
+    together = [word for row in rows for word in row["input_ids"]]
+    first = [0, *(len(row["input_ids"]) for row in rows)]
+    labels = [word for row in rows for word in [PADDING, *row["input_ids"][1:]]]
+    return {
+        "input_ids": torch.tensor([together]),
+        "attention_mask": torch.ones(1, len(together), dtype=torch.long),
+        "labels": torch.tensor([labels]),
+        "cu_seq_lens": torch.tensor(first).cumsum(0),
+        "longest": max(first),
+    }
+
+
+class Packed(nn.Module):
+    """Its loss is told by batches which have no rows in common."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded():
+            self.words = nn.Embedding(VOCABULARY, VOCABULARY).double()
+
+    def forward(self, input_ids, attention_mask, labels, cu_seq_lens=None, longest=0, **kwargs):
+        assert cu_seq_lens is None or int(cu_seq_lens[-1]) == input_ids.numel()
+        logits = self.words(input_ids)[:, :-1].movedim(-1, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
+
+
+def test_packed_batches_are_dealt_out_whole(tmp_path):
+    """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
+    model, plans = Packed(), []
+    model.loss_type = "ForCausalLM"
+
+    class Looks(ScatterOnceTrainer):
+        def _collect(self, *args):
+            plans.append([len(s.micro_batches) for s in self._engine.last_step.plan.shares])
+
+    trainers = []
+    for cls, collate, size, extra in (
+        (Looks, flat, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, padded, 12, {}),
+    ):
+        options = {"per_device_train_batch_size": size, "max_steps": 2}
+        options |= {"gradient_accumulation_steps": 12 // size // (2 if extra else 1)}
+        options |= {"remove_unused_columns": False}
+        trainer = cls(
+            copy.deepcopy(model),
+            arguments(tmp_path, **options),
+            data_collator=collate if extra else partial(padded_without_first, kind="language"),
+            train_dataset=sentences(ROWS),
+            **extra,
+        )
+        with (
+            pytest.warns(UserWarning, match="could not be told")
+            if extra
+            else contextlib.nullcontext()
+        ):
+            quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+    assert plans == [[2, 2], [2, 2]]
+
+
+def padded_without_first(rows, kind):
+    batch = padded(rows, kind)
+    batch["labels"][:, 0] = PADDING
+    return batch
 
 
 def test_an_overridden_training_step_is_warned_of(tmp_path):

@@ -142,13 +142,11 @@ def try_out(
     return Combination(kind, off[kind], tolerance, len(set(counts)) > 1 and len(fitting) == 1)
 
 
-def _telling_rows(
-    batch: Mapping[str, Any], terms: Callable[[Mapping[str, Any]], Any]
-) -> list[int]:
+def _telling_rows(batch: Mapping[str, Any], terms: Callable[[Mapping[str, Any]], Any]) -> list[int]:
     """The rows with the fewest, the most and a middle number of terms, but not without any."""
     counts = {i: float(terms(_select(batch, [i]))) for i in range(rows_of(batch))}
     counted = [i for count, i in sorted((count, i) for i, count in counts.items() if count)]
-    return list(dict.fromkeys([counted[0], counted[len(counted) // 2], counted[-1]] if counted else []))
+    return list(dict.fromkeys(counted[i] for i in (0, len(counted) // 2, -1) if counted))
 
 
 def _select(batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:

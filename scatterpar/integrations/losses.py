@@ -27,7 +27,7 @@ from scatterpar.integrations.combination import (
     terms_of,
     try_out,
 )
-from scatterpar.replicas.compiled import checked_how, unwrapped
+from scatterpar.replicas.compiled import checked_how
 from scatterpar.step import nested
 from scatterpar.verify.untouched import untouched
 
@@ -114,7 +114,7 @@ class Losses(AllReplicas):
         """
         twin = self._twin(work)
         items = items if adds_up or items is None else self._terms(batch)
-        loss: Any = twin.compute_loss(twin.model, _plain(batch), num_items_in_batch=items)
+        loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
         return {"loss": loss, "collected": _Collected(twin, self)}
 
     def _collect(self, collected: Sequence[_Collected], weights: Sequence[float]) -> None:
@@ -126,10 +126,12 @@ class Losses(AllReplicas):
         for one, weight in zip(collected, weights, strict=True):
             for key, value in one.measured.items():
                 measured[key].append((value, weight))
+        metrics = vars(self).get("_metrics", {})
         for (mode, name), values in measured.items():
-            self._metrics[mode][name].append(_joined(name, values))
-        for mode in {mode for mode, name in measured if name == "num_tokens"}:
-            self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+            if name == "num_tokens":  # so far
+                metrics[mode][name] = [vars(self)["_total_train_tokens"]]
+            else:
+                metrics[mode][name].append(_joined(name, values))
 
     def _terms(self, batch: Any) -> Any:
         return terms_of(batch, shifted=self._loss_shifts_labels)
@@ -152,7 +154,8 @@ class Losses(AllReplicas):
                 warnings.warn(_UNTOLD, stacklevel=2)
             elif found is not None and not found.exact:
                 if _is_trl(self):
-                    raise ValueError(_refusal(self, "the losses of batches do not make up that of all"))
+                    why = "the losses of batches do not make up that of all"
+                    raise ValueError(_refusal(self, why))
                 if known is None or known.exact:
                     warnings.warn(_unknown(found), stacklevel=2)
             self._combination = found or known or Combination(LABELS)
@@ -192,7 +195,7 @@ class Losses(AllReplicas):
 
 
 class _Work(nn.Module):
-    """Calls whatever it is given with itself: the replicas of the Trainer's modules, its model first."""
+    """Calls what it is given with itself: replicas of the Trainer's modules, its model first."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -281,9 +284,7 @@ def _refuse_of_trl(trainer: Any) -> None:
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
     for one in types:
         if one in _OF_TRL[name]:
-            raise ValueError(
-                _refusal(trainer, f"loss_type={one!r} has terms over a batch, which the rows of one step are not")
-            )
+            raise ValueError(_refusal(trainer, f"loss_type={one!r} has terms over a whole batch"))
     found = {
         "the auxiliary loss of a mixture of experts": getattr(trainer, "aux_loss_enabled", False),
         "an entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
@@ -316,7 +317,7 @@ def _unknown(found: Combination) -> str:
             f"batch of such rows alone makes the loss of the whole step NaN or infinite"
         )
     return (
-        f"{words}those of a few rows, as a {found.kind}, are {found.deviation:.2g} off the loss of "
-        f"all of them (relative). A loss that compares rows with each other, or an auxiliary one of "
-        f"the whole batch, is computed for each batch"
+        f"{words}those of a few rows, as a {found.kind}, are {found.deviation:.2g} off the loss "
+        f"of all of them (relative). A loss that compares rows with each other, or an auxiliary "
+        f"one of the whole batch, is computed for each batch"
     )

@@ -118,6 +118,7 @@ class ScatterOnceMixin(Losses):
             stack.enter_context(self.compute_loss_context_manager())
             if hasattr(self, "maybe_activation_offload_context"):  # of TRL's trainers
                 stack.enter_context(self.maybe_activation_offload_context)
+            loss: Tensor
             loss, collected = engine.forward_backward(
                 {
                     "work": self._loss_of,

@@ -14,6 +14,14 @@ from scatterpar.devices.verbs import DeviceLike, physical, resolve
 
 __all__ = ["AllReplicas"]
 
+# What the arguments say of one device; the last two are of TRL's trainers that generate.
+_SIZES = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
 _RANDOM_STATES = "rng_state_replicas.pth"
 
 # What stands in front of a Trainer: the Trainer, which its other bases bring along.
@@ -38,29 +46,38 @@ class AllReplicas(_Base):
         self, *args: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
     ) -> None:
         self._device_ids = device_ids
-        self._told: dict[str, int] = {}
         super().__init__(*map(_own, args), **{name: _own(v) for name, v in kwargs.items()})
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, for one process that, to its knowledge, has one device."""
         _refuse(self.args, self.model)
-        for name, number in self._of_all_replicas(len(self._replicas())).items():
-            # A trial of a hyperparameter search sets some anew, and those alone.
-            if getattr(self.args, name) != self._told.get(name):
-                setattr(self.args, name, number)
-                self._told[name] = number
+        self._asked = {
+            name: getattr(self.args, name) for name in _SIZES if hasattr(self.args, name)
+        }
+        self._tell()
         self.args._n_gpu = min(self.args.n_gpu, 1)  # so that it does not wrap in nn.DataParallel
         super().create_accelerator_and_postprocess()
 
-    def _of_all_replicas(self, n: int) -> dict[str, int]:
-        """The arguments that are others for one device with the batches of ``n``."""
-        args = self.args
-        names = ["gradient_accumulation_steps"]
-        if self._evaluates_on_all():
-            names.append("per_device_eval_batch_size")
-        if getattr(args, "steps_per_generation", None):  # of TRL's GRPO and RLOO
-            names += ["steps_per_generation", "generation_batch_size"]
-        return {name: getattr(args, name) * n for name in names}
+    def _hp_search_setup(self, trial: Any) -> None:
+        """The Trainer's own, in which a trial sets some arguments anew, as for one replica."""
+        for name, number in self._asked.items():
+            setattr(self.args, name, number)
+        super()._hp_search_setup(trial)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let the arguments say what one device with the batches of all replicas has."""
+        for name, number in self._of_all_replicas(self._asked, len(self._replicas())).items():
+            setattr(self.args, name, number)
+        self._train_batch_size = self.args.train_batch_size
+
+    def _of_all_replicas(self, asked: dict[str, Any], n: int) -> dict[str, Any]:
+        """The arguments for one device with the batches of ``n``, each as ``asked``."""
+        told = {name: number and number * n for name, number in asked.items()}
+        told["per_device_train_batch_size"] = asked["per_device_train_batch_size"]
+        if not self._evaluates_on_all():
+            told["per_device_eval_batch_size"] = asked["per_device_eval_batch_size"]
+        return told
 
     def _evaluates_on_all(self) -> bool:
         """Whether the replicas evaluate together: TRL's trainers compute more than outputs."""

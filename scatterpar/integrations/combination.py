@@ -64,8 +64,10 @@ class Combination:
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """The rows of a Trainer's batch: the first tensor's size."""
-    return next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), 1)
+    """The rows of a Trainer's batch: the first tensor's size, or the longest list's."""
+    tensors = (len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim)
+    lists = (len(v) for v in batch.values() if isinstance(v, list))
+    return next(tensors, None) or max(lists, default=1)
 
 
 def terms_of(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | int:

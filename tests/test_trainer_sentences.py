@@ -6,7 +6,9 @@ Skipped where sentence-transformers is not installed.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import random
+from pathlib import Path
 
 import numpy
 import pytest
@@ -39,6 +41,7 @@ from scatterpar.integrations.sentence_transformers import (  # noqa: E402
 
 pytestmark = pytest.mark.draws
 ROWS, SAME = 29, 1e-9  # in steps of 12 rows: the last one is ragged
+EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 
 
@@ -429,3 +432,26 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
             model=scorer,
             device_ids=["cpu"] * 2,
         )
+
+
+def test_the_example(saved, tmp_path):
+    spec = importlib.util.spec_from_file_location("embeddings", EXAMPLES / "embeddings.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    trainer = script.trainer_for(
+        encoder(saved),
+        PAIRS(),
+        batch=12,
+        rows=3,
+        device_ids=LAYOUTS["virtual"],
+        output_dir=str(tmp_path),
+        logging_steps=1,
+        max_steps=6,
+        **quiet,
+    )
+    quietly(trainer.train)
+    seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(seen) == 6
+    with pytest.raises(SystemExit, match="no multiple of 5 rows on 2 devices"):
+        script.trainer_for(encoder(saved), PAIRS(), batch=12, rows=5, device_ids=["cpu"] * 2)

@@ -5,6 +5,8 @@ TRL computes in float32 here and there. Skipped where TRL is not installed.
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.draws
 ROWS = 14  # in steps of 8: the last one is ragged
+EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 COMMON = {
     "use_cpu": True,
@@ -209,3 +212,63 @@ def test_beside_the_stock_trainer(tmp_path, name, layout, recwarn):
     for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(parameter, other), "the same bits"
     assert not [w for w in recwarn if "scatterpar" in str(w.filename)]
+
+
+def test_the_example(tmp_path):
+    spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
+    trainer = script.trainer_for(
+        language_model(),
+        tokenizer(),
+        preferences(),
+        device_ids=LAYOUTS["virtual"],
+        rank=2,
+        targets=["c_attn"],
+        **options,
+    )
+    with seeded():
+        quietly(trainer.train)
+    assert trainer.state.log_history[0]["rewards/margins"] == 0
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("KTO", {"loss_type": "kto"}, "KTOTrainer here: loss_type='kto' has terms over a whole"),
+        ("DPO", {"loss_type": ["sigmoid", "sft"]}, "DPOTrainer here: loss_type='sft' has terms"),
+        ("GRPO", {"loss_type": "bnpo"}, "GRPOTrainer here: loss_type='bnpo'.*the stock class"),
+        (
+            "GRPO",
+            {"entropy_coef": 0.1},
+            "GRPOTrainer here: an entropy bonus is a term over a batch",
+        ),
+        (
+            "GRPO",
+            {"top_entropy_quantile": 0.5},
+            "GRPOTrainer here: top_entropy_quantile is a term over a batch",
+        ),
+    ],
+)
+def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words):
+    with pytest.raises(ValueError, match=f"ScatterOnceMixin does not go together with {words}"):
+        build(name, tmp_path, ["cpu"] * 2, **changes)
+
+
+def test_other_trainers_are_refused_by_name(tmp_path):
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    for cls, config in ((CPOTrainer, CPOConfig), (ORPOTrainer, ORPOConfig)):
+        args = config(output_dir=str(tmp_path), **COMMON)
+        words = f"{cls.__name__} here: its loss is not known to be made up of its batches'"
+        with pytest.raises(ValueError, match=words):
+            type("Both", (ScatterOnceMixin, cls), {})(
+                model=language_model(),
+                args=args,
+                train_dataset=preferences(),
+                processing_class=tokenizer(),
+                device_ids=["cpu"] * 2,
+            )

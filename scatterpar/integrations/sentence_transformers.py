@@ -54,6 +54,7 @@ class _WholeBatch(ScatterOnceMixin):
     _output = "sentence_embedding"
     _whole = False
     _stand_in: _StandIn | None = None
+    accum_loss_components: dict[str, Any]
 
     def __init__(
         self,
@@ -214,12 +215,12 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     def _columns(self, batch: Mapping[str, Any], stand_in: _StandIn) -> list[Any]:
         """The pairs that the loss makes of the batch, tokenized on the host."""
-        components = copy.deepcopy(vars(self)["accum_loss_components"])
+        components = copy.deepcopy(self.accum_loss_components)
         stand_in.before = torch.get_rng_state(), random.getstate()
         device, stand_in.device = stand_in.device, torch.device("cpu")
         with torch.no_grad():
             self._loss_with(stand_in, dict(batch))
-        vars(self).update(accum_loss_components=components)
+        self.accum_loss_components = components
         stand_in.device = device
         return stand_in.columns
 

@@ -26,7 +26,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
 from scatterpar.step.captured import other_leaves
@@ -35,7 +34,6 @@ from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
-from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
 from scatterpar.step.options import check_noise, check_options
 from scatterpar.step.outcome import Outcome
@@ -262,12 +260,7 @@ class ScatterOnceParallel(Wrapper):
         return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit; anew once parameters are found to be written."""
-        once = partial(self._compute_once, request, plan)
-        return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
-
-    def _compute_once(self, request: Request, plan: Plan) -> Outcome:
-        """Scatter, replicate, sub-steps, reduce."""
+        """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
@@ -297,7 +290,6 @@ class ScatterOnceParallel(Wrapper):
                     gradients = reduce_gradients(parts, len(results), ledger)
                     gradients += [(leaf, leaf.grad) for leaf in others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
-                    parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -309,7 +301,6 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
-                parameters=parameters,
                 attempt=attempt,
             )
 
@@ -364,8 +355,7 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.workers.exclusive():
             plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
             request = self._request((inputs, kwargs))
-            run = partial(infer, self._crew, self.module, request, plan, self.buffers_from)
-            return once_known(run)
+            return infer(self._crew, self.module, request, plan, self.buffers_from)
 
     def check(
         self,

@@ -92,6 +92,7 @@ class StepReport:
             + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
             for name, *cells in table
         ]
-        replicas = len(self.plan.shares)
-        title = f"loss {self.loss:.6g}, {self.plan.rows} rows on {replicas} replica{'s'[: replicas - 1]}"
+        used = len(self.plan.shares)
+        replicas = "replica" if used == 1 else "replicas"
+        title = f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
         return "\n".join([title, *lines])

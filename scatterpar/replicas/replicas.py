@@ -123,8 +123,6 @@ class Replicas:
     def forget_step(self) -> None:
         """Undo whatever forward and backward passes left since the refresh."""
         self.clear_gradients()
-        for tensor in self.trained_tensors:
-            tensor.grad = None
         for number, replica in enumerate(self.replicas):
             self.rewind(number)
             self._begin_writes(replica)

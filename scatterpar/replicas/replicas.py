@@ -116,8 +116,6 @@ class Replicas:
     def forget_step(self) -> None:
         """Undo whatever forward and backward passes left since the refresh."""
         self.clear_gradients()
-        for tensor in self.trained_tensors:
-            tensor.grad = None
         for number in range(len(self.replicas)):
             self.rewind(number)
 

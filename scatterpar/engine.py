@@ -162,7 +162,7 @@ class ScatterOnceParallel(Wrapper):
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
         self.last_step: StepReport | None = None
-        check_placement((module,), self.device_ids[0], lazy=True)
+        check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:

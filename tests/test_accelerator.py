@@ -207,6 +207,48 @@ def test_workers_are_on_the_users_stream_of_every_device(device_ids):
     assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
 
 
+def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
+    """In torch 2.11 a second entry set the stream, and then raised."""
+
+    class Once:
+        """What ``torch.Stream`` was: an object that can be entered once at a time."""
+
+        def __init__(self, stream):
+            self.stream_id, self.device_index = stream.stream_id, stream.device_index
+            self.device_type, self.device = stream.device_type, stream.device
+            self._stream, self._is_entered = stream, threading.Lock()
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def __enter__(self):
+            assert self._is_entered.acquire(blocking=False), "it was entered already"
+            self._stream.__enter__()
+
+        def __exit__(self, *error):
+            self._stream.__exit__(*error)
+            self._is_entered.release()
+
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    meet = threading.Barrier(len(set(device_ids)), timeout=60)
+    if len(set(device_ids)) == len(device_ids):  # else some take turns
+
+        def wait(*_):
+            meet.wait()
+
+        model.register_forward_pre_hook(wait)
+    verbs = scatterpar.devices.verbs
+    current = verbs.current_streams
+    monkeypatch.setattr(verbs, "current_streams", lambda: tuple(map(Once, current())))
+    engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
+    with engine, streams_of_the_users():
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        found = [gradient.cpu() for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
+
+
 def test_the_pair_on_the_users_stream_of_every_device(device_ids):
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)

@@ -119,7 +119,7 @@ def replicate(
     Returns:
         A replica per entry: ``replica.of(module)`` is the copy.
     """
-    check_placement((module,), device_ids[0])
+    check_placement((module,), device_ids)
     survey = Survey((module,))
     here = physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}

@@ -215,7 +215,7 @@ class Replicas:
         ]
 
     def _build(self) -> None:
-        check_placement(self.roots, self.device_ids[0])
+        check_placement(self.roots, self.device_ids)
         survey = Survey(self.roots)
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}

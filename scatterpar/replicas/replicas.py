@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import is_in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.attributes import Watch
@@ -24,7 +26,9 @@ from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
 from scatterpar.replicas.writes import renormalised
 
-__all__ = ["Replicas", "sum_dtype"]
+__all__ = ["Lent", "Replicas", "sum_dtype"]
+
+Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class Replicas:
@@ -99,6 +103,24 @@ class Replicas:
         for replica in self.replicas:
             replica.refresh()
             self._begin_writes(replica)
+
+    def lendable(self) -> Lent:
+        """Parameters that may be written where they are copied, and then taken in."""
+        starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
+        return {
+            tensor: {d: copies[i] for d, copies in self.sources.items()}
+            for i in self.shared
+            if is_in_memory_order(tensor := self.tensors[i]) and starts[tensor.data_ptr()] == 1
+        }
+
+    def take_in(self, owners: Mapping[Tensor, torch.device], ledger: Ledger) -> None:
+        """Lent parameters have new values in these memories: bring them to all others."""
+        positions = {i: owners[t] for i in self.shared if (t := self.tensors[i]) in owners}
+        self._broadcast.take_in(positions, ledger)
+
+    def distrust(self) -> None:
+        """Copies may be spoilt: all of them are sent anew in the next refresh."""
+        self._broadcast.distrust()
 
     def _begin_writes(self, replica: Replica) -> None:
         if replica.writes is not None:

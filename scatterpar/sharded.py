@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
         self.state = self._plain.state
         if self.state and len(self._memories) > 1:  # some have state from the start
             with engine.lending() as copies:
-                self._share_out(list(self.state), copies.lendable())
+                self._share_out(list(self.state), copies.lend())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -129,7 +129,7 @@ class ShardedOptimizer(Optimizer):
                 step_without_hooks(plain)
             return loss
         with self.engine.lending() as copies:
-            lent = copies.lendable()
+            lent = copies.lend()
             every = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             moving = [p for p in every if p.grad is not None]
             stand_ins = self._share_out(moving, lent)
@@ -245,7 +245,7 @@ class ShardedOptimizer(Optimizer):
             self._load(loaded, {})
         else:
             with self.engine.lending() as copies:
-                self._load(loaded, copies.lendable())
+                self._load(loaded, copies.lend())
         for hook in after:
             hook(self)
 

@@ -103,10 +103,6 @@ class Broadcast:
         self._sent = self._versions
         self._fingerprints = now
 
-    def distrust(self) -> None:
-        """Copies may be other than what was sent: all of them are sent anew."""
-        self._sent = None
-
     def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Bring new values from the memory that has them to all others, the master's too."""
         sent, self._sent = self._sent, None

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
 
             return predict(options)
         case ["doctor", *options]:
-            from scatterpar.checkup.cli import main as doctor
+            from scatterpar.checkup.doctor import main as doctor
 
             return doctor(options)
         case ["-h" | "--help", *_]:

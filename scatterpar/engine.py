@@ -271,12 +271,9 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
-                readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, readout)
+                weights, terms = weigh(request, plan, pieces, Readout())
                 scattered = bring_batch(request, plan, ledger)
-                look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
@@ -286,6 +283,7 @@ class ScatterOnceParallel(Wrapper):
             with set_aside([*trained, *others]):
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, scattered, criteria, weights)
+                    look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )

@@ -74,6 +74,9 @@ class Unsure(Exception):
 class _Needed(Unsure):
     """Outputs alone do not tell; perhaps parameters do."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(why, lasting=True)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -135,10 +138,12 @@ class Rehearsal:
     def _confirmed(self, first: Parts, second: Parts) -> Finding:
         by = self._by_outputs
         try:
-            found = by(first)
+            found = _verdict(by, first)
         except _Needed:
             by = self._by_parameters
-            found = by(first)
+            found = _verdict(by, first)
+        if isinstance(found, Unsure):
+            found, first, second = by(second), second, first
         if found.off and by == self._by_outputs:
             # What a module merely passes on, such as a mask beside the logits, has a gradient that
             # no parameter ever gets. They overrule where they could have seen the difference.
@@ -146,7 +151,8 @@ class Rehearsal:
                 its = self._by_parameters(first)
                 if not its.off and its.tolerance < found.off / 4:
                     return its
-        if found.off and not by(second).off:
+        other = _verdict(by, second) if found.off else found
+        if isinstance(other, Finding) and bool(other.off) != bool(found.off):
             raise Unsure("other rows say something else")
         return found
 
@@ -302,6 +308,16 @@ class Rehearsal:
         return self._user.put_back()
 
 
+def _verdict(by: Callable[[Parts], Finding], parts: Parts) -> Finding | Unsure:
+    """What these rows say, or that they say nothing."""
+    try:
+        return by(parts)
+    except Unsure as error:
+        if error.lasting:
+            raise
+        return error
+
+
 class _Outputs:
     """A module's outputs for all rows, to be cut.
 
@@ -438,7 +454,7 @@ def _users_code() -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise Unsure("memory ran out", lasting=True, rows=2) from error
-        raise _Needed(f"{type(error).__name__}: {error}", lasting=True) from error
+        raise _Needed(f"{type(error).__name__}: {error}") from error
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Slopes:
@@ -492,7 +508,10 @@ def _weights(joined: Slopes, apart: Sequence[Slopes], tolerance: float) -> list[
     gram = torch.tensor([[dot(a, b) for b in apart] for a in apart], dtype=torch.float64)
     right = torch.tensor([dot(a, joined) for a in apart], dtype=torch.float64)
     found: list[float] = (torch.linalg.pinv(gram, rtol=1e-9, hermitian=True) @ right).tolist()
-    return found if _difference(joined, _combined(found, apart), 1e-2) <= tolerance else None
+    off = min(abs(sum(found) - 1), max(abs(weight - 1) for weight in found))
+    if max(off, _difference(joined, _combined(found, apart), 1e-2)) > tolerance:
+        return None  # it is neither a mean of something nor a sum
+    return found
 
 
 def _norm(tensor: Tensor) -> float:

@@ -54,6 +54,7 @@ def telling(request: Request) -> list[Tensor]:
     )
     few = [t for t in inputs if t.ndim <= (3 if is_label(t) else 2)]
     found = targets + [t for t in few if not (targets and t.is_floating_point())]
+    found.sort(key=is_label, reverse=True)
     return [t for t in found if not t.is_complex() and 0 < t.numel() <= _LARGEST]
 
 
@@ -99,7 +100,12 @@ def _roughly(value: float) -> float:
 
 
 def choose(
-    tensors: Sequence[Tensor], sizes: Sequence[int], most: int, ignored: Sequence[int], turn: int
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    most: int,
+    ignored: Iterable[int],
+    turn: int,
+    again: bool,
 ) -> Parts:
     """A handful of rows in parts of different sizes, which differ as much as they can.
 
@@ -108,11 +114,12 @@ def choose(
         sizes: of the batches that the batch is made of; the rows are the largest one's.
         most: so many rows at most.
         ignored: labels that may be left out.
-        turn: the number of the choice: each starts from something else.
+        turn: each starts from something else that tells rows apart.
+        again: the same with other rows, as far as others are as telling.
     """
     first, rows = _widest(sizes)
     wanted = min(max(_SIZES), most, rows)
-    generator = torch.Generator().manual_seed(turn)
+    generator = torch.Generator().manual_seed(2 * turn + again)
     jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
     features = [each for tensor in tensors for each in _features(tensor, ignored)]
     numbers = [n for _, n in sorted(features, key=lambda each: each[0]) if n.max() > n.min()]
@@ -130,14 +137,14 @@ def choose(
     spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
     place = {row: k for k, row in enumerate(order)}
-    taken.sort(key=place.__getitem__, reverse=turn % 2 == 1)
+    taken.sort(key=place.__getitem__, reverse=again)
     a, *others = _SIZES.get(wanted, (1, 1))
     parts = [taken[:a]]
     parts += [taken[a + sum(others[k + 1 :]) :][: others[k]] for k in range(len(others))]
     return [[first + row for row in part] for part in parts]
 
 
-def _features(tensor: Tensor, ignored: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
     """A number of each row, and how telling it is: the least most."""
     own = tensor.reshape(len(tensor), -1)
 
@@ -148,8 +155,8 @@ def _features(tensor: Tensor, ignored: Sequence[int]) -> Iterator[tuple[int, Ten
         yield 0, share((own < 0) | (own == 255))
         yield 3, share(own == own[:, -1:])
         yield 4, share(own == own[:, :1])
-        for number, value in enumerate(ignored):
-            yield 1 + number, share(own == value)
+        for value in ignored:
+            yield 1, share(own == value)
     elif tensor.is_floating_point():
         yield 0, share(own.isnan())
         yield 3, share(own < 0)

@@ -61,11 +61,16 @@ class _Kind:
 
     def wants(self, ranges: list[float]) -> bool:
         """Whether to look at this step."""
-        is_turn = self.steps >= _OFTEN and not self.steps & (self.steps - 1)
-        if self.met is None or self.refused:
-            return self.refused or is_turn or self.unsure < _OFTEN
-        within = len(ranges) == len(self.met) and all(map(float.__le__, ranges, self.met))
-        return is_turn or not within
+        if self.refused or self.is_turn:
+            return True
+        if self.met is None:
+            return self.unsure < _OFTEN
+        return len(ranges) != len(self.met) or not all(map(float.__le__, ranges, self.met))
+
+    @property
+    def is_turn(self) -> bool:
+        """Steps 8, 16, 32 …"""
+        return self.steps >= _OFTEN and not self.steps & (self.steps - 1)
 
     def agreed(self, ranges: list[float]) -> None:
         """Labels that go so far are not looked at again before its turn."""
@@ -116,15 +121,16 @@ class Verifier:
         if not kind.wants(ranges):
             return
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
-        ignored = [*ignored_values(request.count), *ignored_values(criterion)]
+        ignored = {*ignored_values(criterion), *ignored_values(request.count)}
         words = Words(request)
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:
             _say(kind, words.of_shared(name))
 
         def look(most: int) -> Finding:
-            turns = (2 * kind.steps, 2 * kind.steps + 1)
-            choices = [choose(tensors, request.sizes, most, ignored, turn) for turn in turns]
+            turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
+            choose_some = partial(choose, tensors, request.sizes, most, ignored, turn)
+            choices = [choose_some(again) for again in (False, True)]
             words.parts = choices[0]
 
             def rehearse(task: Task) -> Finding:

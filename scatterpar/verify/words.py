@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 
@@ -32,21 +32,21 @@ class Words:
         self._request = request
         self.parts: Parts = []
 
-    def of(self, found: Finding, tensors: Sequence[Tensor], ignored: Sequence[int]) -> str:
+    def of(self, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
         """What the criterion seems to do instead, and what to pass."""
         sizes = " + ".join(str(len(part)) for part in self.parts)
         what = "mean" if self._request.is_mean else "sum"
         rows = " + ".join(", ".join(map(str, part)) for part in self.parts)
         off = f"off by {100 * found.off:.2g} %" if math.isfinite(found.off) else "NaN or infinite"
-        its = f"but it weights them with {_listed(found.weights)}" if found.weights else ""
+        its = f"; your loss weights them with {_listed(found.weights)}" if found.weights else ""
         doubt = (
             "For this look every row had the same random numbers, and batch normalisation its "
             "running statistics, so the step goes on; verify=False silences this."
         )
         return (
             f"{self._criterion()}: your loss of {self._rows} rows is not the {what} of the losses "
-            f"of {sizes} rows, and the engine takes it for that. It weights these with "
-            f"{_listed(found.factors)}{its and ', '}{its}; the "
+            f"of {sizes} rows, and the engine takes it for that. The engine would weight these "
+            f"with {_listed(found.factors)}{its}: the "
             f"{'loss' if found.of_losses else 'gradient'} would be {off}. "
             f"{self._advice(found, tensors, ignored)} (Rows {rows} of {self._request.rows}.) "
             f"{_OFF if found.certain else doubt}"
@@ -81,7 +81,7 @@ class Words:
             f"with each other, whole_batch=True. verify=False silences this"
         )
 
-    def _advice(self, found: Finding, tensors: Sequence[Tensor], ignored: Sequence[int]) -> str:
+    def _advice(self, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
         its, near = found.weights, partial(_near, tolerance=max(1e-3, 10 * found.tolerance))
         if found.of_losses:
             return (
@@ -100,22 +100,23 @@ class Words:
                 'It seems to be a mean over rows: pass reduction="mean", without count= '
                 "(whole_batch=True for a loss that compares rows)."
             )
-        if not found.weights and math.isfinite(found.off):
+        if not its and math.isfinite(found.off):
             return (
                 "It seems to compare rows with each other, or to be a ratio of sums: pass "
                 "whole_batch=True, which calls it once with all rows; or make it a mean of one "
                 "loss per row (per image). No count= or reduction= can say what it is now."
             )
+        its_own = "" if self._request.is_mean else 'reduction="mean" and '
         return (
-            "It seems to be a mean over something else than what was counted: pass count=, a "
-            "function of (inputs, targets) that gives the number of its terms"
+            "It seems to be a mean over something else than what was counted: pass "
+            f"{its_own}count=, a function of (inputs, targets) that gives the number of its terms"
             f"{self._hint(its, tensors, ignored)}; or make it a mean of one loss per row (per "
             'image). For a sum, reduction="sum"; if it compares rows with each other, such as a '
             "router's load balance, whole_batch=True."
         )
 
     def _hint(
-        self, its: Sequence[float] | None, tensors: Sequence[Tensor], ignored: Sequence[int]
+        self, its: Sequence[float] | None, tensors: Sequence[Tensor], ignored: Iterable[int]
     ) -> str:
         """Whether it is the labels that are not ignored, shifted or not."""
         values = dict.fromkeys([-100, 255, -1, *ignored])

@@ -37,10 +37,10 @@ from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
-from scatterpar.step.options import check_noise, check_options
+from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
-from scatterpar.step.reduce import reduce_buffers, reduce_gradients
+from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
@@ -80,7 +80,9 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_size: most rows per sub-step, instead of ``accum``.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
-            buffers over the replicas, weighted by rows.
+            buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
+            of batch normalisations once a step, with the mean and unbiased variance over all its
+            rows (other buffers are replica 0's): else they move at every sub-step.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one a machine. Each rank passes
             its own rows; loss and gradients are those of all ranks' batches together, and a
@@ -113,7 +115,8 @@ class ScatterOnceParallel(Wrapper):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,
-            or modules that differ between ranks.
+            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would exchange its
+            statistics between processes.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -159,10 +162,11 @@ class ScatterOnceParallel(Wrapper):
         self.verify = verify
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
+        check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:
-            mean = buffers == "mean"
-            self._ranks = Ranks(process_group, module, self.device_ids[0], mean, accumulate_dtype)
+            master = self.device_ids[0]
+            self._ranks = Ranks(process_group, module, master, buffers, accumulate_dtype)
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._hire()
@@ -177,7 +181,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
-        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how, earlier)
+        pools = self.buffers_from == "batch"
+        wide, how = self.accumulate_dtype, self._compile_how
+        self._crew = Crew(self.device_ids, wide, how, earlier, pools)
         self._verifier = Verifier()
 
     def forward_backward(
@@ -295,6 +301,7 @@ class ScatterOnceParallel(Wrapper):
                     gradients = reduce_gradients(parts, len(results), ledger)
                     gradients += [(leaf, leaf.grad) for leaf in others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
+                    layers = reduce_moments(parts, len(results), ledger)
                     parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
@@ -307,6 +314,7 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
+                layers=layers,
                 parameters=parameters,
                 attempt=attempt,
             )

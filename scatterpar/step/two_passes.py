@@ -231,7 +231,8 @@ def second_pass(
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
-    position, buffers = streams.now(share.replica), _buffers(model.replicas[share.replica])
+    replica = model.replicas[share.replica]
+    position, buffers, noted = streams.now(share.replica), _buffers(replica), dict(replica.seen)
     model.rewind(share.replica)
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
@@ -245,6 +246,7 @@ def second_pass(
             del output
     streams.rewind(share.replica, position)
     commit_buffers(buffers)
+    replica.seen.update(noted)
     require_unchanged(changes, share)
 
 

@@ -34,6 +34,7 @@ class Crew:
         accumulate_dtype: gradients add up in this dtype, where their own is narrower.
         compile_how: compiles the replicas of the module.
         earlier: how many replicas of other processes are numbered before these.
+        pools: running statistics of batch normalisation move once a step.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Crew:
         accumulate_dtype: torch.dtype | None = None,
         compile_how: How | None = None,
         earlier: int = 0,
+        pools: bool = False,
     ) -> None:
         self.device_ids = tuple(device_ids)
+        self._pools = pools
         self._earlier = earlier
         self._accumulate_dtype = accumulate_dtype
         self._compile_how = compile_how
@@ -119,7 +122,7 @@ class Crew:
         how: How | None = None,
     ) -> Replicas:
         wide, compiler = self._accumulate_dtype, Compiler(how)
-        return Replicas(roots, devices or self.device_ids, wide, compiler)
+        return Replicas(roots, devices or self.device_ids, wide, compiler, self._pools)
 
     def _holder_of(self, criterion: Callable[..., Any] | None) -> nn.Module | None:
         """What is replicated for the criterion's sake: the model itself, where that has it all."""

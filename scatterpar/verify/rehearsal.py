@@ -52,7 +52,7 @@ _ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
 _MOST_BYTES = 2**26  # of outputs
 _MOST_PARAMETERS = 2**20  # elements
 
-Loss = Callable[[Sequence[int], int], Tensor]  # of rows, the first of which is that of the choice
+Loss = Callable[[Sequence[int]], Tensor]  # of some rows
 Slopes = Sequence[Tensor]
 
 
@@ -84,6 +84,7 @@ class Finding:
 
     Attributes:
         off: the relative difference; zero for what is right.
+        parts: the rows.
         factors: what the engine multiplies the parts' losses with.
         weights: what they have to be multiplied with; ``None`` where no numbers do.
         of_losses: the losses differ, and no gradient does.
@@ -93,6 +94,7 @@ class Finding:
     """
 
     off: float = 0.0
+    parts: Parts = ()
     factors: Sequence[float] = ()
     weights: Sequence[float] | None = None
     of_losses: bool = False
@@ -148,7 +150,7 @@ class Rehearsal:
             # What a module merely passes on, such as a mask beside the logits, has a gradient that
             # no parameter ever gets. They overrule where they could have seen the difference.
             with contextlib.suppress(Unsure):
-                its = self._by_parameters(first)
+                its = self._by_parameters(found.parts)
                 if not its.off and its.tolerance < found.off / 4:
                     return its
         other = _verdict(by, second) if found.off else found
@@ -171,18 +173,20 @@ class Rehearsal:
         outputs = _Outputs(whole, part, len(rows), len(few), self._request.dim)
         del whole, part
 
-        def loss(rows: Sequence[int], start: int, *, wide: bool = False) -> Tensor:
-            targets = self._bring(self._request.targets, rows)
-            given = outputs.of(start, len(rows), wide)
+        def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
+            targets = self._bring(self._request.targets, some)
+            given = outputs.of([*map(rows.index, some)], wide)
             return self._loss(given, nested.transform(_wider, targets) if wide else targets)
 
         own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
-        compared = partial(self._compared, leaves=outputs.leaves + _small(own), parts=parts)
+        leaves = outputs.leaves + _small(own)
         found = None
-        if outputs.halved:
+        if outputs.halved and self._request.count is None:  # which rounds, too
             with contextlib.suppress(_Needed):  # of a criterion with half precision of its own
-                found = compared(partial(loss, wide=True))
-        found = found or compared(loss)
+                found = self._compared(partial(loss, wide=True), leaves, parts)
+        found = found or self._compared(loss, leaves, parts)
+        if not found.off and len(rows) > 3:  # parts that differ may not have a class in common
+            found = self._compared(loss, leaves, [rows[::2], rows[1::2]])
         if not found.off and outputs.are_tied:
             raise _Needed("outputs without rows may be losses of their own")
         return found
@@ -192,7 +196,7 @@ class Rehearsal:
         if any(layer.running_mean is None for layer in normed):
             raise Unsure("batch normalisation ties rows to each other", lasting=True)
 
-        def loss(rows: Sequence[int], _: int) -> Tensor:
+        def loss(rows: Sequence[int]) -> Tensor:
             for layer in normed:
                 layer.training = False
             return self._loss(self._output(rows), self._bring(self._request.targets, rows))
@@ -206,54 +210,52 @@ class Rehearsal:
     ) -> Finding:
         """Compare gradients of all rows with those of the parts, times their factors."""
         factors = self._factors(parts)
-        rows, starts = [*chain(*parts)], [0, *accumulate(map(len, parts))]
-        counted = [k for k, factor in enumerate(factors) if factor]
-        few, start = parts[counted[0]], starts[counted[0]]
+        rows = [*chain(*parts)]
+        counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
+        few, used = counted[0], [factor for factor in factors if factor]
         dtypes: set[torch.dtype] = set()
         draws: _Draws | None = None
         certain = True
 
-        def evaluate(rows: Sequence[int], start: int) -> tuple[float, Slopes]:
+        def evaluate(rows: Sequence[int]) -> tuple[float, Slopes]:
             nonlocal certain
             if draws is not None:
                 draws.begin(len(rows))
             with draws or contextlib.nullcontext():
-                value = loss(rows, start)
+                value = loss(rows)
                 slopes = _gradients(value, leaves, dtypes)
             drawn = self._put_back()
             certain = certain and not drawn
             return float(value.detach()), slopes
 
-        total, joined = evaluate(rows, 0)
+        total, joined = evaluate(rows)
         if not certain and self._user.drawn:
             draws = _Draws(self._user.generators)
             shapes = []
-            for some, its in ((rows, 0), (few, start)):
-                draws.begin(len(some))
-                evaluate(some, its)
+            for some in (rows, few):
+                evaluate(some)
                 shapes.append(draws.shapes)
             draws.align(shapes[0], shapes[1], len(rows) / len(few))
-            total, joined = evaluate(rows, 0)
-        values, apart = zip(*(evaluate(parts[k], starts[k]) for k in counted), strict=True)
+            total, joined = evaluate(rows)
+        values, apart = zip(*map(evaluate, counted), strict=True)
         if not all(slope.isfinite().all() for slope in joined):
             raise Unsure("a gradient is NaN or infinite")
         if not any(slope.any() for own in (joined, *apart) for slope in own):
             raise Unsure("all gradients are zero")
         floor = 1e-2 if by_module else 1e-6
-        used = [factors[k] for k in counted]
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
         off = _difference(joined, _combined(used, apart), floor)
         if off > tolerance:
-            _, again = evaluate(few, start)
+            _, again = evaluate(few)
             if _difference(again, apart[0], floor) > tolerance:
                 raise Unsure("it gives another result each time", lasting=True)
             if by_module and off < 1:
                 # A mean of rows twice is what it is of them once, a sum is twice that: what differs
                 # is how kernels round that go by the number of rows.
-                _, twice = evaluate([*few, *few], start)
+                _, twice = evaluate([*few, *few])
                 noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
                 tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
-        found = Finding(off, factors, certain=certain, tolerance=tolerance)
+        found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
         if off > tolerance:
             weights = None
             if math.isfinite(off) and len(counted) == len(parts):
@@ -340,9 +342,9 @@ class _Outputs:
         self.halved = self.are_tied = False
         self._cuts = nested.merge(self._cut, [whole, part])
 
-    def of(self, start: int, count: int, wide: bool) -> Any:
-        """Those of ``count`` rows from ``start`` on; ``wide`` in the leaves' precision."""
-        return nested.transform(lambda f: f(start, count, wide) if callable(f) else f, self._cuts)
+    def of(self, rows: Sequence[int], wide: bool) -> Any:
+        """Those of some rows; ``wide`` in the leaves' precision."""
+        return nested.transform(lambda f: f(rows, wide) if callable(f) else f, self._cuts)
 
     def _cut(self, pair: list[Any]) -> Any:
         whole, part = pair
@@ -361,11 +363,12 @@ class _Outputs:
             self.halved = self.halved or leaf.dtype != whole.dtype
             self.are_tied = self.are_tied or not block
 
-        def rows(start: int, count: int, wide: bool) -> Tensor:
-            own: Tensor = leaf.narrow(dim, start * block, count * block) if block else leaf
-            return own.clone() if wide else own.to(whole.dtype, copy=True)  # may be written
+        def cut(rows: Sequence[int], wide: bool) -> Tensor:
+            own = [leaf.narrow(dim, row * block, block) for row in rows] if block else []
+            given = torch.cat(own, dim) if own else leaf.clone()  # may be written
+            return given if wide else given.to(whole.dtype)
 
-        return rows
+        return cut
 
 
 class _Draws(TorchDispatchMode):
@@ -490,9 +493,9 @@ def _difference(one: Slopes, other: Slopes, floor: float) -> float:
 
     Tensors smaller than ``floor`` times the largest are measured by that.
     """
-    sizes = [max(_norm(a), _norm(b)) for a, b in zip(one, other, strict=True)]
-    if not all(map(math.isfinite, sizes)):
+    if not all(slope.isfinite().all() for slope in (*one, *other)):
         return math.inf
+    sizes = [max(_norm(a), _norm(b)) for a, b in zip(one, other, strict=True)]
     least = floor * max(sizes, default=0.0)
     pairs = zip(one, other, sizes, strict=True)
     return max((_norm(a - b) / max(size, least) for a, b, size in pairs if size), default=0.0)

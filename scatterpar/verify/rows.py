@@ -22,7 +22,7 @@ _SIZES = {9: (4, 3, 2), 8: (3, 3, 2), 7: (4, 2, 1), 6: (3, 2, 1), 5: (3, 2), 4: 
 _EXTREMES = 6  # rows that are taken for being the first or last in something
 _LARGEST = 2**22  # tensors of more elements are not searched
 
-Parts = list[list[int]]
+Parts = Sequence[Sequence[int]]
 
 
 def is_label(tensor: Tensor) -> bool:
@@ -118,6 +118,8 @@ def choose(
         again: the same with other rows, as far as others are as telling.
     """
     first, rows = _widest(sizes)
+    if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
+        return [[first], [first]]
     wanted = min(max(_SIZES), most, rows)
     generator = torch.Generator().manual_seed(2 * turn + again)
     jitter = torch.rand(rows, generator=generator, dtype=torch.float64)

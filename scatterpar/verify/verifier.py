@@ -121,7 +121,7 @@ class Verifier:
         if not kind.wants(ranges):
             return
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
-        ignored = {*ignored_values(criterion), *ignored_values(request.count)}
+        ignored = {*ignored_values(criterion or model.forward), *ignored_values(request.count)}
         words = Words(request)
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:
@@ -131,7 +131,6 @@ class Verifier:
             turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
             choose_some = partial(choose, tensors, request.sizes, most, ignored, turn)
             choices = [choose_some(again) for again in (False, True)]
-            words.parts = choices[0]
 
             def rehearse(task: Task) -> Finding:
                 return Rehearsal(request, task, parts).run(*([] if alone else choices))
@@ -232,5 +231,5 @@ def _described(value: Any, depth: int) -> Hashable:
         return name, frozenset(map(inside, [i for i in items if not isinstance(i, (int, float))]))
     own = {n: v for n, v in getattr(value, "__dict__", {}).items() if n[0] != "_"}
     if isinstance(value, nn.Module):
-        own |= value._buffers | value._modules
+        own |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
     return name, *((n, _described(v, min(depth - 1, 2))) for n, v in sorted(own.items())[:32])

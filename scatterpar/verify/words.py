@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scatterpar.step.request import Request
 from scatterpar.verify.rehearsal import Finding
-from scatterpar.verify.rows import Parts, is_label
+from scatterpar.verify.rows import is_label
 
 __all__ = ["Words"]
 
@@ -23,30 +23,27 @@ class Words:
 
     Args:
         request: the step's.
-
-    Attributes:
-        parts: the rows.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.parts: Parts = []
 
     def of(self, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
         """What the criterion seems to do instead, and what to pass."""
-        sizes = " + ".join(str(len(part)) for part in self.parts)
+        sizes = " + ".join(str(len(part)) for part in found.parts)
         what = "mean" if self._request.is_mean else "sum"
-        rows = " + ".join(", ".join(map(str, part)) for part in self.parts)
+        rows = " + ".join(", ".join(map(str, part)) for part in found.parts)
         off = f"off by {100 * found.off:.2g} %" if math.isfinite(found.off) else "NaN or infinite"
         its = f"; your loss weights them with {_listed(found.weights)}" if found.weights else ""
         doubt = (
             "For this look every row had the same random numbers, and batch normalisation its "
             "running statistics, so the step goes on; verify=False silences this."
         )
+        total = sum(map(len, found.parts))
         return (
-            f"{self._criterion()}: your loss of {self._rows} rows is not the {what} of the losses "
-            f"of {sizes} rows, and the engine takes it for that. The engine would weight these "
-            f"with {_listed(found.factors)}{its}: the "
+            f"{self._criterion()}: your loss of {total} rows is not the {what} "
+            f"of the losses of {sizes} rows, and the engine takes it for that. The engine would "
+            f"weight these with {_listed(found.factors)}{its}: the "
             f"{'loss' if found.of_losses else 'gradient'} would be {off}. "
             f"{self._advice(found, tensors, ignored)} (Rows {rows} of {self._request.rows}.) "
             f"{_OFF if found.certain else doubt}"
@@ -83,6 +80,7 @@ class Words:
 
     def _advice(self, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
         its, near = found.weights, partial(_near, tolerance=max(1e-3, 10 * found.tolerance))
+        rows = sum(map(len, found.parts))
         if found.of_losses:
             return (
                 "It seems to add something that does not depend on the rows, such as a penalty on "
@@ -95,7 +93,7 @@ class Words:
                 'It seems to be a sum: pass reduction="sum" (for a mean, count= says of what; '
                 "whole_batch=True for a loss that compares rows)."
             )
-        if its and near(its, [len(part) / self._rows for part in self.parts]):
+        if its and near(its, [len(part) / rows for part in found.parts]):
             return (
                 'It seems to be a mean over rows: pass reduction="mean", without count= '
                 "(whole_batch=True for a loss that compares rows)."
@@ -110,14 +108,12 @@ class Words:
         return (
             "It seems to be a mean over something else than what was counted: pass "
             f"{its_own}count=, a function of (inputs, targets) that gives the number of its terms"
-            f"{self._hint(its, tensors, ignored)}; or make it a mean of one loss per row (per "
+            f"{self._hint(found, tensors, ignored)}; or make it a mean of one loss per row (per "
             'image). For a sum, reduction="sum"; if it compares rows with each other, such as a '
             "router's load balance, whole_batch=True."
         )
 
-    def _hint(
-        self, its: Sequence[float] | None, tensors: Sequence[Tensor], ignored: Iterable[int]
-    ) -> str:
+    def _hint(self, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
         """Whether it is the labels that are not ignored, shifted or not."""
         values = dict.fromkeys([-100, 255, -1, *ignored])
         for tensor, value, shifted in product(tensors, values, (False, True)):
@@ -127,10 +123,10 @@ class Words:
             first = self._first(tensor)
             terms = [
                 sum(int((labels[row - first] != value).sum()) for row in part)
-                for part in self.parts
+                for part in found.parts
             ]
             total = sum(terms)
-            if its and total and _near(its, [n / total for n in terms], 1e-3):
+            if found.weights and total and _near(found.weights, [n / total for n in terms], 1e-3):
                 said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
                 return (
                     f", here the labels that are not {value}, of which these rows have "
@@ -142,10 +138,6 @@ class Words:
         """Where the tensor's first row is in the batch: of several batches it has one's."""
         sizes = self._request.sizes
         return 0 if len(sizes) < 2 else sum(sizes[: sizes.index(len(tensor))])
-
-    @property
-    def _rows(self) -> int:
-        return sum(map(len, self.parts))
 
     def _criterion(self) -> str:
         criterion = self._request.criterion

@@ -83,13 +83,15 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            output = task.output_of(number)
+            inputs, targets = task.rows_of(number)
+            output = task.output_of(inputs)
+            del inputs
             if see is not None:
                 see(share.replica, number, output)
-            loss = loss_of(output, task.rows_of(task.targets, number), task.criterion)
+            loss = loss_of(output, targets, task.criterion)
             if keep:
                 outputs.append(kept(output, keep))
-            del output
+            del output, targets
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -126,8 +128,8 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    targets = task.rows_of(task.targets, number)
-    return loss_of(task.output_of(number), targets, task.criterion)
+    inputs, targets = task.rows_of(number)
+    return loss_of(task.output_of(inputs), targets, task.criterion)
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

@@ -18,7 +18,7 @@ ROOT = HERE.parent
 MODELS = {"cnn": "small CNN", "mlp": "MLP", "resnet20": "ResNet-20"}
 PEERS = {
     "the plain loop with the same micro-batches": ["plain loop, 32 sub-steps"],
-    "`nn.DataParallel` called 16 times (on a CPU a loop with larger micro-batches)": [
+    "a plain loop with 16 larger micro-batches, which `nn.DataParallel` is on a CPU": [
         "nn.DataParallel x 16"
     ],
     "DDP with `no_sync` or accelerate, the faster one, in two processes": [
@@ -39,10 +39,10 @@ RECIPES = {
 
 
 def figures() -> str:
-    """A step's time as a part of each peer's, round by round; of several peers the faster one."""
+    """A step's time relative to each peer's, round by round; of several peers the faster one."""
     found = {name: _read(f"step_time/{name}.json") for name in MODELS}
     where = found["cnn"]["environment"]
-    lines = [f"| beside | {' | '.join(MODELS.values())} |", "|---|---:|---:|---:|"]
+    lines = [f"| relative to | {' | '.join(MODELS.values())} |", "|---|---:|---:|---:|"]
     for words, peers in PEERS.items():
         ratios = [_slowest(found[name]["seconds"], peers) for name in MODELS]
         lines.append(f"| {words} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")

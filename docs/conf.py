@@ -11,9 +11,17 @@ project = "scatterpar"
 copyright = "the scatterpar developers"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# myst_nb is myst_parser, and shows notebooks with the outputs that are in them.
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+nb_execution_mode = "off"  # the tests run them
 root_doc = "docs/index"
-include_patterns = ["docs/**", "benchmarks/README.md", "benchmarks/*/README.md", "*.md"]
+include_patterns = [
+    "docs/**",
+    "benchmarks/README.md",
+    "benchmarks/*/README.md",
+    "notebooks/*.ipynb",
+    "*.md",
+]
 # The README is the page before the guide; docs/package.md is the one that an index shows.
 exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-info"]
 

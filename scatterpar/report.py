@@ -59,7 +59,7 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did. Counted and timed where the work happens.
+    """What one step did. Counted and timed where the work happens; ``print`` shows a table.
 
     Attributes:
         plan: the shares and micro-batches.
@@ -79,3 +79,20 @@ class StepReport:
     messages: dict[str, int]
     retries: int = 0
     noise: GradientNoise | None = None
+
+    def __str__(self) -> str:
+        """The loss, then a line a phase: milliseconds, bytes copied, and in how many copies."""
+        table = [("phase", "ms", "bytes", "copies")]
+        for phase, seconds in self.seconds.items():
+            copied = f"{self.bytes[phase]:,}", f"{self.messages[phase]:,}"
+            table.append((phase, f"{seconds * 1000:,.1f}", *copied))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            name.ljust(widths[0])
+            + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
+            for name, *cells in table
+        ]
+        used = len(self.plan.shares)
+        replicas = "replica" if used == 1 else "replicas"
+        title = f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
+        return "\n".join([title, *lines])

@@ -105,7 +105,14 @@ def test_the_table_of_output_memory():
     assert table in read("docs/pair.md")
 
 
-THEIRS = ("externally-managed", "ensurepip", "different Python", "more than 1 value")
+THEIRS = (
+    "does not require grad",
+    "positional arguments",
+    "externally-managed",
+    "ensurepip",
+    "different Python",
+    "more than 1 value",
+)
 
 
 def test_the_messages_under_troubleshooting_are_ours():

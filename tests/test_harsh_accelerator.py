@@ -39,6 +39,8 @@ FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
 
 @pytest.fixture
 def late():
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
     with control.ordered("late"):
         yield
 
@@ -275,6 +277,34 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
             found = counted(lambda: engine.forward_backward(*batch, criterion, **arguments))
             assert found.synchronizations <= 3 + 2, found
             assert found.blocking_copies <= 3 + 2, found
+
+
+def test_a_step_after_an_evaluation_costs_what_others_do(late):
+    """It copied the model to the host, one parameter after the other, and looked at all of it."""
+    with seeded():
+        layers = nn.Linear(16, 2048), nn.Linear(2048, 16)
+    model, inputs, targets = problem(*layers)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+
+        def evaluate():
+            model.eval()
+            engine(inputs)
+            model.train()
+
+        for _ in range(2):
+            step()
+            evaluate()
+        plain = counted(step)
+        evaluate()
+        after = counted(step)
+        model.eval()
+        evaluation = counted(lambda: engine(inputs))
+    assert after.synchronizations <= plain.synchronizations
+    assert after.kernels <= plain.kernels
+    assert max(after.bytes_to_host, evaluation.bytes_to_host) < 5000
 
 
 def counted(step):
@@ -569,6 +599,30 @@ def test_what_comes_from_another_card_leaves_its_computation_alone(late):
     assert computed.sum().item() == 4
 
 
+def test_a_worker_sleeps_until_its_losses_are_there(late, monkeypatch):
+    """In a copy to the host CUDA may keep a core busy, which the other workers need."""
+    waited = []
+
+    class Event:
+        def __init__(self, *, blocking):
+            assert blocking
+
+        def record(self, stream):
+            self.event = stream.record_event()
+
+        def synchronize(self):
+            waited.append(control.queued() > 0)
+            self.event.synchronize()
+
+    module = torch.get_device_module(NAME)
+    monkeypatch.setattr(module, "Event", Event, raising=False)
+    monkeypatch.setattr(module, "current_stream", torch.accelerator.current_stream, raising=False)
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 1, [FIRST, SECOND], verify=False) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert waited.count(True) >= 2
+
+
 def test_memory_that_a_copy_will_write_is_not_let_go(late):
     """After a second Ctrl-C the caller has settled and gone on. A worker that it left behind asks
     for one more copy and ends: its memory was free for others while the copy was still queued."""
@@ -587,15 +641,13 @@ def test_memory_that_a_copy_will_write_is_not_let_go(late):
 def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     """The caller let go of all targets, though it had waited for the earlier ones alone."""
     kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
-    ahead, made, stream = Ahead(device), [], mock.MagicMock()
+    ahead, made = Ahead(device), []
 
     def copy_another():  # by the worker
-        with mock.patch.object(ahead, "_stream", real):
-            made.append(weakref.ref(sent(ahead, kept, 0)))
+        made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    real = ahead._stream
-    with mock.patch.object(ahead, "_stream", stream):
-        stream.record_event.return_value.synchronize = copy_another
+    with mock.patch("scatterpar.devices.ahead.mark") as mark:
+        mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None
     ahead.arrive(0)

@@ -268,6 +268,11 @@ def test_the_report():
         assert report.seconds.keys() == report.bytes.keys() == report.messages.keys() == PHASES
         assert all(seconds > 0 for seconds in report.seconds.values())
         assert report.retries == 0
+        title, head, *phases = str(report).splitlines()
+        assert title == f"loss {loss.item():.6g}, 9 rows on {len(VIRTUAL)} replicas"
+        assert head.split() == ["phase", "ms", "bytes", "copies"]
+        assert [line.split()[0] for line in phases] == [*report.bytes]
+        assert f"{report.bytes['reduce']:,}" in phases[-1].split()
 
 
 def test_a_failed_step_is_not_reported():

@@ -2,15 +2,10 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 import torch
-from faults.processes import SILENCE
-from helpers.torchrun import environment
 from torch import nn
 
 from scatterpar.__main__ import main as command
@@ -180,31 +175,6 @@ def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(Batches, "order", interrupted)
     assert main([*TWO_CPUS, "--check", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "scatterpar train: interrupted\n"
-
-
-def test_ctrl_c_ends_a_run_with_what_was_reached(tmp_path):
-    arguments = [sys.executable, "-m", "scatterpar", "train", *SMALL, *TWO_CPUS[:-1], "1000"]
-    with subprocess.Popen(
-        [*arguments, "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        seen = ""
-        while "epoch 1/1000: loss" not in seen:
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            seen += line
-        process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=SILENCE)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    assert re.search(r"interrupted after [1-9]\d* of 1000 epochs", printed)
-    assert re.search(r"test accuracy: \d", printed)
-    assert (tmp_path / "curves.png").exists()
-    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["ending"] == "interrupted"
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])

@@ -20,7 +20,7 @@ from helpers.torchrun import differences, environment, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, ending, feed, preparation
+from scatterpar.train import checkpoint, ending, epochs, feed, preparation
 from scatterpar.train.cli import main
 from scatterpar.train.records import Metrics
 
@@ -357,7 +357,7 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     read = feed.Feed._read
 
     def slowly(self, wanted):
-        time.sleep(0.3)
+        time.sleep(0.05)
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
@@ -369,6 +369,29 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
         r"\d\d% of the time was spent waiting for images: give more --work", printed.out
     )
     assert re.search(r"images/s, loss=\d.*, waiting=\d\d%", printed.err)
+
+
+def test_whole_steps_are_compared(folder, tmp_path, capsys):
+    """A test sends the parameters, and then the next step has none to send: it was counted once."""
+    assert train(folder, tmp_path, "--workers", "0", "--augment", "none") == 0
+    sent = [r["bytes"]["replicate"] for r in steps(tmp_path)]
+    assert sent[3] == sent[6] < min(sent[:3])
+    (summary,) = records(tmp_path, "summary")
+    whole = [number for i, number in enumerate(sent) if i not in (3, 6)]
+    assert summary["bytes_counted"]["replicate"] == sum(whole)
+    assert "nn.DataParallel would have moved" in capsys.readouterr().out
+    options = ["--devices", "cpu,cpu", "--workers", "0", "--epochs", "1", "--augment", "none"]
+    assert train(folder, tmp_path / "shared", *options) == 0
+    printed = capsys.readouterr().out
+    assert "\nall replicas share one memory: nothing had to cross between devices\n" in printed
+    assert "DataParallel" not in printed
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(epochs, "_LINE_SECONDS", 0.0)
+    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--augment", "none") == 0
+    line = r"^epoch 1/1, 40%: loss \d+\.\d{4}, [\d,]+ images/s, 0:00:0\d left$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger, passable
+from scatterpar.devices.verbs import mark
 
 __all__ = ["Ahead"]
 
@@ -59,8 +60,8 @@ class Ahead(Ledger):
         """Wait until nothing that was copied is read any more."""
         super().settle()
         if self._stream is not None:
-            with self._asking:
-                copied = self._stream.record_event()
+            with self._asking, self._stream:
+                copied = mark(self._stream.device)
                 targets, self._targets = self._targets, {}
             copied.synchronize()  # MPS can wait for events alone
             del targets
@@ -88,7 +89,7 @@ class Ahead(Ledger):
                 source = self._readable_late(passable(tensor, target.device), target)
                 target.copy_(source, non_blocking=True)
             self._copied[number] = self._stream.record_event()
-        self._staged.append(self._copied[number])
+            self._staged.append(mark(self._stream.device))
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from scatterpar.devices.lists import copy_lists, grouped
 from scatterpar.replicas.aliases import like_memory
 from scatterpar.replicas.attributes import Attributes, Change, parameter_like
+from scatterpar.replicas.batch_norm import listening
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 from scatterpar.replicas.registration import registered_by
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import Writes
 
 __all__ = ["Replica", "is_state", "survey_tensors"]
 
@@ -34,8 +34,7 @@ class Replica:
         registered: the buffers of each of its modules.
         of: this copy's counterpart of a module of the master's, or of a method of one.
         cells: of the user's functions, and what was in them when twins of these were made.
-        written: positions of the parameters that a forward pass writes.
-        writes: what it writes to them; ``None`` where it writes none.
+        seen: by its batch normalisations since the refresh, where statistics move once a step.
     """
 
     def __init__(
@@ -45,14 +44,13 @@ class Replica:
         roots: Sequence[nn.Module],
         survey: Survey,
         sources: Sequence[Tensor],
-        written: dict[int, str],
         compiler: Compiler,
+        batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.index = index
         self.device = device
         originals = list(survey.tensors.values())
-        self.written = list(written)
-        private = [i for i, tensor in enumerate(originals) if is_state(tensor) or i in written]
+        private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         own = like_memory([originals[i] for i in private], device)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
@@ -73,16 +71,10 @@ class Replica:
         of_all = survey_tensors(survey)
         self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
+        self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
-        self.writes: Writes | None = None
-        if written:
-            self.writes = Writes(
-                [self.tensors[i] for i in written],
-                [self._homes[i] for i in written],
-                list(written.values()),
-            )
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy in the sources' buffers.
@@ -100,6 +92,7 @@ class Replica:
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
+        self.seen.update({m: [] for m in self.seen})
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

@@ -109,7 +109,10 @@ def _count_classes(
 def _count_piece(criterion: Any, targets: Any) -> float | Tensor:
     """The divisor of a mean cross entropy of one micro-batch."""
     if not isinstance(targets, Tensor):
-        raise TypeError(f"cross entropy takes a tensor of targets, got {type(targets).__name__}")
+        raise TypeError(
+            f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
+            "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
+        )
     if targets.is_floating_point():
         return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
     return _class_terms(criterion, targets).sum()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.verbs import finish
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.join import join_rows
@@ -19,7 +20,7 @@ from scatterpar.step.task import Task, noted
 from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.randomness import followed
-from scatterpar.torch_private import backward
+from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
     "Result",
@@ -88,7 +89,7 @@ def train(
             del inputs
             if see is not None:
                 see(share.replica, number, output)
-            loss = loss_of(output, targets, task.criterion)
+            loss = judged(task, output, targets)
             if keep:
                 outputs.append(kept(output, keep))
             del output, targets
@@ -129,7 +130,24 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
     inputs, targets = task.rows_of(number)
-    return loss_of(task.output_of(inputs), targets, task.criterion)
+    return judged(task, task.output_of(inputs), targets)
+
+
+def judged(task: Task, output: Any, targets: Any) -> Tensor:
+    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
+    if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
+        return loss_of(output, targets, task.criterion)
+    nodes = nodes_of(nested.tensors(output))
+    with task.aside.turn_on(task.share.device):
+        loss = loss_of(output, targets, task.criterion)
+    task.aside.reach(loss, nodes)
+    return loss
+
+
+def _is_of_torch(criterion: Criterion) -> bool:
+    """Whether a criterion is torch's own: it reaches nothing, and leaves nothing behind."""
+    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
+    return getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
@@ -191,7 +209,9 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
     """In double precision, with one transfer: what went wrong on the device is known by then."""
-    values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
+    together = torch.stack(list(losses))
+    finish(together.device)
+    values: list[float] = together.cpu().double().tolist()
     return values
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.replicas.writes import Writes
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.step.slices import opened
+from scatterpar.threads.sharing import Aside
 from scatterpar.threads.workers import note
 
 __all__ = ["Task", "as_call", "hand_out", "noted"]
@@ -32,8 +31,8 @@ class Task:
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         dim: the dimension that holds the rows.
         keeps_rows: those that have arrived stay, for another forward pass of the same ones.
-        writes: the replica's own copies of parameters that a forward pass writes.
         leaves: what backward passes give gradients.
+        aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
     share: Share
@@ -43,8 +42,8 @@ class Task:
     weights: Sequence[float] = ()
     dim: int = 0
     keeps_rows: bool = False
-    writes: Sequence[Writes] = ()
     leaves: Sequence[Tensor] = ()
+    aside: Aside | None = None
 
     def rows_of(self, number: int) -> tuple[Any, Any]:
         """Inputs and targets of one micro-batch, on the replica's device: the sub-step's own."""
@@ -60,19 +59,9 @@ class Task:
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
-    def substep(
-        self, number: int, *, resumed: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """What is around every sub-step, or, with ``resumed``, around the rest of one."""
-        where = noted(self.share, number)
-        return self._writing(where, resumed) if self.writes else where
-
-    @contextlib.contextmanager
-    def _writing(self, where: noted, resumed: bool) -> Iterator[None]:
-        with where, contextlib.ExitStack() as stack:
-            for writes in self.writes:
-                stack.enter_context(writes.substep(resumed=resumed))
-            yield
+    def substep(self, number: int) -> noted:
+        """What is around every sub-step: errors say where they happened."""
+        return noted(self.share, number)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -114,6 +103,7 @@ def hand_out(
     arrivals: Sequence[Arrival],
     criteria: Sequence[Any],
     weights: Sequence[Sequence[float]] | None = None,
+    aside: Aside | None = None,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest.
 
@@ -124,6 +114,7 @@ def hand_out(
         arrivals: bring the rows of each share.
         criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
+        aside: what a step takes off the user's leaves.
     """
     seen_twice = request.whole_batch and request.keeps_rows
     tasks = []
@@ -139,8 +130,8 @@ def hand_out(
                 weights=weights[i] if weights else (),
                 dim=request.dim,
                 keeps_rows=seen_twice and len(share.micro_batches) > 1,
-                writes=[replica.writes for replica in replicas if replica.writes is not None],
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                aside=aside,
             )
         )
     return tasks

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code.
 
     0: finished; 1: a failed check or diverged training; 2: an argument or the data is wrong,
-    with one line on stderr that says what; 130: interrupted.
+    with one line on stderr that says what; 130: interrupted; 143: ended by SIGTERM.
     """
     try:
         return run(parse(arguments))

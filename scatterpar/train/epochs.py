@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -15,8 +18,8 @@ from scatterpar.train.errors import UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
 from scatterpar.train.feed import Feed, FeedError
 from scatterpar.train.growth import averaging
-from scatterpar.train.loop import Training, train_epoch
-from scatterpar.train.machines import run_id
+from scatterpar.train.loop import Stopped, Stopping, Training, train_epoch
+from scatterpar.train.machines import launched, run_id
 from scatterpar.train.options import Options
 from scatterpar.train.preparation import what_comes
 from scatterpar.train.records import Metrics
@@ -24,6 +27,7 @@ from scatterpar.train.schedule import is_tested
 from scatterpar.train.traffic import Traffic
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
+_LINE_SECONDS = 10.0  # between lines where there is no bar
 
 
 class Run:
@@ -68,9 +72,11 @@ class Run:
             self.noise.load_state_dict({**progress.noise, "decay": decay})
         self.images = len(feed.source.train)
         row_bytes = 4 * len(feed.source.class_names)
+        self._has_sent = False  # whether a test has sent what the next step would have sent
         self.traffic = Traffic(training.engine.module, row_bytes)
         self.seconds = 0.0
         self._saved = progress.step
+        self._stopping = Stopping()
         tqdm.monitor_interval = 0  # no thread that watches over the bar: every step updates it
         self._bar = tqdm(
             total=options.epochs * self.images,
@@ -88,19 +94,18 @@ class Run:
         Raises:
             UsageError: an image cannot be read, or a file cannot be written.
         """
-        start = time.perf_counter()
+        self._start = self._said = start = time.perf_counter()
+        self._used = self.training.batches.consumed
         try:
-            if self.progress.ended < self.training.batches.epoch:
-                self._end_epoch(images=0, seconds=0.0, waited=0.0)
-            while self.training.batches.epoch < self.options.epochs:
-                self._train_epoch()
-            if self._saved < self.progress.step:
-                self._save()
-        except KeyboardInterrupt:
-            return 130, "interrupted"
+            with self._stopping:
+                self._train()
+        except Stopped:
+            return self._stop()
         except FloatingPointError as error:
             return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
         except FeedError as error:
+            if self._stopping.signal:  # its sender may have ended the workers too
+                return self._stop()
             alone = self.training.machines.size == 1  # others would have to take part
             if alone and self._saved < self.progress.step:
                 self._save()
@@ -111,6 +116,32 @@ class Run:
             self.seconds = time.perf_counter() - start
             self._bar.close()
         return 0, "finished"
+
+    def _train(self) -> None:
+        if self.progress.ended < self.training.batches.epoch:
+            self._end_epoch(images=0, seconds=0.0, waited=0.0)
+        while self.training.batches.epoch < self.options.epochs:
+            self._train_epoch()
+        if self._saved < self.progress.step:
+            self._save()
+
+    def _stop(self) -> tuple[int, str]:
+        """Keep what was reached, and say how to go on."""
+        if self._saved < self.progress.step:
+            self._save()
+        number = self._stopping.signal
+        if self._saved:
+            out = ["--out", str(self.options.out)]
+            words = [word for word in sys.orig_argv if word != "--resume"]
+            words += [] if any(word.partition("=")[0] == "--out" for word in words) else out
+            line = shlex.join([*words, "--resume"])
+            if launched():
+                line = f"the same torchrun line, with {shlex.join([*out, '--resume'])}"
+            self.say(f"saved after step {self._saved}; this goes on from there:\n  {line}")
+        name = (
+            "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        )
+        return 128 + number, name
 
     def say(self, line: str) -> None:
         """Print a line, beside the progress bar."""
@@ -128,6 +159,7 @@ class Run:
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
             self._after_step(number, rate, images, report, share)
+            self._stopping.check(self.training.machines)
         seconds, waited = time.perf_counter() - start, feed.waited - waited
         steady = waited - (feed.started - started)  # once the workers had started
         self._end_epoch(batches.consumed - before, seconds, waited)
@@ -143,7 +175,9 @@ class Run:
         progress = self.progress
         progress.step += 1
         progress.loss += report.loss * images / self.images
-        self.traffic.add(report.plan, report.bytes)
+        if not self._has_sent:
+            self.traffic.add(report.plan, report.bytes)
+        self._has_sent = False
         measured = {}
         if self.noise is not None:
             self.noise.update(report)
@@ -163,8 +197,23 @@ class Run:
         )
         self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
         self._bar.update(images)
+        self._say_how_far(report.loss)
         if self.training.batches.consumed % self.images:
             self._save_if_due()  # at the end of an epoch once it has been tested
+
+    def _say_how_far(self, loss: float) -> None:
+        """Print a line now and then where there is no bar."""
+        now, batches = time.perf_counter(), self.training.batches
+        if not self._bar.disable or now - self._said < _LINE_SECONDS:
+            return
+        self._said = now
+        epoch, part = divmod(batches.consumed / self.images, 1)
+        speed = (batches.consumed - self._used) / (now - self._start)
+        left = (self.options.epochs * self.images - batches.consumed) / speed
+        self.say(
+            f"epoch {epoch + 1:.0f}/{self.options.epochs}, {part:.0%}: loss {loss:.4f}, "
+            f"{speed:,.0f} images/s, {timedelta(seconds=round(left))} left"
+        )
 
     def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
         progress, number = self.progress, self.training.batches.epoch
@@ -172,8 +221,11 @@ class Run:
         waiting = waited / seconds if seconds else 0.0
         tested = None
         if is_tested(number, self.options.epochs, self.options.eval_every):
-            tested = evaluate(self.training, self.feed, self.options.tested_together)
-            progress.accuracy, self.evaluation = tested.top1, tested
+            alone = self.training.machines.size == 1  # ranks have different numbers of batches
+            between = self._stopping.check if alone else lambda: None
+            together = self.options.tested_together
+            tested = evaluate(self.training, self.feed, together, between)
+            progress.accuracy, self.evaluation, self._has_sent = tested.top1, tested, True
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",

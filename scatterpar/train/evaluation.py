@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -58,8 +58,17 @@ def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]
 
 
 @torch.no_grad()
-def evaluate(training: Training, feed: Feed, batch: int) -> Evaluation:
-    """Test the model, or the average of its weights where that is kept; each rank its part."""
+def evaluate(
+    training: Training, feed: Feed, batch: int, between: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Test the model, or the average of its weights where that is kept; each rank its part.
+
+    Args:
+        training: has the model.
+        feed: has the images.
+        batch: how many of them are tested at once.
+        between: called after each batch.
+    """
     classes = len(feed.source.class_names)
     loss, right, right5, images = 0.0, 0, 0, 0
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
@@ -83,6 +92,7 @@ def evaluate(training: Training, feed: Feed, batch: int) -> Evaluation:
             pairs = labels * classes + best[:, 0]
             confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
             worst = _worst([*worst, *_mistakes(losses, found.rows, labels, best[:, 0])])
+            between()
     return _together(training.machines, loss, right, right5, images, confusion, worst)
 
 

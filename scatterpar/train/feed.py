@@ -11,6 +11,8 @@ set of workers and one stream for training and testing, which never runs dry in 
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -21,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -159,6 +162,8 @@ class _Ahead:
         self, source: Source, foreseen: Iterable[Request], workers: int, pin: bool
     ) -> None:
         self._requests, requests = tee(foreseen)
+        context = _context()
+        theirs, self._alive = context.Pipe(duplex=False)
         self._loader = DataLoader(
             _Pieces(source),
             batch_size=None,
@@ -166,8 +171,8 @@ class _Ahead:
             num_workers=workers,
             prefetch_factor=PIECES_AHEAD,
             collate_fn=_as_it_is,
-            multiprocessing_context=_context(),
-            worker_init_fn=_ignore_interrupts,
+            multiprocessing_context=context,
+            worker_init_fn=partial(_end_with, theirs),
             generator=torch.Generator(),  # so that the process's own is left alone
         )
         self._pin = pin
@@ -283,6 +288,19 @@ def _as_it_is(piece: Any) -> Any:
     return piece
 
 
-def _ignore_interrupts(_: int) -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the main one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_with(pipe: Connection, _: int) -> None:
+    """Let a worker end when the main process does, however that happens, and not before.
+
+    Nobody writes into the pipe: it ends when the system closes the other side. Torch's workers
+    watch their parent, which is the fork server, and that one waits for them. Signals that a
+    terminal or a service manager sends to all processes are for the main one.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            pipe.poll(None)
+        os._exit(1)
+
+    _thread.start_new_thread(watch, ())  # nobody waits for it at the worker's own end

@@ -38,7 +38,7 @@ def parser() -> Parser:
         "and TensorBoard's event file where that is installed. What torchrun starts again goes on "
         "from the checkpoint by itself. "
         "Exit codes: 0 finished, 1 failed check or diverged training, 2 wrong argument or data, "
-        "130 interrupted.",
+        "130 interrupted, 143 ended by SIGTERM; both keep what was reached.",
         allow_abbrev=False,
     )
     _add_data(made.add_argument_group("data").add_argument)

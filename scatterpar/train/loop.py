@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +25,55 @@ from scatterpar.train.machines import Machines
 from scatterpar.train.source import TRAIN
 
 IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
+
+
+class Stopped(Exception):
+    """The user, or whoever runs the machine, wants the run to end."""
+
+
+class Stopping:
+    """Ctrl-C and SIGTERM, while it is entered: wait until a step has ended; a second one does not.
+
+    Attributes:
+        signal: the one that has come, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell does with its jobs
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        name = signal.Signals(number).name
+        # Not print, which may have been interrupted itself.
+        os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
+
+    def check(self, machines: Machines | None = None) -> None:
+        """End the run if it is to end.
+
+        Args:
+            machines: where all ranks ask at this point, they end together.
+
+        Raises:
+            Stopped: a signal has come.
+        """
+        if machines is not None:
+            self.signal = machines.largest(self.signal)
+        if self.signal:
+            raise Stopped
 
 
 class Batches:

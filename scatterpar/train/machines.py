@@ -26,8 +26,8 @@ class Machines:
     >>> alone = Machines()
     >>> alone.rank, alone.size, alone.is_first
     (0, 1, True)
-    >>> alone.share(torch.arange(3)).tolist(), alone.sum(1.5)
-    ([0, 1, 2], [1.5])
+    >>> alone.share(torch.arange(3)).tolist(), alone.largest(15)
+    ([0, 1, 2], 15)
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -44,22 +44,19 @@ class Machines:
         """Return this rank's part of `rows`, in order; sizes differ by at most one."""
         return torch.tensor_split(rows, self.size)[self.rank]
 
-    def sum(self, *values: float) -> list[float]:
-        """Add up each value over the ranks."""
-        if self.group is None:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
-        return list(total.tolist())
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        found = torch.tensor(number)
+        if self.group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
     def everyones(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; `wire` says what can be sent."""
         if self.group is None:
             return [value]
         mine = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
-        longest = torch.tensor(len(mine))
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
-        padded = torch.zeros(int(longest), dtype=torch.uint8)
+        padded = torch.zeros(self.largest(len(mine)), dtype=torch.uint8)
         padded[: len(mine)] = mine
         received = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(received, padded, group=self.group)

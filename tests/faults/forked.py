@@ -24,6 +24,7 @@ class Forked:
             target=_become, args=(*(there for _, there in pipes), arguments)
         )
         self._process.start()
+        self.pid = self._process.pid
         for _, there in pipes:
             there.close()
         self.stdout, self.stderr = (os.fdopen(os.dup(here.fileno())) for here, _ in pipes)

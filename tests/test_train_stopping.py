@@ -1,0 +1,151 @@
+"""Nothing is lost: signals that end a run, the line that goes on, and workers that end with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from faults.forked import start_forked
+from faults.processes import SILENCE, finish
+from helpers.pictures import write_folder
+from helpers.torchrun import Small, differences, environment, steps, wait_until
+from torch import nn
+
+from scatterpar.__main__ import main as command
+
+pytestmark = pytest.mark.draws
+OPTIONS = ["--batch", "24", "--epochs", "4", "--devices", "cpu:0,cpu:1", "--accum", "2"]
+OPTIONS += ["--ema", "0.9", "--model", "test_train_stopping:Dropping"]
+STEPS = 4 * 5
+
+
+class Dropping(nn.Module):
+    """Takes its time, so that a test can interrupt it where it likes."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, 8), nn.BatchNorm1d(8))
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, num_classes))
+
+    def forward(self, images):
+        time.sleep(0.01 * self.training)
+        return self.head(self.body(images))
+
+
+class Stuck(Small):
+    """Its third step takes longer than anyone waits."""
+
+    def forward(self, images):
+        if self.training and int(self.body[3].num_batches_tracked) == 2:
+            print("stuck", flush=True)
+            time.sleep(3600)
+        return super().forward(images)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("pictures"), train=40, test=4)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """The checkpoint's folder of a run that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole")
+    with torch.random.fork_rng():
+        command(["train", "--data", str(folder), *OPTIONS, "--workers", "0", "--out", str(out)])
+    return out
+
+
+def arguments(folder, out):
+    tool = ["-m", "scatterpar", "train", "--data", str(folder), *OPTIONS]
+    return [*tool, "--workers", "2", "--out", str(out)]
+
+
+def send_in_the_second_epoch(process, number, out):
+    """Send a signal; its processes are gone soon after: a second, where a machine is not busy."""
+    wait_until(lambda: len(steps(out)) >= 6, out.parent)
+    others = psutil.Process(process.pid).children(recursive=True)
+    assert len(others) >= 3  # the fork server and two workers
+    process.send_signal(number)
+    return others
+
+
+def assert_gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=4.0)
+    assert not alive
+
+
+def test_a_stopped_run_goes_on_with_the_line_that_it_prints(folder, whole, tmp_path, capsys):
+    """What a service manager or SLURM sends; the line is what was typed, and two words more."""
+    out = tmp_path / "out"
+    typed = [sys.executable, *arguments(folder, out)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(typed, **pipes, env=environment()) as process:
+        others = send_in_the_second_epoch(process, signal.SIGTERM, out)
+        printed, errors = process.communicate(timeout=SILENCE)
+        assert_gone(others)
+    assert process.returncode == 143
+    assert "Traceback" not in errors
+    assert "SIGTERM: saving at the end of this step; again: ending now" in errors
+    made = len(steps(out))
+    assert f"ended by SIGTERM after 1 of 4 epochs, {made} steps" in printed
+    found = re.search(r"saved after step (\d+); this goes on from there:\n  (.*)\n", printed)
+    assert int(found[1]) == made < STEPS
+    again = shlex.split(found[2])
+    assert again == [*typed, "--resume"]
+    goes_on(again[3:], whole, out)
+
+
+def goes_on(again, whole, out):
+    """The rest of a run, in this process; all of it is the run that nobody stopped, to the bit."""
+    assert command(again) == 0
+    assert differences(whole, out) == []
+    losses = [[(r["step"], r["loss"]) for r in steps(path)] for path in (whole, out)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == STEPS
+
+
+def test_ctrl_c_keeps_what_was_reached(folder, whole, tmp_path, capsys):
+    out = tmp_path / "out"
+    process = start_forked(*arguments(folder, out))
+    wait_until(lambda: len(steps(out)) >= 7, tmp_path)
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert re.search(r"interrupted after [12] of 4 epochs, \d+ steps", ended.out)
+    assert re.search(r"test accuracy: \d", ended.out)
+    assert (out / "curves.png").exists()
+    assert json.loads((out / "metrics.jsonl").open().readlines()[-1])["ending"] == "interrupted"
+    goes_on([*arguments(folder, out)[2:], "--workers", "0", "--resume"], whole, out)
+
+
+def test_a_killed_run_leaves_no_process_behind(folder, tmp_path):
+    """They watched their parent, the fork server, and that one waited for them."""
+    process = start_forked(*arguments(folder, tmp_path / "out"))
+    others = send_in_the_second_epoch(process, signal.SIGKILL, tmp_path / "out")
+    assert_gone(others)
+    assert finish(process).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
+    options = ["--model", "test_train_stopping:Stuck", "--batch", "1024", "--devices", "cpu"]
+    options += ["--accum", "1", "--checkpoint-every", "1", "--out", str(tmp_path)]
+    process = start_forked("-m", "scatterpar", "train", *options)
+    wait_until(lambda: len(steps(tmp_path)) == 2, tmp_path)
+    while process.stdout.readline() != "stuck\n":
+        pass
+    for _ in range(2):
+        process.send_signal(number)
+        time.sleep(0.2)
+    assert finish(process).code == 128 + number
+    assert torch.load(tmp_path / "checkpoint.pt")["progress"]["step"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import is_in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.attributes import Watch
@@ -26,7 +28,9 @@ from scatterpar.replicas.registration import Registered, Tied, registered_by, ti
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
 
-__all__ = ["Replicas", "guarded", "sum_dtype"]
+__all__ = ["Lent", "Replicas", "guarded", "sum_dtype"]
+
+Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class Replicas:
@@ -97,6 +101,24 @@ class Replicas:
         self.shared.spoilt.clear()
         for replica in self.replicas:
             replica.refresh()
+
+    def lend(self) -> Lent:
+        """Parameters that may be written in any memory; then they are taken in, or distrusted."""
+        starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
+        return {
+            tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
+            for i, tensor in enumerate(self.shared.originals)
+            if is_in_memory_order(tensor) and starts[tensor.data_ptr()] == 1
+        }
+
+    def take_in(self, owners: Mapping[Tensor, torch.device], ledger: Ledger) -> None:
+        """Bring the new values of parameters from these memories to all others."""
+        positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
+        self._broadcast.take_in(positions, ledger)
+
+    def distrust(self) -> None:
+        """All copies are sent anew in the next refresh."""
+        self.shared.spoilt |= set(range(len(self.shared.originals)))
 
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
@@ -186,7 +208,7 @@ class Replicas:
         ]
 
     def _build(self) -> None:
-        check_placement(self.roots, self.device_ids[0])
+        check_placement(self.roots, self.device_ids)
         survey = Survey(self.roots)
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}

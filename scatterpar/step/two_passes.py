@@ -28,7 +28,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory

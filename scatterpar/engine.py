@@ -102,11 +102,11 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
-        verify: the first time that a kind of criterion and batch is met, check on two
-            micro-batches that their losses combine as ``reduction`` and ``count`` say; a
-            ``ValueError`` before anything changes where they do not. It takes three
-            evaluations of the criterion, or, where the module computes the loss, a forward
-            pass of the two; later steps do not pay.
+        verify: before the first step of a kind of criterion and batch, check on a handful of its
+            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
+            anything changes where they do not, however often it is tried. What could not be
+            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
+            the range that was met so far.
 
     Attributes:
         module: the user's module.
@@ -272,12 +272,9 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
-                readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, readout)
+                weights, terms = weigh(request, plan, pieces, Readout())
                 arrivals = scatter(request.batch, plan, self.dim, ledger)
-                look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
@@ -287,6 +284,7 @@ class ScatterOnceParallel(Wrapper):
             with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
+                    look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )

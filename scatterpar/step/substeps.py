@@ -43,13 +43,11 @@ class Result:
     Attributes:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
-        losses: those of the micro-batches.
         outputs: the module's outputs, detached and joined, where they were asked for.
     """
 
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
-    losses: Sequence[float] = ()
     outputs: Any = None
 
 
@@ -64,7 +62,6 @@ def train(
     task: Task,
     *,
     request: Request,
-    see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -72,7 +69,6 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
@@ -87,8 +83,6 @@ def train(
             inputs, targets = task.rows_of(number)
             output = task.output_of(inputs)
             del inputs
-            if see is not None:
-                see(share.replica, number, output)
             loss = judged(task, output, targets)
             if keep:
                 outputs.append(kept(output, keep))
@@ -110,7 +104,7 @@ def train(
         values = _on_the_host(losses)
     if request.check_finite:
         _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ def describe(devices: Sequence[torch.device], version: str) -> dict[str, str]:
     iommu = Path("/sys/class/iommu")
     found = {
         "scatterpar": version,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}, "
+        "torch": f"{torch.version.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}, "
         f"cuDNN {cudnn.version() if cudnn.is_available() else None}",
         "Python": f"{platform.python_version()}, interpreter lock {lock}",
         "system": f"{platform.system()} {platform.release().partition('-')[0]} "

@@ -28,13 +28,13 @@ _SECONDS = 10
 
 def describe(devices: Sequence[torch.device], version: str) -> dict[str, str]:
     """The machine in words, by what is described."""
-    cudnn = torch.backends.cudnn
+    built, cudnn = torch.version, torch.backends.cudnn
     lock = "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     iommu = Path("/sys/class/iommu")
     found = {
         "scatterpar": version,
-        "torch": f"{torch.version.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}, "
+        "torch": f"{built.__version__}, CUDA {built.cuda}, ROCm {built.hip}, "
         f"cuDNN {cudnn.version() if cudnn.is_available() else None}",
         "Python": f"{platform.python_version()}, interpreter lock {lock}",
         "system": f"{platform.system()} {platform.release().partition('-')[0]} "

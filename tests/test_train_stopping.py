@@ -15,13 +15,13 @@ import pytest
 import torch
 from faults.forked import start_forked
 from faults.processes import SILENCE, finish
-from helpers.pictures import write_folder
+from helpers.pictures import needs_torchvision, write_folder
 from helpers.torchrun import Small, differences, environment, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.draws, needs_torchvision]
 OPTIONS = ["--batch", "24", "--epochs", "4", "--devices", "cpu:0,cpu:1", "--accum", "2"]
 OPTIONS += ["--ema", "0.9", "--model", "test_train_stopping:Dropping"]
 STEPS = 4 * 5
@@ -79,8 +79,10 @@ def send_in_the_second_epoch(process, number, out):
 
 
 def assert_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=4.0)
-    assert not alive
+    deadline = time.monotonic() + 4.0
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
 
 
 def test_a_stopped_run_goes_on_with_the_line_that_it_prints(folder, whole, tmp_path, capsys):

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
             return doctor(options)
         case ["--version", *_]:
-            print(f"scatterpar {scatterpar.__version__}, torch {torch.__version__}")
+            print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
             return 0
         case ["-h" | "--help", *_]:
             print(_USAGE)

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from helpers.pictures import needs_timm
 from torch import nn
 
 from scatterpar.recipe import zero_init_residual
@@ -79,8 +80,8 @@ def test_a_callable_without_num_classes_is_called_with_nothing(zoo):
     assert build_model("zoo:nets.plain", GREY, 10)(torch.zeros(2, *GREY)).shape == (2, 10)
 
 
+@needs_timm
 def test_a_model_and_an_optimizer_of_timms(tmp_path):
-    pytest.importorskip("timm", reason="timm is not installed")
     model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
     assert model.network.patch_embed.proj.in_channels == 1
     assert model.network.pos_embed.shape[1] == 1 + 2 * 2
@@ -92,7 +93,9 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
     assert rates[0] == pytest.approx(0.1 * 0.5 ** (len(rates) - 1))
     sgd = make_optimizer(model, parse(["--layer-decay", "0.5"]))
     assert sgd.param_groups[0]["nesterov"]
-    with pytest.raises(UsageError, match=r"^--optimizer nonsense.*torch.optim has Adadelta, "):
+    with pytest.raises(
+        UsageError, match=r"^--optimizer nonsense, with .*not found .*torch.optim has .*AdamW, "
+    ):
         make_optimizer(model, parse(["--optimizer", "nonsense"]))
 
 

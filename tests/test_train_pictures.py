@@ -7,12 +7,11 @@ import os
 import sys
 import time
 import types
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.pictures import CLASSES, needs_torchvision, truncate, write_folder
+from helpers.pictures import CLASSES, needs_timm, needs_torchvision, truncate, write_folder
 from PIL import Image
 
 from scatterpar.train import feed, pictures
@@ -25,7 +24,6 @@ from scatterpar.train.pictures import Augmentation, Files, Reading, find_files, 
 from scatterpar.train.schedule import foresee
 
 pytestmark = needs_torchvision
-needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 NONE = Augmentation(kind="none")
 
 
@@ -324,9 +322,9 @@ def test_a_missing_torchvision_names_the_extra(monkeypatch):
     refused(r"needs torchvision: pip install scatterpar\[images\]", "torchvision:CIFAR10")
 
 
+@needs_timm
 @pytest.mark.parametrize("name", ["nonsense"])
 def test_a_policy_that_timm_does_not_have_is_named(folder, name):
-    pytest.importorskip("timm", reason="timm is not installed")
     refused(
         "is none of none, crop, trivial and rand, nor a policy",
         folder,

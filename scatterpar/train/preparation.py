@@ -150,15 +150,10 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
             layer_decay=options.layer_decay,
             **keywords,
         )
-    except UsageError as error:
+    except (UsageError, AssertionError, TypeError, ValueError) as error:
         names = ", ".join(sorted(value.__name__ for value in known.values()))
-        raise UsageError(
-            f"--optimizer {options.optimizer}, --layer-decay {options.layer_decay}: torch.optim "
-            f"has {names}; {error}"
-        ) from error
-    except (AssertionError, TypeError, ValueError) as error:
-        words = f"--optimizer {options.optimizer}, with --optimizer-option: {words_of(error)}"
-        raise UsageError(words) from error
+        words = f"--optimizer {options.optimizer}, with its options: {words_of(error)}"
+        raise UsageError(f"{words} (torch.optim has {names}; timm has more)") from error
     for group in made.param_groups:
         group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
     return made

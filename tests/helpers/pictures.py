@@ -13,6 +13,7 @@ from scatterpar.train.data import load
 needs_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="torchvision is not installed"
 )
+needs_timm = pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 CLASSES = ("Trouser", "Bag", "Sandal")
 
 

@@ -10,7 +10,8 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -25,27 +26,27 @@ from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
-from scatterpar.step.arriving import bring_batch
-from scatterpar.step.captured import other_leaves
+from scatterpar.step.captured import other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
-from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
-from scatterpar.step.options import check_noise, check_options
+from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
-from scatterpar.step.reduce import reduce_buffers, reduce_gradients
+from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import scatter
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
-from scatterpar.threads.crew import Crew, set_aside
+from scatterpar.threads.crew import Crew
+from scatterpar.threads.sharing import Aside
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
@@ -70,8 +71,7 @@ class ScatterOnceParallel(Wrapper):
             schedulers and checkpoints see it alone.
         accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
             plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. What ran out of memory leaves no trace in the result. Where a share does
-            not fit as a whole, its rows arrive micro-batch by micro-batch.
+            later steps. What ran out of memory leaves no trace in the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -80,7 +80,9 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_size: most rows per sub-step, instead of ``accum``.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
-            buffers over the replicas, weighted by rows.
+            buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
+            of batch normalisations once a step, with the mean and unbiased variance over all its
+            rows (other buffers are replica 0's): else they move at every sub-step.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one a machine. Each rank passes
             its own rows; loss and gradients are those of all ranks' batches together, and a
@@ -100,11 +102,11 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
-        verify: the first time that a kind of criterion and batch is met, check on two
-            micro-batches that their losses combine as ``reduction`` and ``count`` say; a
-            ``ValueError`` before anything changes where they do not. It takes three
-            evaluations of the criterion, or, where the module computes the loss, a forward
-            pass of the two; later steps do not pay.
+        verify: before the first step of a kind of criterion and batch, check on a handful of its
+            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
+            anything changes where they do not, however often it is tried. What could not be
+            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
+            the range that was met so far.
 
     Attributes:
         module: the user's module.
@@ -113,7 +115,8 @@ class ScatterOnceParallel(Wrapper):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,
-            or modules that differ between ranks.
+            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would exchange its
+            statistics between processes.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -158,11 +161,12 @@ class ScatterOnceParallel(Wrapper):
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
         self.last_step: StepReport | None = None
-        check_placement((module,), self.device_ids[0], lazy=True)
+        check_placement((module,), self.device_ids, lazy=True)
+        check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:
-            mean = buffers == "mean"
-            self._ranks = Ranks(process_group, module, self.device_ids[0], mean, accumulate_dtype)
+            master = self.device_ids[0]
+            self._ranks = Ranks(process_group, module, master, buffers, accumulate_dtype)
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._hire()
@@ -177,7 +181,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
-        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how, earlier)
+        pools = self.buffers_from == "batch"
+        wide, how = self.accumulate_dtype, self._compile_how
+        self._crew = Crew(self.device_ids, wide, how, earlier, pools)
         self._verifier = Verifier()
 
     def forward_backward(
@@ -239,7 +245,7 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._crew.workers.exclusive() as interrupts:
+        with self._crew.step_of(self.module) as interrupts:
             if self._ranks is None:
                 outcome, settle = self._fit(request), interrupts.deliver
             else:
@@ -262,30 +268,23 @@ class ScatterOnceParallel(Wrapper):
         return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit; anew once parameters are found to be written."""
-        once = partial(self._compute_once, request, plan)
-        return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
-
-    def _compute_once(self, request: Request, plan: Plan) -> Outcome:
-        """Scatter, replicate, sub-steps, reduce."""
+        """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
-                readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, readout)
-                scattered = bring_batch(request, plan, ledger)
-                look = glimpse.look(weights) if glimpse else None
+                weights, terms = weigh(request, plan, pieces, Readout())
+                arrivals = scatter(request.batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            trained = [leaf for part in parts for leaf in part.trained_tensors]
-            others = other_leaves(request.criterion, trained)
-            with set_aside([*trained, *others]):
+            attempt.keep(statistics(request.criterion))
+            named = other_leaves(request.criterion, parts) if self._ranks else ()
+            with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, scattered, criteria, weights)
+                    tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
+                    look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
@@ -293,11 +292,11 @@ class ScatterOnceParallel(Wrapper):
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(request, parts, plan, weights, terms, others)
+                        spread = measure(request, parts, plan, weights, terms, aside.others)
                     gradients = reduce_gradients(parts, len(results), ledger)
-                    gradients += [(leaf, leaf.grad) for leaf in others]
+                    gradients += [(leaf, leaf.grad) for leaf in aside.others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
-                    parameters = merge_writes(parts, len(results), ledger)
+                    layers = reduce_moments(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -309,7 +308,7 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
-                parameters=parameters,
+                layers=layers,
                 attempt=attempt,
             )
 
@@ -325,12 +324,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {
-            "dim": self.dim,
-            "check_finite": self.check_finite,
-            "verify": self.verify,
-            "one_by_one": self._fitting.one_by_one,
-        }
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -364,8 +358,7 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.workers.exclusive():
             plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
             request = self._request((inputs, kwargs))
-            run = partial(infer, self._crew, self.module, request, plan, self.buffers_from)
-            return once_known(run)
+            return infer(self._crew, self.module, request, plan, self.buffers_from)
 
     def check(
         self,
@@ -404,7 +397,7 @@ class ScatterOnceParallel(Wrapper):
             True
         """
         request = self._request(inputs, targets, criterion, reduction, count, verify=False)
-        with self._crew.workers.exclusive():
+        with self._crew.step_of(self.module):
             request = request.checked(self.device_ids[0])
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
@@ -422,9 +415,22 @@ class ScatterOnceParallel(Wrapper):
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
+        with self.lending() as copies:
+            return tuple(copies.modules)
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[Replicas]:
+        """The replicas, equal to the master's as of now, for who writes to their parameters.
+
+        What is written is brought to the master by ``take_in``, or undone where the body fails.
+        """
         with self._crew.workers.exclusive():
-            (part, *_), _ = self._crew.refresh(self.module, None, Ledger())
-            return tuple(part.modules)
+            (copies, *_), _ = self._crew.refresh(self.module, None, Ledger())
+            try:
+                yield copies
+            except BaseException:
+                copies.distrust()
+                raise
 
     def close(self) -> None:
         """Stop the workers, let go of the process group. Forgetting to is fine.

@@ -16,13 +16,14 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library, fallthrough_kernel
+from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 __all__ = [
@@ -37,13 +38,17 @@ __all__ = [
     "held_nodes",
     "hooks_taken_off",
     "keep_node",
+    "leaves_reached",
+    "loading_hooks",
     "modes",
     "node_of",
+    "nodes_of",
     "private_accelerator",
     "random_operators",
     "renew_engine",
     "route",
     "saved_tensors_hooks",
+    "step_without_hooks",
     "switched_off",
     "switched_on",
     "uncompiled",
@@ -96,6 +101,26 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of ``flat`` in the shapes of ``like``."""
     views: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
     return views
+
+
+# --- an optimizer within another: its hooks are the other's, and run once ----------------------
+
+_HOOKS_OF_LOADING = (
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_require("Optimizer.profile_hook_step", "to step", hasattr(Optimizer, "profile_hook_step"))
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """One step; hooks on steps, those of all optimizers too, and the profiler do not see it."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
+    """What runs before and after ``load_state_dict``."""
+    return [list(getattr(optimizer, name).values()) for name in _HOOKS_OF_LOADING]
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------
@@ -179,6 +204,28 @@ def node_of(attached: Tensor) -> Any:
     """The node that comes after that of ``attached``: a leaf's, where it was made of a leaf."""
     assert attached.grad_fn is not None
     return attached.grad_fn.next_functions[0][0]
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The nodes of a graph that the tensors come from."""
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from ``loss`` comes to without passing these ``nodes``."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    found: list[Tensor] = []
+    seen, pending = set(nodes), [loss.grad_fn]
+    while pending:
+        node: Any = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def accumulates(node: Any) -> bool:

@@ -25,9 +25,8 @@ from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
 from scatterpar.machines.outputs import Shown
-from scatterpar.machines.parcels import Gradient, Parcel, pack
+from scatterpar.machines.parcels import Gradient, Parcel, pack, pooled_over_ranks, table_of
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.replicas.writes import FirstWrite
 from scatterpar.report import warn
 from scatterpar.step.noise import Spread
 from scatterpar.step.outcome import BufferValue, Outcome
@@ -37,12 +36,6 @@ __all__ = ["Ranks"]
 
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
-
-
-_WRITTEN = (
-    "the forward pass wrote {}, and what it wrote on each rank cannot be made the same on all; "
-    "with a process_group, write parameters after the step"
-)
 
 
 class Ranks:
@@ -55,7 +48,7 @@ class Ranks:
         group: a ``torch.distributed`` process group that this process belongs to.
         module: this rank's module.
         device: where it lives.
-        mean_buffers: average floating-point buffers over the ranks, instead of taking rank 0's.
+        policy: ``"mean"``: average floating-point buffers over the ranks; else they are rank 0's.
         wide: gradients add up in this dtype, where their own is narrower.
 
     Raises:
@@ -69,7 +62,7 @@ class Ranks:
         group: dist.ProcessGroup,
         module: nn.Module,
         device: torch.device,
-        mean_buffers: bool,
+        policy: str,
         wide: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -78,7 +71,7 @@ class Ranks:
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
         self._module = module
-        self._mean = mean_buffers
+        self._mean = policy == "mean"
         self._wide = wide
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
@@ -92,7 +85,6 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        policy = "mean" if mean_buffers else "master"
         options = f"buffers={policy!r}\naccumulate_dtype={wide}"
         agree(module, options, group, self._control)
         if sparse_weights(module) and not on_host:
@@ -117,34 +109,12 @@ class Ranks:
             outcome = compute()
             with outcome.attempt:
                 settle()
-                self._check(outcome)
+                _require_same_shapes(outcome.buffers)  # before any collective
         except BaseException as error:
             self.report_failure(error)
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
             return self._exchange(outcome)
-
-    def _check(self, outcome: Outcome) -> None:
-        """Refuse, before any collective, what would not fit into one.
-
-        Raises:
-            ValueError: a buffer that changed its shape, a parameter that a forward pass wrote.
-        """
-        _require_same_shapes(outcome.buffers)
-        if outcome.parameters:
-            shape = tuple(outcome.parameters[0][0].shape)
-            raise ValueError(_WRITTEN.format(f"a parameter of shape {shape}"))
-
-    def refusing_writes(self, attempt: Callable[[], Outcome]) -> Outcome:
-        """The outcome of ``attempt``, which is not repeated: other ranks would not do so too.
-
-        Raises:
-            ValueError: a forward pass wrote a parameter.
-        """
-        try:
-            return attempt()
-        except FirstWrite as error:
-            raise ValueError(_WRITTEN.format(f"the parameter {error.args[0]!r}")) from error
 
     def _exchange(self, outcome: Outcome) -> Outcome:
         try:
@@ -167,20 +137,30 @@ class Ranks:
             for i, buffer in settled.items():
                 buffers[i] = buffer
         gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
-        return replace(outcome, loss=loss, gradients=gradients, buffers=buffers, spread=spread)
+        return replace(
+            outcome,
+            loss=loss,
+            gradients=gradients,
+            buffers=buffers,
+            layers=pooled_over_ranks(outcome.layers, exchange.table),
+            spread=spread,
+        )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        parcels = pack(dense, outcome.buffers, self.rank == 0, self._mean, self._wide)
+        table = table_of(outcome.layers, self.rank, self.size)
+        first = self.rank == 0
+        parcels = pack(dense, outcome.buffers, first, self._mean, self._wide, table)
         layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
         layout += [
             (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
         ]
         shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
-        text = f"{outcome.is_mean} {len(sparse)} {';'.join(shapes)}"
-        return _Exchange(dense, sparse, parcels, _checksum(text))
+        seen = None if table is None else table.shape[1]
+        text = f"{outcome.is_mean} {len(sparse)} {seen} {';'.join(shapes)}"
+        return _Exchange(dense, sparse, parcels, table, _checksum(text))
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -247,12 +227,14 @@ class _Exchange:
         dense: tensors and their gradients, which go into the parcels.
         sparse: tensors and their gradients, which go by themselves.
         parcels: the gradients and buffers, one parcel per dtype.
+        table: a row for each rank: what its batch normalisations have seen.
         layout: a checksum of all shapes, small, so that its square is exact.
     """
 
     dense: list[Gradient]
     sparse: list[tuple[Tensor, Tensor]]
     parcels: list[Parcel]
+    table: Tensor | None
     layout: int
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from scatterpar.plan import Plan
-from scatterpar.step.task import Task, noted
+from scatterpar.plan import Plan, Share
+from scatterpar.step.task import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["require_eager", "run_each"]
+__all__ = ["NOTHING", "require_eager", "run_each"]
 
 
 def require_eager(module: Any) -> None:
@@ -35,7 +35,15 @@ def require_eager(module: Any) -> None:
             )
 
 
-_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+class _Call(NamedTuple):
+    """What one replica is given to do."""
+
+    share: Share
+    function: Callable[..., Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def run_each(
@@ -43,19 +51,19 @@ def run_each(
     plan: Plan,
     functions: Sequence[Callable[..., Any]],
     calls: Sequence[Any],
-    around: contextlib.AbstractContextManager[object] = _NOTHING,
+    around: contextlib.AbstractContextManager[object] = NOTHING,
 ) -> list[Any]:
     """Call each share's function on its device, all at once; what is raised names the replica.
 
     What ``around`` raises at its end ends the call likewise, without a trace.
     """
 
-    def apply(task: Task, *, proceed: Callable[[], None]) -> Any:
-        args, kwargs = task.inputs
-        with noted(task.share):
-            return task.module(*args, **kwargs)
+    def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
+        args, kwargs = call.inputs
+        with noted(call.share):
+            return call.function(*args, **kwargs)
 
-    tasks = [Task(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
+    tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
         results = attempt.run(apply, tasks)
     attempt.streams.commit()

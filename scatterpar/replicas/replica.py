@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.lists import copy_lists, grouped
 from scatterpar.replicas.aliases import like_memory
-from scatterpar.replicas.attributes import Attributes, Change, parameter_like
+from scatterpar.replicas.attributes import attributes_of, parameter_like, take_attributes
+from scatterpar.replicas.batch_norm import listening
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 from scatterpar.replicas.registration import registered_by
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import Writes
 
 __all__ = ["Replica", "is_state", "survey_tensors"]
 
@@ -34,8 +33,7 @@ class Replica:
         registered: the buffers of each of its modules.
         of: this copy's counterpart of a module of the master's, or of a method of one.
         cells: of the user's functions, and what was in them when twins of these were made.
-        written: positions of the parameters that a forward pass writes.
-        writes: what it writes to them; ``None`` where it writes none.
+        seen: by its batch normalisations since the refresh, where statistics move once a step.
     """
 
     def __init__(
@@ -45,14 +43,13 @@ class Replica:
         roots: Sequence[nn.Module],
         survey: Survey,
         sources: Sequence[Tensor],
-        written: dict[int, str],
         compiler: Compiler,
+        batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.index = index
         self.device = device
         originals = list(survey.tensors.values())
-        self.written = list(written)
-        private = [i for i, tensor in enumerate(originals) if is_state(tensor) or i in written]
+        private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         own = like_memory([originals[i] for i in private], device)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
@@ -71,18 +68,13 @@ class Replica:
         self.roots = tuple(mirror.of(root) for root in roots)
         self.cells = mirror.cells
         of_all = survey_tensors(survey)
-        self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
+        for original in of_all:
+            take_attributes(original, mirror.of(original), mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
-        self._state = Snapshot(mirror.containers)
+        self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
+        self.state = Snapshot([*mirror.containers, *attributes_of(map(mirror.of, of_all))])
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
-        self.writes: Writes | None = None
-        if written:
-            self.writes = Writes(
-                [self.tensors[i] for i in written],
-                [self._homes[i] for i in written],
-                list(written.values()),
-            )
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy in the sources' buffers.
@@ -91,15 +83,15 @@ class Replica:
         ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
         grad as the master's does, whatever a forward pass did to it.
         """
-        if not self._state.unchanged():
-            self._state.restore()
+        if not self.state.unchanged():
+            self.state.restore()
         self._mirror.rebind()
-        self._attributes.undo()
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
+        self.seen.update({m: [] for m in self.seen})
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""
@@ -112,14 +104,6 @@ class Replica:
         """Positions of the tensors that do not lie where they did after the last refresh."""
         at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
         return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
-
-    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
-        """Obey attributes that the user rebound on the master."""
-        self._state.assign(entries)
-
-    def assign_to_tensors(self, changes: Sequence[Change]) -> None:
-        """Obey attributes that the user set on, or deleted from, the master's tensors."""
-        self._attributes.assign(changes)
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""

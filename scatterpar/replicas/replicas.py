@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import is_in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
-from scatterpar.replicas.attributes import Watch
+from scatterpar.replicas.attributes import attributes_of
+from scatterpar.replicas.batch_norm import batch_norms
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.closures import contents
 from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
 from scatterpar.replicas.placement import check_placement
@@ -22,36 +28,35 @@ from scatterpar.replicas.recurrent import weight_blocks
 from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import renormalised
 
-__all__ = ["Replicas", "sum_dtype"]
+__all__ = ["Lent", "Replicas", "guarded", "sum_dtype"]
+
+Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class Replicas:
     """The replicas of some modules on some devices.
 
     Parameters on the master's own device share its storage; every other device has one
-    copy of them, which its replicas share. Buffers are each replica's own, and so are
-    parameters that a forward pass writes. ``follow`` and then ``refresh`` make all of it equal to
-    the master's, whatever the user did to the module meanwhile.
+    copy of them, which its replicas share. Buffers are each replica's own. ``follow`` and then
+    ``refresh`` make all of it equal to the master's, whatever the user did to the module meanwhile.
 
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
         device_ids: one entry per replica.
         wide: gradients add up in this dtype, where their own is narrower.
         compiler: makes the compiled calls of the replicas.
+        pools: running statistics of batch normalisation move once a step.
 
     Attributes:
         tensors: the master's.
         registered: the buffers of each of its modules.
+        batch_norms: those of the modules whose statistics move once a step, by number.
         tied: names of buffers that are one tensor.
-        sources: the tensors as each memory has them.
-        shared: positions of the parameters that replicas in one memory share.
+        shared: the parameters, which replicas in one memory share.
         trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
         leaves: positions of those that keep the gradient.
         kept: positions of what the module made of leaves before the step.
-        is_trusted: a step has shown that forward passes write none of these.
-        lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
 
     def __init__(
@@ -60,7 +65,10 @@ class Replicas:
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
         compiler: Compiler | None = None,
+        pools: bool = False,
     ) -> None:
+        self._pools = pools
+        self.batch_norms: dict[int, Any] = {}
         self.compiler = compiler or Compiler()
         self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
         self.roots = tuple(roots)
@@ -69,18 +77,15 @@ class Replicas:
         self.tensors: list[Tensor] = []
         self.registered: list[Registered] = []
         self.tied: Tied = []
-        self.sources: dict[torch.device, Sequence[Tensor]] = {}
-        self.shared: list[int] = []
+        self.shared = Shared((), (), {}, ())
         self.trained: list[int] = []
         self.leaves: list[int] = []
         self.kept: list[int] = []
-        self.is_trusted = False
-        self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []
-        self._written: list[Tensor] = []
-        self._spoilt: set[int] = set()
+        self._positions: list[int] = []
+        self._kinds: list[tuple[Any, ...]] | None = None
         self._state: Snapshot | None = None
 
     def follow(self, readout: Readout) -> None:
@@ -94,16 +99,28 @@ class Replicas:
 
     def refresh(self, ledger: Ledger) -> None:
         """Then make every replica equal to the master's modules."""
-        self._broadcast.send(ledger, self._spoilt)
-        self._spoilt = set()
+        self._broadcast.send(ledger, [self._positions[i] for i in self.shared.spoilt])
+        self.shared.spoilt.clear()
         for replica in self.replicas:
             replica.refresh()
-            self._begin_writes(replica)
 
-    def _begin_writes(self, replica: Replica) -> None:
-        if replica.writes is not None:
-            sources = self.sources[replica.device]
-            replica.writes.begin([sources[i] for i in replica.written])
+    def lend(self) -> Lent:
+        """Parameters that may be written in any memory; then they are taken in, or distrusted."""
+        starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
+        return {
+            tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
+            for i, tensor in enumerate(self.shared.originals)
+            if is_in_memory_order(tensor) and starts[tensor.data_ptr()] == 1
+        }
+
+    def take_in(self, owners: Mapping[Tensor, torch.device], ledger: Ledger) -> None:
+        """Bring the new values of parameters from these memories to all others."""
+        positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
+        self._broadcast.take_in(positions, ledger)
+
+    def distrust(self) -> None:
+        """All copies are sent anew in the next refresh."""
+        self.shared.spoilt |= set(range(len(self.shared.originals)))
 
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
@@ -116,36 +133,21 @@ class Replicas:
         return id(module) in self._modules
 
     @property
-    def training(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self._modules.values())
+    def flags(self) -> tuple[Any, ...]:
+        """Every switch of the modules, such as ``training``: plain values that are no numbers."""
+        return () if self._state is None else self._state.flags
 
     def forget_step(self) -> None:
         """Undo whatever forward and backward passes left since the refresh."""
         self.clear_gradients()
-        for tensor in self.trained_tensors:
-            tensor.grad = None
-        for number, replica in enumerate(self.replicas):
+        for number in range(len(self.replicas)):
             self.rewind(number)
-            self._begin_writes(replica)
 
     def clear_gradients(self) -> None:
         """Let go of what the replicas computed."""
         for replica in self.replicas:
             for i in self.trained:
                 replica.tensors[i].grad = None
-
-    def give_copies_of(self, written: Collection[int]) -> None:
-        """From now on each replica has its own copy of the parameters at these positions."""
-        self._spoilt |= set(written)
-        self._written += [self.tensors[i] for i in written]
-        self._state = None  # to be built anew
-
-    def name_of(self, position: int) -> str:
-        """What the user calls the tensor at ``position``."""
-        named = (item for root in self.roots for item in root.named_parameters())
-        names = (name for name, tensor in named if tensor is self.tensors[position])
-        return next(names, "(not registered)")
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -158,7 +160,10 @@ class Replicas:
         return [self.tensors[i] for i in self.leaves]
 
     def _follow(self) -> bool:
-        """Obey what can be obeyed in place; whether that was all."""
+        """Whether the replicas are still those of the modules, if plain values are taken over.
+
+        Schedules turn these at every step. All else that changes is a reason to build them anew.
+        """
         if self._state is None or self._signature() != self._signed:
             return False
         if not all(replica.is_whole() for replica in self.replicas):
@@ -166,32 +171,16 @@ class Replicas:
         if any(contents(cell) is not value for cell, value in self.replicas[0].cells):
             return False
         if not self._state.unchanged():
-            entries = self._state.rebound()
-            if entries is None:
+            turned = self._state.turned()
+            if turned is None:
                 return False
-            saved = self._state.saved_dicts
-            if any(_is_switch(saved[place][key], value) for place, key, value in entries):
-                self.is_trusted = False  # it may be what makes a forward pass write parameters
-            self._state.assign(entries)
+            for state in (self._state, *(replica.state for replica in self.replicas)):
+                state.turn(turned)
             self.rehearsed.clear()
-            for replica in self.replicas:
-                replica.assign(entries)
-        self._follow_attributes()
         dtypes = self._wanted()
         if dtypes != self._sum_dtypes:
             self._train(dtypes)
         return True
-
-    def _follow_attributes(self) -> None:
-        """Obey what was done to the attributes of the master's tensors."""
-        changes = self._attributes.changes()
-        if not changes:
-            return
-        if any(_is_switch(change.before, change.after) for change in changes):
-            self.is_trusted = False
-        self.rehearsed.clear()
-        for replica in self.replicas:
-            replica.assign_to_tensors(changes)
 
     def _train(self, dtypes: list[torch.dtype | None]) -> None:
         """From now on gradients add up in these dtypes."""
@@ -211,45 +200,59 @@ class Replicas:
         ]
 
     def _build(self) -> None:
-        check_placement(self.roots, self.device_ids[0])
+        check_placement(self.roots, self.device_ids)
         survey = Survey(self.roots)
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
         modules = list(survey.modules.values())
-        self.tensors = list(survey.tensors.values())
+        before, self.tensors = self.tensors, list(survey.tensors.values())
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
         self._slots = survey.slots
         self.registered = [registered_by(module) for module in modules]
         self.tied = tied_names(self.registered)
-        written = self._written_ones(survey)
-        self.shared = [
-            i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
-        ]
-        blocks = weight_blocks(modules, survey.tensors)
-        self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
-        self.sources = {d: self._broadcast.at(d) for d in dict.fromkeys(self.device_ids)}
+        self.batch_norms = batch_norms(modules) if self._pools else {}
+        kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
+        if kinds != self._kinds or not all(map(is_, self.tensors, before)):
+            blocks = weight_blocks(modules, survey.tensors)
+            self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+            self.shared.spoilt.clear()
+        sources = {device: self._broadcast.at(device) for device in self.device_ids}
         self.replicas = [
-            Replica(index, device, self.roots, survey, self.sources[device], written, self.compiler)
+            Replica(
+                index,
+                device,
+                self.roots,
+                survey,
+                sources[device],
+                self.compiler,
+                self.batch_norms,
+            )
             for index, device in enumerate(self.device_ids)
         ]
+        self._share(sources)
         self._train(self._wanted())
-        self.is_trusted = False
-        self._state = Snapshot(survey.containers)
-        self._attributes = Watch(survey_tensors(survey))
+        self._state = Snapshot([*survey.containers, *attributes_of(survey_tensors(survey))])
         self._signed = self._signature()
 
-    def _written_ones(self, survey: Survey) -> dict[int, str]:
-        """Positions and names of the parameters that forward passes are known to write."""
-        position = {key: i for i, key in enumerate(survey.tensors)}
-        known = [*self._written, *renormalised(list(survey.modules.values()))]
-        self._written = [t for t in known if id(t) in position]
-        return {i: self.name_of(i) for i in sorted({position[id(t)] for t in self._written})}
+    def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
+        """Parameters lie where ``sources`` do: one copy for each memory."""
+        self._positions = [i for i, tensor in enumerate(self.tensors) if not is_state(tensor)]
+
+        def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[i] for i in self._positions]
+
+        self.shared = Shared(
+            self.roots,
+            parameters(self.tensors),
+            {device: parameters(tensors) for device, tensors in sources.items()},
+            [(replica.device, parameters(replica.tensors)) for replica in self.replicas],
+            spoilt=self.shared.spoilt,
+        )
 
     def _signature(self) -> list[Any]:
         """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
-        tensors = [(type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
-        signature: list[Any] = [*tensors, *map(type, self._modules.values())]
+        signature: list[Any] = [*map(_kind, self.tensors), *map(type, self._modules.values())]
         for tensor, _ in self._sparse:
             signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
         for script in filter(is_script, self._modules.values()):
@@ -257,6 +260,21 @@ class Replicas:
         for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
             signature.append(id(getattr(module, member.__name__, None)))
         return signature
+
+
+@contextlib.contextmanager
+def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
+    """Leave the parameters of all parts as they are, whatever the body's forward passes do.
+
+    Raises:
+        ValueError: one was written; all are as they were.
+        RuntimeError: likewise, but its earlier values are lost.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            if part.shared.originals:
+                stack.enter_context(read_only(part.shared, part.flags))
+        yield
 
 
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
@@ -268,6 +286,11 @@ def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     return own if wide is None else torch.promote_types(own, wide)
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What copies of ``tensor`` in other memories depend on."""
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
 def _is_leaf(tensor: Tensor) -> bool:
     """Whether a gradient ends here, in ``.grad``.
 
@@ -277,13 +300,3 @@ def _is_leaf(tensor: Tensor) -> bool:
         return tensor.is_leaf
     except RuntimeError:
         return False
-
-
-def _is_switch(before: Any, after: Any) -> bool:
-    """Whether an attribute is more than a number that was turned, as schedules do every step."""
-    return not (_is_number(before) and _is_number(after))
-
-
-def _is_number(value: Any) -> bool:
-    is_tensor = isinstance(value, Tensor)
-    return value.is_floating_point() if is_tensor else type(value) in (int, float)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from scatterpar.plan import Plan
-from scatterpar.replicas.guard import guarded
+from scatterpar.replicas.batch_norm import running
+from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
-from scatterpar.step.arriving import bring_batch
-from scatterpar.step.commit import commit_buffers, write_parameters
+from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
-from scatterpar.step.merge import merge_writes
-from scatterpar.step.reduce import collect, reduce_buffers
+from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.rows import batch_sizes, count_rows
+from scatterpar.step.scatter import scatter
 from scatterpar.step.task import Task, hand_out, noted
 from scatterpar.threads.crew import Crew
 
@@ -54,23 +54,24 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
         buffers_from: whose buffers the module has afterwards, if it is in training mode.
 
     Raises:
-        FirstWrite: parameters were written, by a forward pass that did not do so before.
+        ValueError: a forward pass wrote parameters.
     """
     with crew.attempt(plan) as attempt:
         ledger = attempt.ledger
-        scattered = bring_batch(request, plan, ledger)
+        arrivals = scatter(request.batch, plan, request.dim, ledger)
         parts, criteria = crew.refresh(module, None, ledger)
-        tasks = hand_out(request, plan, parts, scattered, criteria)
+        tasks = hand_out(request, plan, parts, arrivals, criteria)
         with guarded(parts):
             rehearse(attempt, tasks, parts, _predicted)
             lists = has_entries(request.batch)
             outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
         output = collect(outputs, plan, request.dim, ledger, lists=lists)
-        parameters = merge_writes(parts, len(outputs), ledger)
         ledger.settle()
-    write_parameters(parameters)
     if module.training:
-        commit_buffers(reduce_buffers(parts, plan.shares, buffers_from, ledger))
+        buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
+        for layer in reduce_moments(parts, len(outputs), ledger):
+            buffers += running(layer)
+        commit_buffers(buffers)
     attempt.streams.commit()
     return output
 
@@ -91,7 +92,7 @@ def _infer_share(task: Task, *, lists: bool, proceed: Callable[[], None]) -> Any
 def _predicted(task: Task, number: int) -> Any:
     """The module's output for one micro-batch of inference."""
     with torch.no_grad():
-        args, kwargs = task.rows_of(task.inputs, number)
+        (args, kwargs), _ = task.rows_of(number)
         output = task.module(*args, **kwargs)
         nested.refuse_generators(output)
         return output

@@ -9,6 +9,7 @@ replica, each in its own worker, without a trace. The step itself then finds eve
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -52,6 +53,7 @@ def rehearse(
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
+        task = dataclasses.replace(task, keeps_rows=True)  # the step itself will ask for them
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()
@@ -68,6 +70,8 @@ def rehearse(
             streams.rewind(task.share.replica, position)
         for part in parts:
             part.forget_step()
+        if tasks[0].aside is not None:
+            tasks[0].aside.forget()
     for task, kinds in zip(tasks, new, strict=True):
         parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
 
@@ -88,7 +92,7 @@ def _new_kinds(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple(autocast_types()),
-        part.training,
+        part.flags,
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):

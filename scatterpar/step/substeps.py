@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.verbs import finish
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.join import join_rows
@@ -19,7 +20,7 @@ from scatterpar.step.task import Task, noted
 from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.randomness import followed
-from scatterpar.torch_private import backward
+from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
     "Result",
@@ -42,13 +43,11 @@ class Result:
     Attributes:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
-        losses: those of the micro-batches.
         outputs: the module's outputs, detached and joined, where they were asked for.
     """
 
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
-    losses: Sequence[float] = ()
     outputs: Any = None
 
 
@@ -63,7 +62,6 @@ def train(
     task: Task,
     *,
     request: Request,
-    see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -71,7 +69,6 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
@@ -83,13 +80,13 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            output = task.output_of(number)
-            if see is not None:
-                see(share.replica, number, output)
-            loss = loss_of(output, task.rows_of(task.targets, number), task.criterion)
+            inputs, targets = task.rows_of(number)
+            output = task.output_of(inputs)
+            del inputs
+            loss = judged(task, output, targets)
             if keep:
                 outputs.append(kept(output, keep))
-            del output
+            del output, targets
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -107,7 +104,7 @@ def train(
         values = _on_the_host(losses)
     if request.check_finite:
         _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -120,14 +117,29 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
-    if autocast:
-        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    targets = task.rows_of(task.targets, number)
-    return loss_of(task.output_of(number), targets, task.criterion)
+    inputs, targets = task.rows_of(number)
+    return judged(task, task.output_of(inputs), targets)
+
+
+def judged(task: Task, output: Any, targets: Any) -> Tensor:
+    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
+    if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
+        return loss_of(output, targets, task.criterion)
+    nodes = nodes_of(nested.tensors(output))
+    with task.aside.turn_on(task.share.device):
+        loss = loss_of(output, targets, task.criterion)
+    task.aside.reach(loss, nodes)
+    return loss
+
+
+def _is_of_torch(criterion: Criterion) -> bool:
+    """Whether a criterion is torch's own: it reaches nothing, and leaves nothing behind."""
+    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
+    return getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
@@ -189,7 +201,9 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
     """In double precision, with one transfer: what went wrong on the device is known by then."""
-    values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
+    together = torch.stack(list(losses))
+    finish(together.device)
+    values: list[float] = together.cpu().double().tolist()
     return values
 
 

@@ -60,6 +60,13 @@ class Losses(AllReplicas):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_of_trl(self)
+        kind = str(getattr(self.model, "loss_type", None))
+        if "Detection" in kind and self.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"ScatterOnceTrainer does not go together with {type(self.model).__name__} "
+                f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
+                f"is divided by the boxes of a whole batch; use the stock Trainer"
+            )
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
         parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))

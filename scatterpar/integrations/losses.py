@@ -151,8 +151,9 @@ class Losses(AllReplicas):
 
     def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
         """What the Trainer says, or what a few rows told; looked at again while they did not."""
-        if _is_trl(self) and self.loss_is_scaled_for_ga is not None:
-            return Combination(SUM if self.loss_is_scaled_for_ga else ROWS)
+        scaled = self._is_scaled()
+        if _is_trl(self) and scaled is not None:
+            return Combination(SUM if scaled else ROWS)
         known = self._combination
         if known is None or not (known.decisive or self._tries >= _TRIES):
             self._tries += 1
@@ -170,6 +171,10 @@ class Losses(AllReplicas):
         if self._combination.kind == PARTS and items is None:
             return Combination(LABELS)
         return self._combination
+
+    def _is_scaled(self) -> bool | None:
+        """Whether ``compute_loss`` divides by the window already, where the Trainer says so."""
+        return getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
 
     def _try_out(self, window: Sequence[Any]) -> Combination | None:
         """On the Trainer's model, in eval mode and without a trace."""

@@ -108,7 +108,7 @@ class ScatterOnceMixin(Losses):
         if any(batch.get("return_loss") for batch in window) and _towers(self._module()):
             return self._step_of_towers(window)
         combination = self._how_losses_combine(window, items)
-        if not self.loss_is_scaled_for_ga:
+        if not self._is_scaled():
             self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
         weights = torch.tensor(
             [float(self._weight_of(batch, combination.kind)) for batch in window],

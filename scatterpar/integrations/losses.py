@@ -191,7 +191,7 @@ class Losses(AllReplicas):
             loss: Any = twin.compute_loss(model, rows, num_items_in_batch=items)
             return torch.as_tensor(loss).detach()
 
-        with untouched([model], (), [self.args.device]), torch.no_grad():
+        with untouched([model], [self.args.device]), torch.no_grad():
             model.eval()
             return try_out(loss_of, batch, self._terms, self._tolerance())
 

@@ -11,6 +11,7 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -372,6 +373,7 @@ class ScatterOnceParallel(Wrapper):
         *,
         reduction: str | None = None,
         count: Count | None = None,
+        whole_batch: bool = False,
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
@@ -385,6 +387,7 @@ class ScatterOnceParallel(Wrapper):
             criterion: the loss.
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
+            whole_batch: the criterion sees all rows at once; of this process, with a process group.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -400,9 +403,12 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = self._request(inputs, targets, criterion, reduction, count, verify=False)
+        request = self._request(
+            inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
+        )
         with self._crew.step_of(self.module):
             request = request.checked(self.device_ids[0])
+            request = replace(request, most=request.rows)  # all of them, and of this process alone
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._crew.workers, attempt)

@@ -185,7 +185,7 @@ def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
         )
     if request.whole_batch:
         return (
-            "Outputs that have no rows differ between micro-batches, or the module ties the rows of "
+            "Outputs without rows differ between micro-batches, or the module ties the rows of "
             "a micro-batch to each other."
         )
     return (

@@ -38,7 +38,7 @@ __all__ = ["Verifier"]
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _KINDS = 1000  # how many kinds are remembered
-_PATIENCE_SECONDS = 2.0  # how long the other replicas wait for a look before they join it
+_PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before they join it
 
 
 @dataclass

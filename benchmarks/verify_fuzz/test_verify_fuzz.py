@@ -1,4 +1,4 @@
-"""Random programs, right and wrong: how many of each are told, and how many should not have been."""
+"""Random programs, right and wrong: how many are told, and how many should not have been."""
 
 from collections import Counter
 

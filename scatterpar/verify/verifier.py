@@ -147,8 +147,8 @@ class Verifier:
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
-            kind.unsure = _OFTEN if lasting else kind.unsure
-            if kind.unsure == _OFTEN:
+            if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
+                kind.unsure = _OFTEN
                 _say(kind, words.unsure(error))
             return
         finally:

@@ -19,7 +19,6 @@ from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.kinds import is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
 from scatterpar.replicas.placement import check_placement
-from scatterpar.replicas.recurrent import weight_blocks
 from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
@@ -233,8 +232,7 @@ class Replicas:
             i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
         ]
         self.batch_norms = batch_norms(modules) if self._pools else {}
-        blocks = weight_blocks(modules, survey.tensors)
-        self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+        self._broadcast = Broadcast(self.tensors, self.device_ids)
         self.sources = {d: self._broadcast.at(d) for d in dict.fromkeys(self.device_ids)}
         self.replicas = [
             Replica(

@@ -13,7 +13,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.writes import Writes
 from scatterpar.step.arriving import Arriving
-from scatterpar.step.markers import all_tensors
+from scatterpar.step.markers import all_tensors, has_entries
 from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batch, opened
 from scatterpar.threads.workers import note
@@ -33,9 +33,9 @@ class Task:
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         dim: the dimension that holds the rows.
-        copies: micro-batches are copies of their rows: where these are the caller's own, which
-            must not be written, where a second forward pass must find what the first one did, and
-            where compiled code would be made anew for every view.
+        copies: micro-batches are copies of their rows, so that they begin where memory does,
+            wherever the replica is: kernels look at that, and compiled code would be made anew for
+            every view. What is written to them is written to nobody else's.
         writes: the replica's own copies of parameters that a forward pass writes.
         leaves: what backward passes give gradients.
     """
@@ -138,12 +138,13 @@ def hand_out(
         criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
     """
-    # A compiled module's graphs hold for rows that begin where the memory does.
     compiled = any(part.compiler.is_used for part in parts)
     borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
+    packed = has_entries(request.batch)
 
-    def is_seen_twice(share: Share) -> bool:
-        return request.whole_batch and len(share.micro_batches) > 1
+    def is_cut(share: Share) -> bool:  # and not brought one by one, to be seen once
+        once = request.one_by_one and not request.whole_batch
+        return len(share.micro_batches) > 1 and not once
 
     tasks = []
     for i, share in enumerate(plan.shares):
@@ -159,7 +160,7 @@ def hand_out(
                 criterion=None if request.whole_batch else criteria[i],
                 weights=weights[i] if weights else (),
                 dim=request.dim,
-                copies=compiled or share.device in borrowed or is_seen_twice(share),
+                copies=compiled or packed or share.device in borrowed or is_cut(share),
                 writes=[replica.writes for replica in replicas if replica.writes is not None],
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
             )

@@ -26,16 +26,14 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
-from scatterpar.step.captured import other_leaves
+from scatterpar.step.captured import other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
-from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
 from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
@@ -45,7 +43,8 @@ from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
-from scatterpar.threads.crew import Crew, set_aside
+from scatterpar.threads.crew import Crew
+from scatterpar.threads.sharing import Aside
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
@@ -245,7 +244,7 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._crew.workers.exclusive() as interrupts:
+        with self._crew.step_of(self.module) as interrupts:
             if self._ranks is None:
                 outcome, settle = self._fit(request), interrupts.deliver
             else:
@@ -268,12 +267,7 @@ class ScatterOnceParallel(Wrapper):
         return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit; anew once parameters are found to be written."""
-        once = partial(self._compute_once, request, plan)
-        return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
-
-    def _compute_once(self, request: Request, plan: Plan) -> Outcome:
-        """Scatter, replicate, sub-steps, reduce."""
+        """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
@@ -287,11 +281,11 @@ class ScatterOnceParallel(Wrapper):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            trained = [leaf for part in parts for leaf in part.trained_tensors]
-            others = other_leaves(request.criterion, trained)
-            with set_aside([*trained, *others]):
+            attempt.keep(statistics(request.criterion))
+            named = other_leaves(request.criterion, parts) if self._ranks else ()
+            with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, scattered, criteria, weights)
+                    tasks = hand_out(request, plan, parts, scattered, criteria, weights, aside)
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
@@ -299,12 +293,11 @@ class ScatterOnceParallel(Wrapper):
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(request, parts, plan, weights, terms, others)
+                        spread = measure(request, parts, plan, weights, terms, aside.others)
                     gradients = reduce_gradients(parts, len(results), ledger)
-                    gradients += [(leaf, leaf.grad) for leaf in others]
+                    gradients += [(leaf, leaf.grad) for leaf in aside.others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     layers = reduce_moments(parts, len(results), ledger)
-                    parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -317,7 +310,6 @@ class ScatterOnceParallel(Wrapper):
                 gradients=gradients,
                 buffers=buffers,
                 layers=layers,
-                parameters=parameters,
                 attempt=attempt,
             )
 
@@ -372,8 +364,7 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.workers.exclusive():
             plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
             request = self._request((inputs, kwargs))
-            run = partial(infer, self._crew, self.module, request, plan, self.buffers_from)
-            return once_known(run)
+            return infer(self._crew, self.module, request, plan, self.buffers_from)
 
     def check(
         self,
@@ -412,7 +403,7 @@ class ScatterOnceParallel(Wrapper):
             True
         """
         request = self._request(inputs, targets, criterion, reduction, count, verify=False)
-        with self._crew.workers.exclusive():
+        with self._crew.step_of(self.module):
             request = request.checked(self.device_ids[0])
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]

@@ -68,6 +68,8 @@ def rehearse(
             streams.rewind(task.share.replica, position)
         for part in parts:
             part.forget_step()
+        if tasks[0].aside is not None:
+            tasks[0].aside.forget()
     for task, kinds in zip(tasks, new, strict=True):
         parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
 
@@ -88,7 +90,7 @@ def _new_kinds(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple(autocast_types()),
-        part.training,
+        part.flags,
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.replicas.writes import Writes
 from scatterpar.step.arriving import Arriving
 from scatterpar.step.markers import all_tensors, has_entries
 from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batch, opened
+from scatterpar.threads.sharing import Aside
 from scatterpar.threads.workers import note
 
 __all__ = ["Task", "as_call", "hand_out", "noted"]
@@ -36,8 +35,8 @@ class Task:
         copies: micro-batches are copies of their rows, so that they begin where memory does,
             wherever the replica is: kernels look at that, and compiled code would be made anew for
             every view. What is written to them is written to nobody else's.
-        writes: the replica's own copies of parameters that a forward pass writes.
         leaves: what backward passes give gradients.
+        aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
     share: Share
@@ -48,8 +47,8 @@ class Task:
     weights: Sequence[float] = ()
     dim: int = 0
     copies: bool = False
-    writes: Sequence[Writes] = ()
     leaves: Sequence[Tensor] = ()
+    aside: Aside | None = None
 
     def rows_of(self, value: Any, number: int) -> Any:
         """The rows of one micro-batch, of the inputs or of the targets."""
@@ -73,19 +72,9 @@ class Task:
         args, kwargs = as_call(self.rows_of(self.inputs, number))
         return self.module(*args, **kwargs)
 
-    def substep(
-        self, number: int, *, resumed: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """What is around every sub-step, or, with ``resumed``, around the rest of one."""
-        where = noted(self.share, number)
-        return self._writing(where, resumed) if self.writes else where
-
-    @contextlib.contextmanager
-    def _writing(self, where: noted, resumed: bool) -> Iterator[None]:
-        with where, contextlib.ExitStack() as stack:
-            for writes in self.writes:
-                stack.enter_context(writes.substep(resumed=resumed))
-            yield
+    def substep(self, number: int) -> noted:
+        """What is around every sub-step: errors say where they happened."""
+        return noted(self.share, number)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,6 +116,7 @@ def hand_out(
     scattered: Sequence[tuple[Any, Any]],
     criteria: Sequence[Any],
     weights: Sequence[Sequence[float]] | None = None,
+    aside: Aside | None = None,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest.
 
@@ -137,6 +127,7 @@ def hand_out(
         scattered: the inputs and targets of each share.
         criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
+        aside: what a step takes off the user's leaves.
     """
     compiled = any(part.compiler.is_used for part in parts)
     borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
@@ -161,8 +152,8 @@ def hand_out(
                 weights=weights[i] if weights else (),
                 dim=request.dim,
                 copies=compiled or packed or share.device in borrowed or is_cut(share),
-                writes=[replica.writes for replica in replicas if replica.writes is not None],
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                aside=aside,
             )
         )
     return tasks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.links import LinkCheck
@@ -18,10 +18,11 @@ from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Survey
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import hooks_taken_off
 
-__all__ = ["Crew", "set_aside"]
+__all__ = ["Crew"]
 
 
 class Crew:
@@ -53,7 +54,19 @@ class Crew:
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
+        self.claims = Claims()
         self._check_links = LinkCheck(self.device_ids)
+
+    @contextlib.contextmanager
+    def step_of(self, module: nn.Module) -> Iterator[Interrupts]:
+        """One step that trains ``module``, in this engine or in another one.
+
+        Raises:
+            RuntimeError: as ``Workers.exclusive``; another engine is training the module.
+        """
+        with self.workers.exclusive() as interrupts, self.claims:
+            self.claims.take(module)
+            yield interrupts
 
     @contextlib.contextmanager
     def attempt(self, plan: Plan) -> Iterator[Attempt]:
@@ -136,21 +149,3 @@ class Crew:
             return self.model.roots[0]
         (held, *_) = (*self._criterion.roots, None)
         return held if isinstance(held, Bound) and held.function is criterion else holder
-
-
-@contextlib.contextmanager
-def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take ``.grad`` and hooks of the user's leaves off for the body, and put them back after it.
-
-    A criterion that closes over the user's own parameters writes there, from the workers, at every
-    sub-step; so that becomes part of the step, and goes with it if it fails.
-    """
-    kept = [(leaf, leaf.grad) for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        with hooks_taken_off(leaves):
-            yield
-    finally:
-        for leaf, gradient in kept:
-            leaf.grad = gradient

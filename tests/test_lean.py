@@ -138,6 +138,29 @@ def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
         assert engine.last_step.bytes["reduce"] == CROSSINGS[layout] * size
 
 
+@pytest.mark.parametrize("accum", [1, 3])
+def test_tensors_begin_where_allocations_do(devices, accum):
+    """A kernel that finds one at 60 of 64 bytes may go about the same sum in another order."""
+    places = []
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 7)
+            self.register_buffer("three", torch.ones(3))
+            self.last = nn.Linear(7, CLASSES)
+
+        def forward(self, inputs):
+            given = [inputs, *self.parameters(), *self.buffers()]
+            places.extend(tensor.data_ptr() % 64 for tensor in given)
+            return self.last(self.linear(inputs))
+
+    with ScatterOnceParallel(build(Odd).float(), accum, devices(3)) as engine:
+        engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
+    assert len(places) >= 6 * 3 * accum
+    assert set(places) == {0}
+
+
 def test_the_way_of_every_copy_is_looked_at(monkeypatch):
     looked_at = set()
 

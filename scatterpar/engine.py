@@ -10,7 +10,8 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -25,6 +26,7 @@ from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
@@ -101,11 +103,11 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
-        verify: the first time that a kind of criterion and batch is met, check on two
-            micro-batches that their losses combine as ``reduction`` and ``count`` say; a
-            ``ValueError`` before anything changes where they do not. It takes three
-            evaluations of the criterion, or, where the module computes the loss, a forward
-            pass of the two; later steps do not pay.
+        verify: before the first step of a kind of criterion and batch, check on a handful of its
+            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
+            anything changes where they do not, however often it is tried. What could not be
+            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
+            the range that was met so far.
 
     Attributes:
         module: the user's module.
@@ -160,7 +162,7 @@ class ScatterOnceParallel(Wrapper):
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
         self.last_step: StepReport | None = None
-        check_placement((module,), self.device_ids[0], lazy=True)
+        check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:
@@ -271,12 +273,9 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
-                readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, readout)
+                weights, terms = weigh(request, plan, pieces, Readout())
                 scattered = bring_batch(request, plan, ledger)
-                look = glimpse.look(weights) if glimpse else None
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
@@ -286,6 +285,7 @@ class ScatterOnceParallel(Wrapper):
             with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, scattered, criteria, weights, aside)
+                    look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
@@ -421,9 +421,22 @@ class ScatterOnceParallel(Wrapper):
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
+        with self.lending() as copies:
+            return tuple(copies.modules)
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[Replicas]:
+        """The replicas, equal to the master's as of now, for who writes to their parameters.
+
+        What is written is brought to the master by ``take_in``, or undone where the body fails.
+        """
         with self._crew.workers.exclusive():
-            (part, *_), _ = self._crew.refresh(self.module, None, Ledger())
-            return tuple(part.modules)
+            (copies, *_), _ = self._crew.refresh(self.module, None, Ledger())
+            try:
+                yield copies
+            except BaseException:
+                copies.distrust()
+                raise
 
     def close(self) -> None:
         """Stop the workers, let go of the process group. Forgetting to is fine.

@@ -42,13 +42,11 @@ class Result:
     Attributes:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
-        losses: those of the micro-batches.
         outputs: the module's outputs, detached and joined, where they were asked for.
     """
 
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
-    losses: Sequence[float] = ()
     outputs: Any = None
 
 
@@ -63,7 +61,6 @@ def train(
     task: Task,
     *,
     request: Request,
-    see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -71,7 +68,6 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
@@ -84,8 +80,6 @@ def train(
             proceed()
         with task.substep(number):
             output = task.output_of(number)
-            if see is not None:
-                see(share.replica, number, output)
             loss = judged(task, number, output)
             if keep:
                 outputs.append(kept(output, keep))
@@ -107,7 +101,7 @@ def train(
         values = _on_the_host(losses)
     if request.check_finite:
         _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -120,8 +114,6 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
-    if autocast:
-        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
 def loss_at(task: Task, number: int) -> Tensor:

@@ -29,7 +29,6 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
-from scatterpar.step.arriving import bring_batch
 from scatterpar.step.captured import other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
@@ -42,6 +41,7 @@ from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import scatter
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
@@ -71,8 +71,7 @@ class ScatterOnceParallel(Wrapper):
             schedulers and checkpoints see it alone.
         accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
             plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. What ran out of memory leaves no trace in the result. Where a share does
-            not fit as a whole, its rows arrive micro-batch by micro-batch.
+            later steps. What ran out of memory leaves no trace in the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -275,7 +274,7 @@ class ScatterOnceParallel(Wrapper):
             with clock.phase("scatter"):
                 pieces = micro_batches(request.batch, plan, self.dim)
                 weights, terms = weigh(request, plan, pieces, Readout())
-                scattered = bring_batch(request, plan, ledger)
+                arrivals = scatter(request.batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
@@ -284,7 +283,7 @@ class ScatterOnceParallel(Wrapper):
             named = other_leaves(request.criterion, parts) if self._ranks else ()
             with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, scattered, criteria, weights, aside)
+                    tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
                     look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
@@ -325,12 +324,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {
-            "dim": self.dim,
-            "check_finite": self.check_finite,
-            "verify": self.verify,
-            "one_by_one": self._fitting.one_by_one,
-        }
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

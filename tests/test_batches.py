@@ -142,7 +142,7 @@ def test_entries_bytes_cross_without_padding_and_together(monkeypatch):
     ):
         engine.forward_backward(Rows(SENTENCES, pad), LABELS, LOSS)
         assert engine.last_step.bytes["scatter"] == (sum(LENGTHS) + 7) * 8
-        assert engine.last_step.messages["scatter"] == 4  # sentences and labels, two shares
+        assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
 
 
 def test_large_entries_travel_by_themselves():

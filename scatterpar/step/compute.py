@@ -11,7 +11,7 @@ from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Result, loss_at, prepare_autograd, train
 from scatterpar.step.task import Task
-from scatterpar.step.two_passes import train_whole
+from scatterpar.step.two_passes import output_at, train_whole
 from scatterpar.step.whole_batch import Peers
 from scatterpar.threads.attempt import Attempt
 
@@ -44,7 +44,7 @@ def compute(
     prepare_autograd()
     with guarded(parts):
         if request.whole_batch:
-            rehearse(attempt, tasks, parts, Task.output_of)
+            rehearse(attempt, tasks, parts, output_at)
             peers = None if request.most else peers  # a trial is this process's own
             return train_whole(attempt, request, tasks, parts, criterion, peers)
         rehearse(attempt, tasks, parts, loss_at)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.verbs import finish
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.join import join_rows
@@ -79,11 +80,13 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            output = task.output_of(number)
-            loss = judged(task, number, output)
+            inputs, targets = task.rows_of(number)
+            output = task.output_of(inputs)
+            del inputs
+            loss = judged(task, output, targets)
             if keep:
                 outputs.append(kept(output, keep))
-            del output
+            del output, targets
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -118,12 +121,12 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    return judged(task, number, task.output_of(number))
+    inputs, targets = task.rows_of(number)
+    return judged(task, task.output_of(inputs), targets)
 
 
-def judged(task: Task, number: int, output: Any) -> Tensor:
-    """The loss of one micro-batch with this output, in turn; what it reaches is set aside."""
-    targets = task.rows_of(task.targets, number)
+def judged(task: Task, output: Any, targets: Any) -> Tensor:
+    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
     if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
         return loss_of(output, targets, task.criterion)
     nodes = nodes_of(nested.tensors(output))
@@ -198,7 +201,9 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
     """In double precision, with one transfer: what went wrong on the device is known by then."""
-    values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
+    together = torch.stack(list(losses))
+    finish(together.device)
+    values: list[float] = together.cpu().double().tolist()
     return values
 
 

@@ -498,6 +498,11 @@ REFUSED = {
         r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
     ),
     "strings": (["a", "b"], ValueError, r"no tensor with rows: inputs is list.*Rows\(entries\)"),
+    "graphs in one": (
+        type("DataBatch", (), {"__module__": "torch_geometric.data.batch"})(),
+        ValueError,
+        r"inputs: a DataBatch of graphs cannot be split.*Rows\(graphs, Batch.from_data_list\)",
+    ),
     "no entries": (Rows([]), ValueError, r"batch is empty: inputs with 0 \(Rows\(0 x nothing\)\)"),
     "all replicated": (Replicated(ROWS), ValueError, "no tensor with rows: inputs is Replicated"),
     "entries that require grad": (

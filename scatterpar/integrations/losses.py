@@ -60,6 +60,13 @@ class Losses(AllReplicas):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_of_trl(self)
+        kind = str(getattr(self.model, "loss_type", None))
+        if "Detection" in kind and self.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"ScatterOnceTrainer does not go together with {type(self.model).__name__} "
+                f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
+                f"is divided by the boxes of a whole batch; use the stock Trainer"
+            )
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
         parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))
@@ -144,8 +151,9 @@ class Losses(AllReplicas):
 
     def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
         """What the Trainer says, or what a few rows told; looked at again while they did not."""
-        if _is_trl(self) and self.loss_is_scaled_for_ga is not None:
-            return Combination(SUM if self.loss_is_scaled_for_ga else ROWS)
+        scaled = self._is_scaled()
+        if _is_trl(self) and scaled is not None:
+            return Combination(SUM if scaled else ROWS)
         known = self._combination
         if known is None or not (known.decisive or self._tries >= _TRIES):
             self._tries += 1
@@ -163,6 +171,10 @@ class Losses(AllReplicas):
         if self._combination.kind == PARTS and items is None:
             return Combination(LABELS)
         return self._combination
+
+    def _is_scaled(self) -> bool | None:
+        """Whether ``compute_loss`` divides by the window already, where the Trainer says so."""
+        return getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
 
     def _try_out(self, window: Sequence[Any]) -> Combination | None:
         """On the Trainer's model, in eval mode and without a trace."""

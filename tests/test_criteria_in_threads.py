@@ -14,6 +14,7 @@ from helpers.oracle import assert_close, assert_gradients, assert_step, build, g
 from helpers.oracle import whole_batch as plain_step
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import (
     DataParallelCriterion,
@@ -206,6 +207,28 @@ def test_ranks_that_share_a_criterion_count_what_it_closes_over_once():
             assert_close(grads[name], gradient, name)
 
 
+def checkpointed(group):
+    model, net = mlp(), build(lambda: nn.Linear(CLASSES, CLASSES))
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
+
+    def loss(outputs, targets):
+        return F.mse_loss(checkpoint(net, outputs, use_reentrant=True), targets)
+
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
+        engine.forward_backward(INPUTS[rows], TARGETS[rows], loss)
+    return gradients(model), gradients(net)
+
+
+def test_ranks_add_up_what_a_reentrant_checkpoint_hides():
+    """The graph does not show what is inside; with ranks the criterion is searched too."""
+    model, net = mlp(), build(lambda: nn.Linear(CLASSES, CLASSES))
+    F.mse_loss(net(model(INPUTS)), TARGETS).backward()
+    for found in gang()(2, checkpointed):
+        for grads, module in zip(found, (model, net), strict=True):
+            for name, gradient in gradients(module).items():
+                assert_close(grads[name], gradient, name)
+
+
 def test_ranks_refuse_what_cannot_be_told_apart():
     for said, grads, of_scale in gang()(2, on_each_rank, True):
         assert "the criterion reaches a parameter of shape ()" in said
@@ -240,6 +263,27 @@ def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
     assert calls
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:accum")
+def test_tries_that_ran_out_of_memory_move_no_statistics(devices):
+    teachers = [build(lambda: nn.Sequential(nn.BatchNorm1d(CLASSES))) for _ in range(2)]
+    found = []
+    for teacher, accum in zip(teachers, ("auto", 2), strict=True):
+
+        def loss(output, targets, net=(teacher,)):
+            features = net[0](output)
+            if len(output) > 3:
+                raise torch.OutOfMemoryError("not enough")
+            return F.mse_loss(features, targets)
+
+        model = mlp()
+        with ScatterOnceParallel(model, accum, devices(2), verify=False) as engine:
+            engine.forward_backward(INPUTS, TARGETS, loss)
+        found.append(gradients(model) | gradients(teacher))
+        assert teacher[0].num_batches_tracked == 4
+    for name, gradient in found[1].items():
+        assert_close(found[0][name], gradient, name)
 
 
 # --- two engines, one module ---

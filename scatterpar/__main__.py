@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
         case ["predict", *options]:
             return _tool("predict", options)
         case ["doctor", *options]:
-            from scatterpar.checkup.cli import main as doctor
+            from scatterpar.checkup.doctor import main as doctor
 
             return doctor(options)
         case ["--version", *_]:

@@ -97,6 +97,30 @@ def test_arrival(benchmark, publish, quick, ask):
 
 
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
+def test_sharded_optimizer(benchmark, publish, quick, ask, name):
+    sizes = DEVICES[:1] if quick else DEVICES
+    name_of_model = "small" if quick else name
+    found = benchmark.pedantic(
+        lambda: {devices: ask("sharded", name_of_model, devices) for devices in sizes}, rounds=1
+    )
+    columns = ["cards", "optimizer", "master, backward", "master, step", "others, backward"]
+    columns += ["others, step", "between steps", "through the busiest card"]
+    rows = []
+    for n, counts in found.items():
+        rows += [[n, kind, *_in_models(counted)] for kind, counted in counts.items()]
+        through = 4 * (n - 1) / n  # a reduce-scatter and an all-gather, in and out
+        rows += [[n, "ZeRO-1, by arithmetic", *"----", f"{2 + 2 / n:.2f} P", f"{through:.2f} P"]]
+    publish(f"sharded-{name}", Table(columns, rows), {"counts": found})
+
+
+def _in_models(counted):
+    backward, step = counted["backward"], counted["step"]
+    peaks = [backward[0], step[0], max(backward[1:]), max(step[1:])]
+    numbers = [*peaks, max(counted["held"]), max(counted["crossed"])]
+    return [f"{number / counted['parameters']:.2f} P" for number in numbers]
+
+
+@pytest.mark.parametrize("name", ["resnet101", "gpt2"])
 def test_host_time(benchmark, publish, quick, ask, name):
     sizes = DEVICES[:1] if quick else DEVICES
     rounds = benchmark.pedantic(

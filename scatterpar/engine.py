@@ -29,7 +29,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
-from scatterpar.step.captured import other_leaves
+from scatterpar.step.captured import other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
@@ -37,15 +37,16 @@ from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
-from scatterpar.step.options import check_noise, check_options
+from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
-from scatterpar.step.reduce import reduce_buffers, reduce_gradients
+from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
-from scatterpar.threads.crew import Crew, set_aside
+from scatterpar.threads.crew import Crew
+from scatterpar.threads.sharing import Aside
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
@@ -80,7 +81,9 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_size: most rows per sub-step, instead of ``accum``.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
-            buffers over the replicas, weighted by rows.
+            buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
+            of batch normalisations once a step, with the mean and unbiased variance over all its
+            rows (other buffers are replica 0's): else they move at every sub-step.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
         process_group: train together with other processes, one a machine. Each rank passes
             its own rows; loss and gradients are those of all ranks' batches together, and a
@@ -113,7 +116,8 @@ class ScatterOnceParallel(Wrapper):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range, a parameter that is not on ``device_ids[0]``,
-            or modules that differ between ranks.
+            modules that differ between ranks, or an ``nn.SyncBatchNorm`` that would exchange its
+            statistics between processes.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -159,10 +163,11 @@ class ScatterOnceParallel(Wrapper):
         self.verify = verify
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids[0], lazy=True)
+        check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:
-            mean = buffers == "mean"
-            self._ranks = Ranks(process_group, module, self.device_ids[0], mean, accumulate_dtype)
+            master = self.device_ids[0]
+            self._ranks = Ranks(process_group, module, master, buffers, accumulate_dtype)
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._hire()
@@ -177,7 +182,9 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
-        self._crew = Crew(self.device_ids, self.accumulate_dtype, self._compile_how, earlier)
+        pools = self.buffers_from == "batch"
+        wide, how = self.accumulate_dtype, self._compile_how
+        self._crew = Crew(self.device_ids, wide, how, earlier, pools)
         self._verifier = Verifier()
 
     def forward_backward(
@@ -239,7 +246,7 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._crew.workers.exclusive() as interrupts:
+        with self._crew.step_of(self.module) as interrupts:
             if self._ranks is None:
                 outcome, settle = self._fit(request), interrupts.deliver
             else:
@@ -281,11 +288,11 @@ class ScatterOnceParallel(Wrapper):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            trained = [leaf for part in parts for leaf in part.trained_tensors]
-            others = other_leaves(request.criterion, trained)
-            with set_aside([*trained, *others]):
+            attempt.keep(statistics(request.criterion))
+            named = other_leaves(request.criterion, parts) if self._ranks else ()
+            with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, scattered, criteria, weights)
+                    tasks = hand_out(request, plan, parts, scattered, criteria, weights, aside)
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
@@ -293,10 +300,11 @@ class ScatterOnceParallel(Wrapper):
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(request, parts, plan, weights, terms, others)
+                        spread = measure(request, parts, plan, weights, terms, aside.others)
                     gradients = reduce_gradients(parts, len(results), ledger)
-                    gradients += [(leaf, leaf.grad) for leaf in others]
+                    gradients += [(leaf, leaf.grad) for leaf in aside.others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
+                    layers = reduce_moments(parts, len(results), ledger)
                     parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
@@ -309,6 +317,7 @@ class ScatterOnceParallel(Wrapper):
                 outputs=tuple(result.outputs for result in results),
                 gradients=gradients,
                 buffers=buffers,
+                layers=layers,
                 parameters=parameters,
                 attempt=attempt,
             )
@@ -404,7 +413,7 @@ class ScatterOnceParallel(Wrapper):
             True
         """
         request = self._request(inputs, targets, criterion, reduction, count, verify=False)
-        with self._crew.workers.exclusive():
+        with self._crew.step_of(self.module):
             request = request.checked(self.device_ids[0])
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]

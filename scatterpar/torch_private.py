@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,8 +37,10 @@ __all__ = [
     "held_nodes",
     "hooks_taken_off",
     "keep_node",
+    "leaves_reached",
     "modes",
     "node_of",
+    "nodes_of",
     "private_accelerator",
     "random_operators",
     "renew_engine",
@@ -179,6 +181,28 @@ def node_of(attached: Tensor) -> Any:
     """The node that comes after that of ``attached``: a leaf's, where it was made of a leaf."""
     assert attached.grad_fn is not None
     return attached.grad_fn.next_functions[0][0]
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The nodes of a graph that the tensors come from."""
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from ``loss`` comes to without passing these ``nodes``."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    found: list[Tensor] = []
+    seen, pending = set(nodes), [loss.grad_fn]
+    while pending:
+        node: Any = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def accumulates(node: Any) -> bool:

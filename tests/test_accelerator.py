@@ -567,6 +567,28 @@ def test_buffers(device_ids, policy):
     torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_statistics_of_the_whole_batch(device_ids, reentrant):
+    """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
+    inner = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh())
+    first = inner if reentrant is None else Checkpointed(inner, reentrant)
+    model, inputs, targets = problem(first)
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, device_ids, buffers="batch") as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    twin(inputs.to(kind()))
+    assert_close(model.buffers(), twin.buffers(), rtol=1e-10, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, inputs):
+        return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
+
+
 class Adds(nn.Module):
     """Adds one to a table in memory, and a row of that table to its input."""
 

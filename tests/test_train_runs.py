@@ -371,6 +371,22 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     assert re.search(r"images/s, loss=\d.*, waiting=\d\d%", printed.err)
 
 
+def test_whole_steps_are_compared(folder, tmp_path, capsys):
+    """A test sends the parameters, and then the next step has none to send: it was counted once."""
+    assert train(folder, tmp_path, "--workers", "0", "--augment", "none") == 0
+    sent = [r["bytes"]["replicate"] for r in steps(tmp_path)]
+    assert sent[3] == sent[6] < min(sent[:3])
+    (summary,) = records(tmp_path, "summary")
+    whole = [number for i, number in enumerate(sent) if i not in (3, 6)]
+    assert summary["bytes_counted"]["replicate"] == sum(whole)
+    assert "nn.DataParallel would have moved" in capsys.readouterr().out
+    options = ["--devices", "cpu,cpu", "--workers", "0", "--epochs", "1", "--augment", "none"]
+    assert train(folder, tmp_path / "shared", *options) == 0
+    printed = capsys.readouterr().out
+    assert "\nall replicas share one memory: nothing had to cross between devices\n" in printed
+    assert "DataParallel" not in printed
+
+
 def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(epochs, "_LINE_SECONDS", 0.0)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--augment", "none") == 0

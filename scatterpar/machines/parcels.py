@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from scatterpar.replicas.batch_norm import Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step.outcome import BufferValue
 from scatterpar.torch_private import unflatten
 
-__all__ = ["Parcel", "pack"]
+__all__ = ["Parcel", "pack", "pooled_over_ranks", "table_of"]
 
 _SUMMED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -35,6 +36,7 @@ class Parcel:
         buffers: that travel along, by their number.
         first: this is rank 0, whose buffers win.
         mean: floating-point buffers are averaged over the ranks instead.
+        table: a row of bytes for each rank, of which this one has filled its own.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class Parcel:
         buffers: dict[int, BufferValue],
         first: bool,
         mean: bool,
+        table: Tensor | None = None,
     ) -> None:
         self._gradients = gradients
         self._buffers = buffers
+        self._table = table
         self._mean = mean and dtype != _BYTES and not dtype.is_complex
         self._first = first
         values = [self._share(buffer, dtype) for buffer in buffers.values()]
+        values += [] if table is None else [table.flatten()]
         device = next(iter([*(t for t, _ in gradients.values()), *values])).device
         sizes = [tensor.numel() for tensor, _ in gradients.values()]
         self._ends = sum(sizes), sum(sizes) + len(sizes)
@@ -79,10 +84,13 @@ class Parcel:
         found = zip(self._gradients.items(), parts, flags.tolist(), strict=True)
         gradients = {i: (tensor, part if flag else None) for (i, (tensor, _)), part, flag in found}
         sizes = [self._size(buffer) for buffer in self._buffers.values()]
+        views = rest[: sum(sizes)].split(sizes) if sizes else ()
         settled = {
             i: self._settle(buffer, view)
-            for (i, buffer), view in zip(self._buffers.items(), rest.split(sizes), strict=True)
+            for (i, buffer), view in zip(self._buffers.items(), views, strict=True)
         }
+        if self._table is not None:
+            self._table.copy_(rest[sum(sizes) :].view(self._table.shape))
         return gradients, settled
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,10 +126,12 @@ def pack(
     first: bool,
     mean: bool,
     wide: torch.dtype | None,
+    table: Tensor | None,
 ) -> list[Parcel]:
     """One parcel per dtype, in an order that is the same on all ranks.
 
-    Gradients travel in the dtype that they add up in, whether this rank has one or not.
+    Gradients travel in the dtype that they add up in, whether this rank has one or not. What
+    ``table`` gets from the other ranks, it has once all parcels are unpacked.
     """
     parts: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
     parts = defaultdict(lambda: ({}, {}))
@@ -131,7 +141,51 @@ def pack(
         if buffer[2] is not None:
             dtype = buffer[2].dtype
             parts[dtype if dtype in _SUMMED else _BYTES][1][i] = buffer
-    return [Parcel(dtype, *both, first, mean) for dtype, both in parts.items()]
+    if table is not None:
+        parts[_BYTES]  # may be there for nothing else
+    return [
+        Parcel(dtype, *both, first, mean, table if dtype == _BYTES else None)
+        for dtype, both in parts.items()
+    ]
+
+
+def table_of(layers: Sequence[Layer], rank: int, size: int) -> Tensor | None:
+    """A row for each rank, filled for this one: what its batch normalisations have seen, as bytes.
+
+    Counts first, then means and variances.
+    """
+    if not layers:
+        return None
+    moments = [layer.moments or _nothing_like(layer) for layer in layers]
+    means = [tensor for one in moments for tensor in one[1:]]
+    counts = torch.tensor([one.values for one in moments], device=means[0].device)
+    row = torch.cat([tensor.detach().view(_BYTES) for tensor in (counts, *means)])
+    table = row.new_zeros(size, len(row))
+    table[rank] = row
+    return table
+
+
+def pooled_over_ranks(layers: Sequence[Layer], table: Tensor | None) -> list[Layer]:
+    """The layers with what all ranks have seen, once their rows are there."""
+    if table is None:
+        return list(layers)
+    likes = [_nothing_like(layer).mean for layer in layers]
+    sizes = [like.numel() * like.element_size() for like in likes for _ in "mv"]
+    found: list[list[Moments]] = [[] for _ in layers]
+    for row in table:
+        counts, *parts = row.split([8 * len(layers), *sizes])
+        for i, count in enumerate(counts.clone().view(torch.int64).tolist()):
+            if count:
+                both = (part.clone().view(likes[i].dtype) for part in parts[2 * i : 2 * i + 2])
+                found[i].append(Moments(count, *both))
+    return [layer._replace(moments=pooled(own)) for layer, own in zip(layers, found, strict=True)]
+
+
+def _nothing_like(layer: Layer) -> Moments:
+    like = layer.buffers["running_mean"]
+    assert like is not None
+    zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    return Moments(0, zeros, zeros)
 
 
 def _value(buffer: BufferValue) -> Tensor:

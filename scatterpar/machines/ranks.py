@@ -25,7 +25,7 @@ from scatterpar.devices.verbs import physical
 from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
 from scatterpar.machines.outputs import Shown
-from scatterpar.machines.parcels import Gradient, Parcel, pack
+from scatterpar.machines.parcels import Gradient, Parcel, pack, pooled_over_ranks, table_of
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.replicas.writes import FirstWrite
 from scatterpar.report import warn
@@ -55,7 +55,7 @@ class Ranks:
         group: a ``torch.distributed`` process group that this process belongs to.
         module: this rank's module.
         device: where it lives.
-        mean_buffers: average floating-point buffers over the ranks, instead of taking rank 0's.
+        policy: ``"mean"``: average floating-point buffers over the ranks; else they are rank 0's.
         wide: gradients add up in this dtype, where their own is narrower.
 
     Raises:
@@ -69,7 +69,7 @@ class Ranks:
         group: dist.ProcessGroup,
         module: nn.Module,
         device: torch.device,
-        mean_buffers: bool,
+        policy: str,
         wide: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -78,7 +78,7 @@ class Ranks:
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
         self._module = module
-        self._mean = mean_buffers
+        self._mean = policy == "mean"
         self._wide = wide
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
@@ -92,7 +92,6 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        policy = "mean" if mean_buffers else "master"
         options = f"buffers={policy!r}\naccumulate_dtype={wide}"
         agree(module, options, group, self._control)
         if sparse_weights(module) and not on_host:
@@ -167,20 +166,30 @@ class Ranks:
             for i, buffer in settled.items():
                 buffers[i] = buffer
         gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
-        return replace(outcome, loss=loss, gradients=gradients, buffers=buffers, spread=spread)
+        return replace(
+            outcome,
+            loss=loss,
+            gradients=gradients,
+            buffers=buffers,
+            layers=pooled_over_ranks(outcome.layers, exchange.table),
+            spread=spread,
+        )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        parcels = pack(dense, outcome.buffers, self.rank == 0, self._mean, self._wide)
+        table = table_of(outcome.layers, self.rank, self.size)
+        first = self.rank == 0
+        parcels = pack(dense, outcome.buffers, first, self._mean, self._wide, table)
         layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
         layout += [
             (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
         ]
         shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
-        text = f"{outcome.is_mean} {len(sparse)} {';'.join(shapes)}"
-        return _Exchange(dense, sparse, parcels, _checksum(text))
+        seen = None if table is None else table.shape[1]
+        text = f"{outcome.is_mean} {len(sparse)} {seen} {';'.join(shapes)}"
+        return _Exchange(dense, sparse, parcels, table, _checksum(text))
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -247,12 +256,14 @@ class _Exchange:
         dense: tensors and their gradients, which go into the parcels.
         sparse: tensors and their gradients, which go by themselves.
         parcels: the gradients and buffers, one parcel per dtype.
+        table: a row for each rank: what its batch normalisations have seen.
         layout: a checksum of all shapes, small, so that its square is exact.
     """
 
     dense: list[Gradient]
     sparse: list[tuple[Tensor, Tensor]]
     parcels: list[Parcel]
+    table: Tensor | None
     layout: int
 
 

@@ -25,6 +25,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.rows import count_rows, has_rows
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import weigh
+from scatterpar.threads.sharing import Turn
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion"]
@@ -113,8 +114,12 @@ class DataParallelCriterion(Wrapper):
             owner = holder_of(self.module)
             replicas = replicate(owner, devices) if owner else []
             criteria = [replica.of(self.module) for replica in replicas]
+            turns = {physical(device): Turn() for device in devices}
             functions = [
-                partial(_loss, criterion) for criterion in criteria or [self.module] * len(devices)
+                partial(_loss, criterion, turns[physical(device)])
+                for criterion, device in zip(
+                    criteria or [self.module] * len(devices), devices, strict=True
+                )
             ]
             losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls])
             if replicas:
@@ -152,8 +157,9 @@ class DataParallelCriterion(Wrapper):
         return plan
 
 
-def _loss(criterion: Callable[[Any, Any], Any], output: Any, targets: Any) -> Tensor:
-    return scalar_loss(criterion(output, targets), "the criterion")
+def _loss(criterion: Callable[[Any, Any], Any], turn: Turn, output: Any, targets: Any) -> Tensor:
+    with turn.taken():
+        return scalar_loss(criterion(output, targets), "the criterion")
 
 
 def _first_tensor(output: Any, replica: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scatterpar.devices.lists import copy_lists, grouped
 from scatterpar.replicas.aliases import like_memory
 from scatterpar.replicas.attributes import Attributes, Change, parameter_like
+from scatterpar.replicas.batch_norm import listening
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 from scatterpar.replicas.registration import registered_by
@@ -34,6 +35,7 @@ class Replica:
         registered: the buffers of each of its modules.
         of: this copy's counterpart of a module of the master's, or of a method of one.
         cells: of the user's functions, and what was in them when twins of these were made.
+        seen: by its batch normalisations since the refresh, where statistics move once a step.
         written: positions of the parameters that a forward pass writes.
         writes: what it writes to them; ``None`` where it writes none.
     """
@@ -47,6 +49,7 @@ class Replica:
         sources: Sequence[Tensor],
         written: dict[int, str],
         compiler: Compiler,
+        batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.index = index
         self.device = device
@@ -73,6 +76,7 @@ class Replica:
         of_all = survey_tensors(survey)
         self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
+        self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
@@ -100,6 +104,7 @@ class Replica:
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
+        self.seen.update({m: [] for m in self.seen})
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

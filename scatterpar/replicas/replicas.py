@@ -12,6 +12,7 @@ from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.attributes import Watch
+from scatterpar.replicas.batch_norm import batch_norms
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.closures import contents
 from scatterpar.replicas.compiled import Compiler
@@ -40,10 +41,12 @@ class Replicas:
         device_ids: one entry per replica.
         wide: gradients add up in this dtype, where their own is narrower.
         compiler: makes the compiled calls of the replicas.
+        pools: running statistics of batch normalisation move once a step.
 
     Attributes:
         tensors: the master's.
         registered: the buffers of each of its modules.
+        batch_norms: those of the modules whose statistics move once a step, by number.
         tied: names of buffers that are one tensor.
         sources: the tensors as each memory has them.
         shared: positions of the parameters that replicas in one memory share.
@@ -60,7 +63,10 @@ class Replicas:
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
         compiler: Compiler | None = None,
+        pools: bool = False,
     ) -> None:
+        self._pools = pools
+        self.batch_norms: dict[int, Any] = {}
         self.compiler = compiler or Compiler()
         self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
         self.roots = tuple(roots)
@@ -123,8 +129,6 @@ class Replicas:
     def forget_step(self) -> None:
         """Undo whatever forward and backward passes left since the refresh."""
         self.clear_gradients()
-        for tensor in self.trained_tensors:
-            tensor.grad = None
         for number, replica in enumerate(self.replicas):
             self.rewind(number)
             self._begin_writes(replica)
@@ -226,11 +230,21 @@ class Replicas:
         self.shared = [
             i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
         ]
+        self.batch_norms = batch_norms(modules) if self._pools else {}
         blocks = weight_blocks(modules, survey.tensors)
         self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
         self.sources = {d: self._broadcast.at(d) for d in dict.fromkeys(self.device_ids)}
         self.replicas = [
-            Replica(index, device, self.roots, survey, self.sources[device], written, self.compiler)
+            Replica(
+                index,
+                device,
+                self.roots,
+                survey,
+                self.sources[device],
+                written,
+                self.compiler,
+                self.batch_norms,
+            )
             for index, device in enumerate(self.device_ids)
         ]
         self._train(self._wanted())

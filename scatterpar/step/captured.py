@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.closures import contents
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.workers import note
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "note_strangers",
     "other_leaves",
     "set_by_forward",
+    "statistics",
     "surroundings",
 ]
 
@@ -50,31 +52,46 @@ def captured_tensors(function: Any) -> list[Tensor]:
     return [value for value in _captured(function).values() if isinstance(value, Tensor)]
 
 
-def other_leaves(function: Any, known: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that require grad, beside those ``known``, of which ``function`` may use some.
+def other_leaves(function: Any, parts: Sequence[Replicas]) -> list[Tensor]:
+    """The leaves that require grad, beside those of ``parts``, of which ``function`` may use some.
 
-    A criterion may close over a second module, or be a method of an object that has one.
+    A criterion may close over a second module, or be a method of an object that has one. In an
+    order that depends on the function alone.
     """
     found: dict[int, Tensor] = {}
-    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
-        _find_leaves(function, _DEPTH, found, set())
-    for leaf in known if found else ():
+    for value in _brought_along(function):
+        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
+            if tensor.requires_grad and tensor.is_leaf:
+                found.setdefault(id(tensor), tensor)
+    for leaf in (leaf for part in parts for leaf in part.trained_tensors):
         found.pop(id(leaf), None)
     return list(found.values())
 
 
-def _find_leaves(value: Any, depth: int, found: dict[int, Tensor], seen: set[int]) -> None:
-    if isinstance(value, Tensor):
-        if value.requires_grad and value.is_leaf:
-            found.setdefault(id(value), value)
-    elif id(value) in seen or isinstance(value, (type, types.ModuleType)):
+def statistics(function: Any) -> list[Tensor]:
+    """The buffers of modules in training mode that ``function`` brings along, and may call."""
+    modules = [value for value in _brought_along(function) if isinstance(value, nn.Module)]
+    parts = {part for module in modules for part in module.modules() if part.training}
+    return [buffer for part in parts for buffer in part.buffers(recurse=False)]
+
+
+def _brought_along(function: Any) -> list[Tensor | nn.Module]:
+    found: list[Tensor | nn.Module] = []
+    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
+        _find(function, _DEPTH, found, set())
+    return found
+
+
+def _find(value: Any, depth: int, found: list[Tensor | nn.Module], seen: set[int]) -> None:
+    if id(value) in seen or isinstance(value, (type, types.ModuleType)):
         return
-    elif isinstance(value, nn.Module) or depth:
-        seen.add(id(value))
-        is_module = isinstance(value, nn.Module)
-        for one in value.parameters() if is_module else _inside(value):
+    seen.add(id(value))
+    if isinstance(value, (Tensor, nn.Module)):
+        found.append(value)
+    elif depth:
+        for one in _inside(value):
             if not isinstance(one, _PLAIN):
-                _find_leaves(one, depth - 1, found, seen)
+                _find(one, depth - 1, found, seen)
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scatterpar.devices import bits
 from scatterpar.devices.lists import copy_each
+from scatterpar.replicas.batch_norm import running
 from scatterpar.replicas.registration import Registry
 from scatterpar.replicas.sparse import is_sparse, pieces_of
 from scatterpar.step.handover import Sums, hand_over, unobserved
@@ -39,9 +40,10 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
         outcome.gradients.clear()
         quiet, gradients = unobserved(gradients)
         sums = Sums(quiet)
+        buffers = outcome.buffers + [value for layer in outcome.layers for value in running(layer)]
         undo: list[Callable[[], object]] = [
             *_remember_gradients([root for root, _ in gradients]),
-            *_remember_buffers(outcome.buffers),
+            *_remember_buffers(buffers),
             *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
             sums.undo,
         ]
@@ -49,7 +51,7 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
             write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
             hand_over(gradients)
             sums.add()
-            commit_buffers(outcome.buffers)
+            commit_buffers(buffers)
             outcome.attempt.streams.commit()
             if settle is not None:
                 settle()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scatterpar.plan import Plan
+from scatterpar.replicas.batch_norm import running
 from scatterpar.replicas.guard import guarded
 from scatterpar.step import nested
 from scatterpar.step.arriving import bring_batch
@@ -17,7 +18,7 @@ from scatterpar.step.commit import commit_buffers, write_parameters
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
 from scatterpar.step.merge import merge_writes
-from scatterpar.step.reduce import collect, reduce_buffers
+from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.rows import batch_sizes, count_rows
@@ -70,7 +71,10 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
         ledger.settle()
     write_parameters(parameters)
     if module.training:
-        commit_buffers(reduce_buffers(parts, plan.shares, buffers_from, ledger))
+        buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
+        for layer in reduce_moments(parts, len(outputs), ledger):
+            buffers += running(layer)
+        commit_buffers(buffers)
     attempt.streams.commit()
     return output
 

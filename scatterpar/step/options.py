@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.report import warn
 
-__all__ = ["check_dim", "check_function", "check_module", "check_noise", "check_options"]
+__all__ = [
+    "check_dim",
+    "check_function",
+    "check_module",
+    "check_noise",
+    "check_options",
+    "check_synchronised",
+]
 
 
 def check_options(
@@ -44,8 +53,8 @@ def check_options(
             f"cut; pass one of them"
         )
     check_dim(dim)
-    if buffers not in ("master", "mean"):
-        raise ValueError(f'buffers must be "master" or "mean", got {buffers!r}')
+    if buffers not in ("master", "mean", "batch"):
+        raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
     _check_accumulate_dtype(accumulate_dtype)
 
 
@@ -107,6 +116,35 @@ def check_module(module: Any) -> None:
             f"module is wrapped in {type(module).__name__}, which makes replicas itself; pass the "
             f"model itself, which is its .module"
         )
+
+
+def check_synchronised(module: nn.Module) -> None:
+    """Say what becomes of ``nn.SyncBatchNorm``.
+
+    Raises:
+        ValueError: torch would have it exchange its statistics between processes.
+    """
+    kind = nn.SyncBatchNorm
+    found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
+    is_distributed = dist.is_available() and dist.is_initialized()
+    for name, child in found.items():
+        if is_distributed and dist.get_world_size(child.process_group) > 1:
+            raise ValueError(
+                f"{name!r} is an nn.SyncBatchNorm, which exchanges its statistics between "
+                f"processes in every forward pass: the replicas of one process would do so in "
+                f"no order, and wait for ever; {_PLAIN}"
+            )
+    if found:
+        warn(
+            f"{next(iter(found))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
+            f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
+        )
+
+
+_PLAIN = (
+    "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, and "
+    'buffers="batch" for running statistics of the whole batch'
+)
 
 
 def check_function(name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
+from scatterpar.replicas.batch_norm import Layer
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
 from scatterpar.threads.attempt import Attempt
@@ -36,6 +37,7 @@ class Outcome:
         gradients: every trained tensor of the user's, and its gradient if any replica used it.
         parameters: those that the forward passes wrote, and their new values.
         buffers: the dict that holds a buffer of the user's, its name, and its new value.
+        layers: the batch normalisations whose statistics move once a step.
         attempt: the random numbers of the step, what was copied, and what it took.
         retries: how many tries before it ran out of memory.
     """
@@ -51,6 +53,7 @@ class Outcome:
     gradients: list[tuple[Tensor, Tensor | None]]
     parameters: list[tuple[Tensor, Tensor]]
     buffers: list[BufferValue]
+    layers: list[Layer]
     attempt: Attempt
     retries: int = 0
 

@@ -25,6 +25,7 @@ from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.lists import add_each
 from scatterpar.plan import Plan, Share
+from scatterpar.replicas.batch_norm import RUNNING, Layer, Moments, pooled
 from scatterpar.replicas.registration import values_after
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
@@ -39,6 +40,7 @@ __all__ = [
     "mean_buffers",
     "reduce_buffers",
     "reduce_gradients",
+    "reduce_moments",
     "sum_in_order",
 ]
 
@@ -83,7 +85,7 @@ def reduce_buffers(
     Args:
         parts: the replicas of the model, and those of the criterion.
         shares: the shares of those that took part.
-        policy: ``"master"`` for replica 0's buffers, ``"mean"`` for means where they exist.
+        policy: ``"mean"`` for means where they exist; else replica 0's buffers.
         ledger: copies, and counts what it copied.
     """
     values: list[BufferValue] = []
@@ -95,8 +97,41 @@ def reduce_buffers(
         values += [
             (place, name, means.get((m, name), value) if means else value)
             for m, place, name, value in after
+            if not (m in part.batch_norms and name in RUNNING)
         ]
     return values
+
+
+def reduce_moments(parts: Sequence[Replicas], active: int, ledger: Ledger) -> list[Layer]:
+    """What each batch normalisation whose statistics move once a step has seen in it.
+
+    Args:
+        parts: the replicas of the model, and those of the criterion.
+        active: how many of them took part, the master's own first.
+        ledger: copies, and counts what it copied.
+    """
+    layers = []
+    for part in parts:
+        replicas = part.replicas[:active]
+        of_replicas = [_moments_of(replica, replicas[0].device, ledger) for replica in replicas]
+        for m, module in part.batch_norms.items():
+            moments = pooled([found[m] for found in of_replicas if m in found])
+            if module.running_mean is not None:
+                layers.append(Layer(part.registered[m].buffers, module.momentum, moments))
+    return layers
+
+
+def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[int, Moments]:
+    """Of one replica, by number of the module, on ``device``."""
+    found = {m: moments for m, calls in replica.seen.items() if (moments := pooled(calls))}
+    if replica.device == device or not found:
+        return found
+    tensors = dict(enumerate(t for moments in found.values() for t in moments[1:]))
+    here = _bring(tensors, device, ledger)
+    return {
+        m: Moments(moments.values, here[2 * i], here[2 * i + 1])
+        for i, (m, moments) in enumerate(found.items())
+    }
 
 
 def _sum(

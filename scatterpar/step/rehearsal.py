@@ -68,6 +68,8 @@ def rehearse(
             streams.rewind(task.share.replica, position)
         for part in parts:
             part.forget_step()
+        if tasks[0].aside is not None:
+            tasks[0].aside.forget()
     for task, kinds in zip(tasks, new, strict=True):
         parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
 

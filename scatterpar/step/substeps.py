@@ -19,7 +19,7 @@ from scatterpar.step.task import Task, noted
 from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.randomness import followed
-from scatterpar.torch_private import backward
+from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
     "Result",
@@ -86,7 +86,7 @@ def train(
             output = task.output_of(number)
             if see is not None:
                 see(share.replica, number, output)
-            loss = loss_of(output, task.rows_of(task.targets, number), task.criterion)
+            loss = judged(task, number, output)
             if keep:
                 outputs.append(kept(output, keep))
             del output
@@ -126,8 +126,25 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
+    return judged(task, number, task.output_of(number))
+
+
+def judged(task: Task, number: int, output: Any) -> Tensor:
+    """The loss of one micro-batch with this output, in turn; what it reaches is set aside."""
     targets = task.rows_of(task.targets, number)
-    return loss_of(task.output_of(number), targets, task.criterion)
+    if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
+        return loss_of(output, targets, task.criterion)
+    nodes = nodes_of(nested.tensors(output))
+    with task.aside.turn_on(task.share.device):
+        loss = loss_of(output, targets, task.criterion)
+    task.aside.reach(loss, nodes)
+    return loss
+
+
+def _is_of_torch(criterion: Criterion) -> bool:
+    """Whether a criterion is torch's own: it reaches nothing, and leaves nothing behind."""
+    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
+    return getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

@@ -16,6 +16,7 @@ from scatterpar.step.arriving import Arriving
 from scatterpar.step.markers import all_tensors
 from scatterpar.step.request import Request
 from scatterpar.step.slices import micro_batch, opened
+from scatterpar.threads.sharing import Aside
 from scatterpar.threads.workers import note
 
 __all__ = ["Task", "as_call", "hand_out", "noted"]
@@ -38,6 +39,7 @@ class Task:
             where compiled code would be made anew for every view.
         writes: the replica's own copies of parameters that a forward pass writes.
         leaves: what backward passes give gradients.
+        aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
     share: Share
@@ -50,6 +52,7 @@ class Task:
     copies: bool = False
     writes: Sequence[Writes] = ()
     leaves: Sequence[Tensor] = ()
+    aside: Aside | None = None
 
     def rows_of(self, value: Any, number: int) -> Any:
         """The rows of one micro-batch, of the inputs or of the targets."""
@@ -127,6 +130,7 @@ def hand_out(
     scattered: Sequence[tuple[Any, Any]],
     criteria: Sequence[Any],
     weights: Sequence[Sequence[float]] | None = None,
+    aside: Aside | None = None,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest.
 
@@ -137,6 +141,7 @@ def hand_out(
         scattered: the inputs and targets of each share.
         criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
+        aside: what a step takes off the user's leaves.
     """
     # A compiled module's graphs hold for rows that begin where the memory does.
     compiled = any(part.compiler.is_used for part in parts)
@@ -162,6 +167,7 @@ def hand_out(
                 copies=compiled or share.device in borrowed or is_seen_twice(share),
                 writes=[replica.writes for replica in replicas if replica.writes is not None],
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                aside=aside,
             )
         )
     return tasks

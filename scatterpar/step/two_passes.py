@@ -100,20 +100,23 @@ def train_whole(
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    streams = attempt.streams
+    streams, aside = attempt.streams, tasks[0].aside
+    assert aside is not None
     seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
     shares = [task.share for task in tasks]
     lists = has_entries(request.inputs)
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    judge = partial(batch.judge, criterion, scale=request.scale, check_finite=request.check_finite)
+    judge = partial(batch.judge, criterion, aside.reach, request.scale, request.check_finite)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _judged(attempt.workers, judge, tasks, seen, request)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
-            _forget_gradients(parts)  # the criterion's: rank 0 has them too, and they count once
+            aside.forget()  # the criterion's: rank 0 has them too, and they count once
+            for part in parts:
+                part.clear_gradients()
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
         attempt.run(partial(second, streams=streams, most=request.most), tasks)
     except BaseException as error:
@@ -231,7 +234,8 @@ def second_pass(
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
-    position, buffers = streams.now(share.replica), _buffers(model.replicas[share.replica])
+    replica = model.replicas[share.replica]
+    position, buffers, noted = streams.now(share.replica), _buffers(replica), dict(replica.seen)
     model.rewind(share.replica)
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
@@ -245,6 +249,7 @@ def second_pass(
             del output
     streams.rewind(share.replica, position)
     commit_buffers(buffers)
+    replica.seen.update(noted)
     require_unchanged(changes, share)
 
 
@@ -273,13 +278,6 @@ def _buffers(replica: Replica) -> list[BufferValue]:
         for place in places
         for name, buffer in place.items()
     ]
-
-
-def _forget_gradients(parts: Sequence[Replicas]) -> None:
-    for part in parts:
-        part.clear_gradients()
-        for tensor in part.trained_tensors:
-            tensor.grad = None
 
 
 def _leaf(value: Any) -> Any:

@@ -19,6 +19,7 @@ from scatterpar.step.slices import opened, take
 from scatterpar.step.substeps import pull, scalar_loss
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import note
+from scatterpar.torch_private import nodes_of
 
 __all__ = ["Peers", "WholeBatch"]
 
@@ -83,17 +84,25 @@ class WholeBatch:
         return seed
 
     def judge(
-        self, criterion: Callable[[Any, Any], Any], *, scale: float, check_finite: bool
+        self,
+        criterion: Callable[[Any, Any], Any],
+        reach: Callable[[Tensor, Sequence[Any]], None],
+        scale: float,
+        check_finite: bool,
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
         Args:
             criterion: called once.
+            reach: sets aside the leaves that the loss comes from, beside the outputs' nodes.
             scale: the gradient scaler's factor.
             check_finite: refuse a loss that is NaN or infinite.
         """
         try:
-            loss = scalar_loss(criterion(self._joined(), self._targets), "the criterion")
+            joined = self._joined()
+            nodes = nodes_of(nested.tensors(joined))
+            loss = scalar_loss(criterion(joined, self._targets), "the criterion")
+            reach(loss, nodes)
             if check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
             pull([loss], [torch.full_like(loss, scale, requires_grad=False)], autocast_types())

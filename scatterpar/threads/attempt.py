@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
@@ -51,6 +52,7 @@ class Attempt:
         self.streams = RandomStreams(devices, earlier)
         self.ledger = Ledger()
         self.clock = Clock()
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -59,9 +61,16 @@ class Attempt:
         if error is not None:
             self.undo()
 
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Take a copy of what user code may write meanwhile, to be put back by ``undo``."""
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
     def undo(self) -> None:
         """Leave no trace; what is copied may be written again."""
         self.streams.rollback()
+        with torch.no_grad():
+            for tensor, value in self._kept:
+                tensor.copy_(value)
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.ledger.settle()
 

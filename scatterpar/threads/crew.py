@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.links import LinkCheck
@@ -18,10 +18,11 @@ from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Survey
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Workers
-from scatterpar.torch_private import hooks_taken_off
 
-__all__ = ["Crew", "set_aside"]
+__all__ = ["Crew"]
 
 
 class Crew:
@@ -34,6 +35,7 @@ class Crew:
         accumulate_dtype: gradients add up in this dtype, where their own is narrower.
         compile_how: compiles the replicas of the module.
         earlier: how many replicas of other processes are numbered before these.
+        pools: running statistics of batch normalisation move once a step.
     """
 
     def __init__(
@@ -42,15 +44,29 @@ class Crew:
         accumulate_dtype: torch.dtype | None = None,
         compile_how: How | None = None,
         earlier: int = 0,
+        pools: bool = False,
     ) -> None:
         self.device_ids = tuple(device_ids)
+        self._pools = pools
         self._earlier = earlier
         self._accumulate_dtype = accumulate_dtype
         self._compile_how = compile_how
         self.model = self._replicas_of()
         self._criterion = self._replicas_of()
         self.workers = Workers(len(device_ids), "this engine")
+        self.claims = Claims()
         self._check_links = LinkCheck(self.device_ids)
+
+    @contextlib.contextmanager
+    def step_of(self, module: nn.Module) -> Iterator[Interrupts]:
+        """One step that trains ``module``, in this engine or in another one.
+
+        Raises:
+            RuntimeError: as ``Workers.exclusive``; another engine is training the module.
+        """
+        with self.workers.exclusive() as interrupts, self.claims:
+            self.claims.take(module)
+            yield interrupts
 
     @contextlib.contextmanager
     def attempt(self, plan: Plan) -> Iterator[Attempt]:
@@ -119,7 +135,7 @@ class Crew:
         how: How | None = None,
     ) -> Replicas:
         wide, compiler = self._accumulate_dtype, Compiler(how)
-        return Replicas(roots, devices or self.device_ids, wide, compiler)
+        return Replicas(roots, devices or self.device_ids, wide, compiler, self._pools)
 
     def _holder_of(self, criterion: Callable[..., Any] | None) -> nn.Module | None:
         """What is replicated for the criterion's sake: the model itself, where that has it all."""
@@ -133,21 +149,3 @@ class Crew:
             return self.model.roots[0]
         (held, *_) = (*self._criterion.roots, None)
         return held if isinstance(held, Bound) and held.function is criterion else holder
-
-
-@contextlib.contextmanager
-def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take ``.grad`` and hooks of the user's leaves off for the body, and put them back after it.
-
-    A criterion that closes over the user's own parameters writes there, from the workers, at every
-    sub-step; so that becomes part of the step, and goes with it if it fails.
-    """
-    kept = [(leaf, leaf.grad) for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        with hooks_taken_off(leaves):
-            yield
-    finally:
-        for leaf, gradient in kept:
-            leaf.grad = gradient

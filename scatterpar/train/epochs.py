@@ -72,6 +72,7 @@ class Run:
             self.noise.load_state_dict({**progress.noise, "decay": decay})
         self.images = len(feed.source.train)
         row_bytes = 4 * len(feed.source.class_names)
+        self._has_sent = False  # whether a test has sent what the next step would have sent
         self.traffic = Traffic(training.engine.module, row_bytes)
         self.seconds = 0.0
         self._saved = progress.step
@@ -174,7 +175,9 @@ class Run:
         progress = self.progress
         progress.step += 1
         progress.loss += report.loss * images / self.images
-        self.traffic.add(report.plan, report.bytes)
+        if not self._has_sent:
+            self.traffic.add(report.plan, report.bytes)
+        self._has_sent = False
         measured = {}
         if self.noise is not None:
             self.noise.update(report)
@@ -222,7 +225,7 @@ class Run:
             between = self._stopping.check if alone else lambda: None
             together = self.options.tested_together
             tested = evaluate(self.training, self.feed, together, between)
-            progress.accuracy, self.evaluation = tested.top1, tested
+            progress.accuracy, self.evaluation, self._has_sent = tested.top1, tested, True
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from scatterpar.plan import Plan
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
+_HEADS = ("scatter", "replicate", "outputs", "reduce", "total")
 Bytes = dict[str, int]
 
 
@@ -46,7 +47,10 @@ def data_parallel_bytes(plan: Plan, model: nn.Module, batch_bytes: int, row_byte
 
 
 class Traffic:
-    """Bytes of all steps so far: the engine's as counted, `nn.DataParallel`'s as computed."""
+    """Bytes of whole steps: the engine's as counted, `nn.DataParallel`'s as computed.
+
+    A step right after a test is no whole one: the test has sent the parameters for it.
+    """
 
     def __init__(self, model: nn.Module, row_bytes: int) -> None:
         self.model = model
@@ -66,21 +70,19 @@ class Traffic:
             self.computed[phase] += computed[phase]
 
     def __str__(self) -> str:
-        heads = ("scatter", "replicate", "outputs", "reduce", "total")
-        calls = f"{self.calls / self.steps:.4g}"
-        lines = [
-            f"crossed devices per step, in MB:{' ':11}{''.join(f'{head:>11}' for head in heads)}",
-            f"  this run, counted                        {self._row(self.counted)}",
-            f"  nn.DataParallel, computed for {calls:>4} calls {self._row(self.computed)}",
-        ]
         counted, computed = sum(self.counted.values()), sum(self.computed.values())
-        if counted:
-            lines.append(
-                f"  nn.DataParallel would have moved {computed / counted:.1f} times as much"
+        if not counted:
+            return "all replicas share one memory: nothing had to cross between devices"
+        heads = "".join(f"{head:>11}" for head in _HEADS)
+        return "\n".join(
+            (
+                f"crossed devices per step, in MB:{' ' * 11}{heads}",
+                f"  this run, counted                        {self._row(self.counted)}",
+                f"  nn.DataParallel, computed for {self.calls / self.steps:>4.4g} calls "
+                f"{self._row(self.computed)}",
+                f"  nn.DataParallel would have moved {computed / counted:.1f} times as much",
             )
-        else:
-            lines.append("  all replicas share one memory: nothing had to cross")
-        return "\n".join(lines)
+        )
 
     def _row(self, moved: Bytes) -> str:
         sizes = [*moved.values(), sum(moved.values())]

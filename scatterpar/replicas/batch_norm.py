@@ -1,0 +1,135 @@
+"""Running statistics of batch normalisation that move once a step, from all of its rows.
+
+With sub-steps they would move at each, from few rows. Instead replicas note what each call sees,
+and leave their statistics alone; what all have noted in the step is pooled at its end. A call is
+noted where it is first made: what a backward pass computes anew (activation checkpointing) counts
+once. After torchgpipe's DeferredBatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.torch_private import current_graph_task
+
+__all__ = ["RUNNING", "Layer", "Moments", "Seen", "batch_norms", "listening", "pooled", "running"]
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+Buffers = MutableMapping[str, "Tensor | None"]
+
+
+class Moments(NamedTuple):
+    """Of the values of each channel: how many, their mean, and their unbiased variance."""
+
+    values: int
+    mean: Tensor
+    variance: Tensor
+
+
+Seen = dict[int, list[Moments]]  # by the number of the module: of each call, in their order
+
+
+class Layer(NamedTuple):
+    """One batch normalisation of the user's, and what it has seen in a step, if anything."""
+
+    buffers: Buffers
+    momentum: float | None
+    moments: Moments | None
+
+
+def batch_norms(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Those of the modules that batch normalise, by number."""
+    return {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
+
+
+def listening(copies: Mapping[int, Any]) -> Seen:
+    """Let these batch normalisations note what they see, here; their own statistics stay."""
+    seen: Seen = {m: [] for m in copies}
+    for m, module in copies.items():
+        call = _Call(m, seen)
+        module.register_forward_pre_hook(call.begin)
+        module.register_forward_hook(call.end, with_kwargs=True)
+    return seen
+
+
+class _Call:
+    """What is around each call of one batch normalisation, of whatever class.
+
+    Running statistics that are zero, with a momentum of 1, become those of the batch: so the
+    kernel that needs them anyway gives them.
+    """
+
+    def __init__(self, number: int, seen: Seen) -> None:
+        self._number, self._seen = number, seen
+        self._own: tuple[Any, ...] | None = None
+
+    def begin(self, module: Any, _: object) -> None:
+        buffers = module._buffers
+        own = [buffers.get(name) for name in RUNNING[:2]]
+        tracks = module.training and module.track_running_stats and own[0] is not None
+        self._own = (*own, module.momentum) if tracks else None
+        if tracks:
+            buffers.update(zip(RUNNING, map(torch.zeros_like, own), strict=False))
+            vars(module)["momentum"] = 1.0
+
+    def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        if self._own is None:
+            return
+        buffers = module._buffers
+        mean, variance = (buffers[name] for name in RUNNING[:2])
+        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._own
+        if current_graph_task() == -1:  # else a backward pass computes anew what was noted
+            (given, *_) = (*args, *kwargs.values())
+            values = given.numel() // given.size(1)
+            self._seen[self._number].append(Moments(values, mean, variance))
+
+
+def pooled(moments: Sequence[Moments | None]) -> Moments | None:
+    """The moments of all values together; ``None`` of none. Added up in the order given."""
+    found = [one for one in moments if one is not None]
+    if not found:
+        return None
+    wide = torch.promote_types(found[0].mean.dtype, torch.float32)
+    counts = [one.values for one in found]
+    means = [one.mean.to(wide) for one in found]
+    variances = [one.variance.to(wide) for one in found]
+    if len(found) == 1:
+        return Moments(counts[0], means[0], variances[0])
+    total = sum(counts)
+    mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
+    off = torch._foreach_sub(means, [mean] * len(means))
+    between = torch._foreach_mul(torch._foreach_mul(off, off), [float(count) for count in counts])
+    within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
+    return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+@torch.no_grad()
+def running(layer: Layer) -> list[tuple[Buffers, str, Tensor]]:
+    """Where each running statistic of a layer is, its name, and its value after the step.
+
+    As torch computes it in one call.
+    """
+    if layer.moments is None:
+        return []
+    values = {}
+    factor: Any = layer.momentum
+    tracked = layer.buffers.get("num_batches_tracked")
+    if tracked is not None:
+        values["num_batches_tracked"] = tracked + 1
+    if factor is None:  # the mean of all batches; torch's own, where nobody counts them
+        factor = 0.0 if tracked is None else 1.0 / (tracked.item() + 1)
+    for name, new in zip(RUNNING, layer.moments[1:], strict=False):
+        old = layer.buffers[name]
+        assert old is not None
+        values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
+    return [(layer.buffers, name, value) for name, value in values.items()]

@@ -1,0 +1,193 @@
+"""What is the user's, and shared by replicas, engines and threads: whose is it just now?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.verbs import physical
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.torch_private import hooks_taken_off, leaves_reached
+
+__all__ = ["Aside", "Claims", "Turn"]
+
+_PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
+_BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
+
+
+class Turn:
+    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+
+    A replica waits as long as the one whose turn it is computes. One that does not, because its
+    criterion waits for the other replicas, lets them go beside it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._computed = _clock_of(threading.get_ident())
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """The body is the only one, or beside one that does not compute."""
+        mine = self._lock.acquire(blocking=False) or self._wait()
+        if mine:
+            self._computed = _clock_of(threading.get_ident())
+        try:
+            yield
+        finally:
+            if mine:
+                self._lock.release()
+
+    def _wait(self) -> bool:
+        """Whether the turn came, or whoever has it does nothing."""
+        seconds = _PATIENCE_SECONDS if hasattr(time, "pthread_getcpuclockid") else _BLIND_SECONDS
+        while True:
+            computed = self._computed
+            before = computed()
+            if self._lock.acquire(timeout=seconds):
+                return True
+            if self._computed is computed and computed() == before:
+                return False
+
+
+def _clock_of(thread: int) -> Callable[[], float]:
+    """The seconds that a thread has computed; stands still where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return float
+    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+
+
+class Claims:
+    """What one step has for itself until it is over: a module, and leaves that get gradients.
+
+    Two engines may have one module, and two threads a step of each. What both wrote to ``.grad``
+    would be mixed.
+    """
+
+    _taken: ClassVar[dict[tuple[int, int], Claims]] = {}  # by process: a fork copies them
+
+    def __init__(self) -> None:
+        self._things: dict[tuple[int, int], object] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._things:
+            self._taken.pop(self._things.popitem()[0])
+
+    def take(self, *things: object) -> None:
+        """Claim what is not this step's already.
+
+        Raises:
+            RuntimeError: another step has it.
+        """
+        for thing in things:
+            key = os.getpid(), id(thing)
+            if self._taken.setdefault(key, self) is self:  # no other thread can come between
+                self._things[key] = thing
+                continue
+            shape = f" of shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else ""
+            raise RuntimeError(
+                f"another engine is in the middle of a step that trains this "
+                f"{type(thing).__name__}{shape}, and two steps at once would mix their gradients: "
+                f"take one after the other, or give each thread a copy of the module"
+            )
+
+
+class Aside:
+    """``.grad`` and hooks of the user's leaves: taken off for the body, and put back after it.
+
+    A criterion that closes over the user's own parameters writes there, from the workers, at every
+    sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
+    the graph of the loss tells, before a backward pass comes to them.
+
+    Args:
+        claims: the step's.
+        parts: the replicas of the model, and those of the criterion.
+        named: leaves of which these have no copies, in an order that is every rank's.
+        closed: there may be no others, since ranks could not tell which is which.
+    """
+
+    def __init__(
+        self, claims: Claims, parts: Sequence[Replicas], named: Sequence[Tensor], closed: bool
+    ) -> None:
+        self._claims, self._parts, self._closed = claims, parts, closed
+        self._start = [*(leaf for part in parts for leaf in part.trained_tensors), *named]
+        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._hooks = contextlib.ExitStack()
+        self._taking = threading.Lock()
+        self._turns = {physical(device): Turn() for device in parts[0].device_ids}
+
+    def __enter__(self) -> Self:
+        try:
+            self._take(self._start)
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back()
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The leaves of which replicas have no copies."""
+        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
+        return [leaf for key, (leaf, _) in self._kept.items() if key not in trained]
+
+    def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """The turn of a replica on ``device``; virtual devices share the host's memory."""
+        return self._turns[physical(device)].taken()
+
+    def reach(self, loss: Tensor, nodes: Sequence[Any]) -> None:
+        """Set aside what a backward pass from ``loss`` comes to without passing ``nodes``.
+
+        Raises:
+            RuntimeError: another step has one of these leaves.
+            ValueError: the other ranks could not tell which one it is.
+        """
+        found = leaves_reached(loss, nodes)
+        if not found:
+            return
+        with self._taking:
+            new = [leaf for leaf in found if id(leaf) not in self._kept]
+            own = self._of_replicas() if new else ()
+            strangers = [leaf for leaf in new if id(leaf) not in own]
+            if strangers and self._closed:
+                raise ValueError(
+                    f"the criterion reaches a parameter of shape {tuple(strangers[0].shape)} in a "
+                    f"way that cannot be seen from outside, so that ranks cannot tell whose "
+                    f"gradient is whose; bind its module with functools.partial(criterion, "
+                    f"net=net), or make the criterion an nn.Module that has it"
+                )
+            self._take(strangers)
+
+    def forget(self) -> None:
+        """Let go of the gradients that came so far."""
+        for leaf, _ in self._kept.values():
+            leaf.grad = None
+
+    def _of_replicas(self) -> set[int]:
+        pairs = [(part, replica) for part in self._parts for replica in part.replicas]
+        return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained}
+
+    def _take(self, leaves: Sequence[Tensor]) -> None:
+        self._claims.take(*leaves)
+        for leaf in leaves:
+            self._kept.setdefault(id(leaf), (leaf, leaf.grad))
+            leaf.grad = None
+        self._hooks.enter_context(hooks_taken_off(leaves))
+
+    def _put_back(self) -> None:
+        self._hooks.close()
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient

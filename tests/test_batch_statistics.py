@@ -1,0 +1,237 @@
+"""``buffers="batch"``: running statistics move once a step, from all rows that it has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.gang import Counted, gang
+from helpers.oracle import build, randint, randn
+from helpers.thinned import pairwise
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scatterpar import ScatterOnceParallel
+
+ROWS = 23  # on three replicas: 8 + 8 + 7
+CHANNELS, CLASSES = 4, 3
+BATCH = randn(ROWS, CHANNELS, 5, 5) * 3 + 1, randint(CLASSES, ROWS)
+CRITERION = nn.CrossEntropyLoss()
+LAYOUTS = {
+    "shared": ["cpu"] * 3,
+    "virtual": ["cpu:0", "cpu:1", "cpu:2"],
+    "both": ["cpu:0", "cpu:1", "cpu:0"],
+}
+
+
+def assert_close(actual, expected, name):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13, msg=name)
+
+
+class Activated(nn.BatchNorm2d):
+    """A layer of a kind that calls torch's function itself."""
+
+    def forward(self, inputs):
+        self.num_batches_tracked += 1
+        rest = self.weight, self.bias, True, self.momentum, self.eps
+        return nn.functional.batch_norm(inputs, self.running_mean, self.running_var, *rest).relu_()
+
+
+class Net(nn.Module):
+    """Its first layer sees the rows as they are; the second one is called twice."""
+
+    def __init__(self, momentum=0.1, way="plain", first=nn.BatchNorm2d):
+        super().__init__()
+        self.first = first(CHANNELS, momentum=momentum)
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3)
+        self.twice = nn.BatchNorm2d(CHANNELS, momentum=momentum)
+        self.unused = nn.BatchNorm2d(CHANNELS)
+        self.frozen = nn.BatchNorm2d(CHANNELS).eval()
+        self.head = nn.Linear(CHANNELS, CLASSES)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.way = way
+
+    def middle(self, inputs):
+        hidden = self.twice(self.conv(self.first(inputs)).tanh())
+        return self.frozen(self.twice(input=hidden.square() + inputs[..., 1:-1, 1:-1]))
+
+    def forward(self, inputs):
+        self.calls += 1
+        inputs = inputs * self.scale  # a reentrant checkpoint passes gradients on to its inputs
+        if self.way == "plain":
+            hidden = self.middle(inputs)
+        else:
+            hidden = checkpoint(self.middle, inputs, use_reentrant=self.way == "reentrant")
+        return self.head(hidden.mean((2, 3)))
+
+
+def expected_of(model, plan):
+    """The statistics of a layer after one step: torch's own, given all of its inputs at once."""
+    layers = {"first": model.first, "twice": model.twice}
+    seen = {name: [] for name in layers}
+    twin = copy.deepcopy(model)
+    for name in layers:
+        keep = seen[name].append
+        getattr(twin, name).register_forward_hook(
+            lambda _, args, kwargs, __, keep=keep: keep([*args, *kwargs.values()][0]),
+            with_kwargs=True,
+        )
+    twin.way = "plain"
+    with torch.no_grad():
+        for share in plan.shares:
+            for start, stop in share.micro_batches:
+                twin(BATCH[0][start:stop])
+        for name, layer in layers.items():
+            layer = copy.deepcopy(layer)
+            layer(torch.cat(seen[name]))
+            yield from ((f"{name}.{key}", value) for key, value in layer.named_buffers())
+
+
+@pairwise(
+    layout=LAYOUTS,
+    accum=[1, 2],
+    momentum=[0.1, None, 1.0],
+    way=["plain", "reentrant", "not reentrant"],
+    whole_batch=[False, True],
+    first=[nn.BatchNorm2d, Activated],
+)
+def test_every_layer_has_what_all_of_its_rows_make(
+    layout, accum, momentum, way, whole_batch, first
+):
+    if first is Activated and momentum is None:
+        momentum = 0.3
+    model = build(lambda: Net(momentum, way, first))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ScatterOnceParallel(model, accum, LAYOUTS[layout], buffers="batch") as engine:
+        for step in range(3):
+            expected = dict(expected_of(model, engine.plan(ROWS)))
+            engine.forward_backward(*BATCH, CRITERION, whole_batch=whole_batch)
+            for name, value in expected.items():
+                assert_close(dict(model.named_buffers())[name], value, f"{name}, step {step}")
+            assert model.first.num_batches_tracked == step + 1
+    for name, buffer in model.named_buffers():
+        if name.startswith(("unused", "frozen")):
+            assert torch.equal(buffer, before[name]), name
+    assert model.calls == 3 * accum  # replica 0's, as with "master"
+
+
+def test_the_first_layer_has_what_plain_torch_has(devices):
+    """Momentum may change from step to step, as schedules have it."""
+    model = build(Net)
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 4, devices(2), buffers="batch") as engine:
+        for step in range(4):
+            model.first.momentum = twin.first.momentum = 0.5 / (step + 1)
+            engine.forward_backward(*BATCH, CRITERION)
+            twin(BATCH[0])
+            for name, buffer in twin.first.named_buffers():
+                assert_close(model.first.get_buffer(name), buffer, name)
+
+
+def test_inference_in_training_mode_moves_them_once(devices):
+    model = build(Net)
+    expected = copy.deepcopy(model.first)
+    expected(BATCH[0])
+    with ScatterOnceParallel(model, 2, devices(3), buffers="batch") as engine, torch.no_grad():
+        engine(BATCH[0])
+    for name, buffer in expected.named_buffers():
+        assert_close(model.first.get_buffer(name), buffer, name)
+
+
+def test_a_failed_step_leaves_them_alone(devices):
+    model = build(Net)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    calls = []
+
+    def fails(outputs, targets):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError
+        return CRITERION(outputs, targets)
+
+    with ScatterOnceParallel(model, 3, devices(2), buffers="batch", verify=False) as engine:
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(*BATCH, fails)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+        expected = dict(expected_of(model, engine.plan(ROWS)))
+        engine.forward_backward(*BATCH, CRITERION)
+    for name, value in expected.items():
+        assert_close(dict(model.named_buffers())[name], value, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_narrow_dtypes(dtype, devices):
+    """On the CPU weight, bias, mean and variance have to be of one dtype."""
+    model = build(Net).to(dtype)
+    exact = build(Net)
+    exact.first(BATCH[0])
+    with ScatterOnceParallel(model, 2, devices(2), buffers="batch") as engine:
+        engine.forward_backward(BATCH[0].to(dtype), BATCH[1], CRITERION)
+    for name, buffer in exact.first.named_buffers():
+        torch.testing.assert_close(
+            model.first.get_buffer(name), buffer.to(dtype).to(model.first.get_buffer(name).dtype)
+        )
+
+
+def test_each_moment_crosses_once():
+    model = build(lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.Flatten(), nn.Linear(100, 3)))
+    with ScatterOnceParallel(model, 2, LAYOUTS["virtual"], buffers="batch") as engine:
+        engine.forward_backward(*BATCH, CRITERION)
+        gradients = sum(p.numel() for p in model.parameters())
+        assert engine.last_step.bytes["reduce"] == 2 * 8 * (gradients + 2 * CHANNELS)
+        assert engine.last_step.messages["reduce"] == 2 * 2
+
+
+def test_compiled_replicas():
+    model = build(Net)
+    options = {"buffers": "batch", "compile": {"backend": "eager"}}
+    with ScatterOnceParallel(model, 2, LAYOUTS["virtual"], **options) as engine:
+        expected = dict(expected_of(model, engine.plan(ROWS)))
+        engine.forward_backward(*BATCH, CRITERION)
+    for name, value in expected.items():
+        assert_close(dict(model.named_buffers())[name], value, name)
+    torch._dynamo.reset()
+
+
+def on_ranks(group, split):
+    model = build(Net)
+    mine = [part.split(split)[group.rank()] for part in BATCH]
+    options = {"buffers": "batch", "process_group": group}
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, **options) as engine:
+        for _ in range(2):
+            with Counted() as collectives:
+                engine.forward_backward(*mine, CRITERION)
+    return dict(model.named_buffers()), len(collectives)
+
+
+def test_the_rows_of_all_ranks():
+    """In the collectives that are there: the small one, the gradients, the buffers as bytes."""
+    results = gang()(2, on_ranks, [15, 8])
+    twin = build(Net)
+    for _ in range(2):
+        twin(BATCH[0])
+    for found, collectives in results:
+        for name, buffer in twin.first.named_buffers():
+            assert_close(found[f"first.{name}"], buffer, name)
+        for name, buffer in found.items():
+            assert torch.equal(buffer, results[0][0][name]), f"{name} differs between ranks"
+        assert collectives == 3
+
+
+def test_synchronised_ones_are_told():
+    model = build(lambda: nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3)))
+    with pytest.warns(UserWarning, match=r"'1' is an nn.SyncBatchNorm: .* each micro-batch by"):
+        engine = ScatterOnceParallel(model, 1, ["cpu"])
+    engine.close()
+
+
+def with_synchronised(group):
+    with pytest.raises(ValueError, match=r"'0' is an nn.SyncBatchNorm.*use nn.BatchNorm2d, whose"):
+        ScatterOnceParallel(nn.Sequential(nn.SyncBatchNorm(3)), 1, ["cpu"])
+
+
+def test_synchronised_ones_are_refused_between_processes():
+    gang()(2, with_synchronised)

@@ -26,7 +26,6 @@ from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.replicas.writes import once_known
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
 from scatterpar.step.captured import other_leaves, statistics
@@ -35,7 +34,6 @@ from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
-from scatterpar.step.merge import merge_writes
 from scatterpar.step.noise import Spread, measure
 from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
@@ -269,12 +267,7 @@ class ScatterOnceParallel(Wrapper):
         return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit; anew once parameters are found to be written."""
-        once = partial(self._compute_once, request, plan)
-        return once_known(once) if self._ranks is None else self._ranks.refusing_writes(once)
-
-    def _compute_once(self, request: Request, plan: Plan) -> Outcome:
-        """Scatter, replicate, sub-steps, reduce."""
+        """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
@@ -305,7 +298,6 @@ class ScatterOnceParallel(Wrapper):
                     gradients += [(leaf, leaf.grad) for leaf in aside.others]
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     layers = reduce_moments(parts, len(results), ledger)
-                    parameters = merge_writes(parts, len(results), ledger)
             return Outcome(
                 plan=plan,
                 loss=sum(result.loss for result in results),
@@ -318,7 +310,6 @@ class ScatterOnceParallel(Wrapper):
                 gradients=gradients,
                 buffers=buffers,
                 layers=layers,
-                parameters=parameters,
                 attempt=attempt,
             )
 
@@ -373,8 +364,7 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.workers.exclusive():
             plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
             request = self._request((inputs, kwargs))
-            run = partial(infer, self._crew, self.module, request, plan, self.buffers_from)
-            return once_known(run)
+            return infer(self._crew, self.module, request, plan, self.buffers_from)
 
     def check(
         self,

@@ -277,6 +277,34 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
             assert found.blocking_copies <= 3 + 2, found
 
 
+def test_a_step_after_an_evaluation_costs_what_others_do(late):
+    """It copied the model to the host, one parameter after the other, and looked at all of it."""
+    with seeded():
+        layers = nn.Linear(16, 2048), nn.Linear(2048, 16)
+    model, inputs, targets = problem(*layers)
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
+
+        def step():
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+
+        def evaluate():
+            model.eval()
+            engine(inputs)
+            model.train()
+
+        for _ in range(2):
+            step()
+            evaluate()
+        plain = counted(step)
+        evaluate()
+        after = counted(step)
+        model.eval()
+        evaluation = counted(lambda: engine(inputs))
+    assert after.synchronizations <= plain.synchronizations
+    assert after.kernels <= plain.kernels
+    assert max(after.bytes_to_host, evaluation.bytes_to_host) < 5000
+
+
 def counted(step):
     """What a step does, once the devices have done what they were given before."""
     for index in range(torch.accelerator.device_count()):

@@ -279,7 +279,6 @@ class WritesItsWeight(nn.Linear):
 
 
 def written(group):
-    """The first step meets the write, the second knows of it."""
     module = build(lambda: WritesItsWeight(FEATURES, CLASSES))
     before = module.weight.detach().clone()
     mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
@@ -293,6 +292,6 @@ def test_parameters_that_a_forward_pass_writes_are_refused():
     for found, unchanged, gradient in gang()(2, written):
         for kind, words in found:
             assert kind in ("ValueError", "RuntimeError")
-            assert "what it wrote on each rank cannot be made the same" in words
+            assert "the forward pass writes the parameter 'weight'" in words
         assert unchanged
         assert gradient is None

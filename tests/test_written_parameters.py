@@ -1,8 +1,4 @@
-"""Parameters that a forward pass writes: as one device has them after the whole batch, or told.
-
-Replicas shared the master's storage, or had one per device: a failed step left the weights
-changed, and rows that only one device saw were renormalised on that device alone.
-"""
+"""A forward pass that writes parameters is refused by name, and they are as they were."""
 
 from __future__ import annotations
 
@@ -11,27 +7,15 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, build, randint, randn
+from helpers.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 TOKENS = torch.arange(9)[:, None] * torch.tensor([2, 1]) % 13
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
-
-
-class Renormalised(nn.Module):
-    """Each row of the batch touches two rows of the table, and not all of the table's."""
-
-    def __init__(self, kind=nn.Embedding, **options):
-        super().__init__()
-        self.table = kind(16, 5, max_norm=0.7, **options)
-        self.head = nn.Linear(5, CLASSES)
-
-    def forward(self, tokens):
-        hidden = self.table(tokens)
-        return self.head(hidden.mean(1) if hidden.ndim == 3 else hidden)
+LABELS = BATCH[1], CRITERION
 
 
 class Writer(nn.Module):
@@ -57,7 +41,7 @@ def clip(weight):
         weight.clamp_(-0.2, 0.2)
 
 
-def normalize(weight):
+def exchange(weight):
     weight.data = nn.functional.normalize(weight.data, dim=1)
 
 
@@ -69,6 +53,17 @@ def decay(weight):
 def set_decayed(weight):
     with torch.no_grad():
         weight.set_(weight * 0.9)
+
+
+class FunctionalTable(nn.Module):
+    """torch renormalises what is looked up, and no attribute says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, CLASSES))
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.table, max_norm=0.7).mean(1)
 
 
 class MovingAverage(nn.Module):
@@ -86,15 +81,13 @@ class MovingAverage(nn.Module):
 
 
 MODELS = {
-    "max_norm": (Renormalised, TOKENS),
-    "max_norm, sparse": (lambda: Renormalised(sparse=True), TOKENS),
-    "max_norm, bag": (lambda: Renormalised(nn.EmbeddingBag), TOKENS),
-    "clip": (lambda: Writer(clip), BATCH[0]),
-    "clip .data": (lambda: Writer(clip_data), BATCH[0]),
-    "normalize .data": (lambda: Writer(normalize), BATCH[0]),
-    "decay": (lambda: Writer(decay), BATCH[0]),
-    "set_": (lambda: Writer(set_decayed), BATCH[0]),
-    "moving average": (MovingAverage, BATCH[0]),
+    "functional max_norm": (FunctionalTable, TOKENS, "table"),
+    "clip": (lambda: Writer(clip), BATCH[0], "head.weight"),
+    "clip .data": (lambda: Writer(clip_data), BATCH[0], "head.weight"),
+    "exchanged .data": (lambda: Writer(exchange), BATCH[0], "head.weight"),
+    "decay": (lambda: Writer(decay), BATCH[0], "head.weight"),
+    "set_": (lambda: Writer(set_decayed), BATCH[0], "head.weight"),
+    "moving average": (MovingAverage, BATCH[0], "key.weight"),
 }
 each_model = pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 
@@ -111,229 +104,154 @@ def assert_untouched(model, before):
         assert tensor.grad is gradient, name
 
 
-@each_model
-@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_parameters_and_gradients_are_those_of_one_device(devices, case, accum):
-    make, inputs = case
-    model = build(make)
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
-    with ScatterOnceParallel(model, accum, devices(3)) as engine:
-        for _ in range(3):
-            engine.forward_backward(inputs, BATCH[1], CRITERION)
-            CRITERION(plain(inputs), BATCH[1]).backward()
-            for (name, one), (_, other) in zip(
-                model.named_parameters(), plain.named_parameters(), strict=True
-            ):
-                assert_close(one.detach(), other.detach(), name)
-                assert (one.grad is None) == (other.grad is None)
-                if one.grad is not None:
-                    assert one.grad.layout == other.grad.layout
-                    assert_close(one.grad.to_dense(), other.grad.to_dense(), f"{name}.grad")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+def refused(name):
+    return pytest.raises(ValueError, match=rf"parameter '{name}', which all .*register_buffer")
+
+
+def lost(name):
+    return pytest.raises(RuntimeError, match=rf"parameter '{name}'.* earlier values are lost")
 
 
 @each_model
-@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_loss_over_the_whole_batch(case, accum):
-    """Two passes, each of which writes: once is what counts."""
-    make, inputs = case
-    model = build(make)
-    plain = copy.deepcopy(model)
-    with ScatterOnceParallel(model, accum, ["cpu:0", "cpu:1"]) as engine:
-        engine.forward_backward(inputs, BATCH[1], CRITERION, whole_batch=True)
-    CRITERION(plain(inputs), BATCH[1]).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one.detach(), other.detach(), "parameter")
-        if other.grad is not None:
-            assert_close(one.grad.to_dense(), other.grad.to_dense(), "gradient")
-
-
-@each_model
-@pytest.mark.parametrize("good_steps", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_failed_step_leaves_them_as_they_were(devices, case, good_steps):
-    make, inputs = case
-    model = build(make)
-    pieces = iter(range(10**6))
-
-    def criterion(output, targets):
-        if next(pieces) % 4 == 3:
-            raise ArithmeticError("boom")
-        return CRITERION(output, targets)
-
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for _ in range(good_steps):
-            engine.forward_backward(inputs, BATCH[1], CRITERION)
-        before = state(model)
-        with pytest.raises(ArithmeticError):
-            engine.forward_backward(inputs, BATCH[1], criterion)
-        assert_untouched(model, before)
-
-
-@each_model
-def test_inference_writes_as_one_device_does(devices, case):
-    make, inputs = case
-    model = build(make).eval()
-    plain = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_close(engine(inputs), plain(inputs).detach(), "output")
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one.detach(), other.detach(), "parameter")
-
-
-def test_hooks_on_parameters_see_what_was_written(devices):
-    """An optimizer in a hook steps from the values that one device would have."""
-    model = build(lambda: Writer(clip))
-    seen = []
-    model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.detach().clone()))
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(*BATCH, CRITERION)
-    assert len(seen) == 1
-    assert seen[0].abs().max() == 0.2
-
-
-class TiedTable(nn.Module):
-    """Rows that one micro-batch renormalises are another's output weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(16, 5, max_norm=0.1)
-
-    def forward(self, tokens):
-        return self.table(tokens).mean(1) @ self.table.weight.T
-
-
-def noise(weight):
-    with torch.no_grad():
-        weight.add_(torch.randn_like(weight))
-
-
-class Remembers(nn.Module):
-    """What it writes depends on the rows that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.mean = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
-
-    def forward(self, inputs):
-        self.mean.data.copy_(inputs.mean(0))
-        return self.linear(inputs - self.mean)
-
-
-@pytest.mark.draws
 @pytest.mark.parametrize(
-    ("make", "inputs", "name", "words"),
-    [
-        (TiedTable, TOKENS, "table.weight", "another micro-batch computed with their old values"),
-        (lambda: Writer(noise), BATCH[0], "head.weight", "different values to the same elements"),
-        (Remembers, BATCH[0], "mean", "different values to the same elements"),
-    ],
-    ids=["tied", "noise", "mean"],
+    ("replicas", "whole_batch"),
+    [(2, False), *[pytest.param(*way, marks=pytest.mark.slow) for way in [(1, False), (2, True)]]],
 )
-@pytest.mark.parametrize(("replicas", "accum"), [(2, 1), (1, 2)])
-def test_what_depends_on_the_cut_is_refused_by_name(
-    devices, make, inputs, name, words, replicas, accum
-):
+def test_a_step_is_refused_every_time(devices, case, whole_batch, replicas):
+    make, inputs, name = case
     model = build(make)
     before = state(model)
-    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+    with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"parameter '{name}'") as caught:
-                engine.forward_backward(inputs, BATCH[1], CRITERION)
-            assert words in str(caught.value)
+            with refused(name):
+                engine.forward_backward(inputs, BATCH[1], CRITERION, whole_batch=whole_batch)
             assert_untouched(model, before)
 
 
 @each_model
-def test_in_one_piece_nothing_is_refused(case):
-    make, inputs = case
-    model = build(make)
-    plain = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
-        engine.forward_backward(inputs, BATCH[1], CRITERION)
-    plain(inputs)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_switch_that_turns_writing_on(devices):
-    """Whoever did not write before is looked at again when an option of the module changes."""
-    model = build(Renormalised)
-    model.table.max_norm = None
-    plain = copy.deepcopy(model)
+def test_inference_is_refused_too(devices, case):
+    make, inputs, name = case
+    model = build(make).eval()
+    before = state(model)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(TOKENS, BATCH[1], CRITERION)
-        model.table.max_norm = plain.table.max_norm = 0.3
-        engine.forward_backward(TOKENS, BATCH[1], CRITERION)
-    plain(TOKENS)
-    assert_close(model.table.weight.detach(), plain.table.weight.detach(), "table")
+        for _ in range(2):
+            with refused(name):
+                engine(inputs)
+            assert_untouched(model, before)
+
+
+@each_model
+def test_a_step_that_fails_otherwise_leaves_them_as_they_were_too(devices, case):
+    make, inputs, name = case
+    model = build(make)
+    before = state(model)
+
+    def criterion(output, targets):
+        raise ArithmeticError("boom")
+
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(ArithmeticError) as caught:
+            engine.forward_backward(inputs, BATCH[1], criterion)
+        assert any(f"writes the parameter '{name}'" in note for note in caught.value.__notes__)
+        assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_max_norm_is_refused_with_what_to_write(kind):
+    model = build(lambda: nn.Sequential(kind(16, 5, max_norm=0.7), nn.Linear(5, CLASSES)))
+    words = (
+        r"'0\.weight' in its forward pass.* max_norm to None.* 0\.weight\.renorm_\(2\.0, 0, 0\.7\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        ScatterOnceParallel(model, 2, ["cpu"] * 2)
+    with pytest.raises(ValueError, match=words):
+        DataParallelModel(model, ["cpu"] * 2)
+    model[0].max_norm = None
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        engine.forward_backward(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0], *LABELS)
+        model[0].max_norm = 0.7
+        with pytest.raises(ValueError, match=words):
+            engine.forward_backward(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0], *LABELS)
+
+
+def test_renormalising_after_the_step_is_what_max_norm_does(devices):
+    """The lines of the error and of the docs."""
+    plain = build(lambda: nn.Sequential(nn.Embedding(16, 5, max_norm=0.7), nn.Linear(5, CLASSES)))
+    model = copy.deepcopy(plain)
+    model[0].max_norm = None
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
+    with torch.no_grad():
+        model[0].weight.renorm_(2.0, 0, 0.7)
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        for shift in range(3):
+            tokens = TOKENS[:, 0] + shift
+            loss = engine.forward_backward(tokens, *LABELS)
+            expected = CRITERION(plain(tokens), BATCH[1])
+            expected.backward()
+            assert_close(loss, expected.detach(), "loss")
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(one.grad, other.grad, "gradient")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.renorm_(2.0, 0, 0.7)
 
 
 class WritesLate(Writer):
-    """Nothing that the engine can see turns it on."""
+    """Nothing that the engine can see turns it on, but ``is_on``."""
 
     on = False
 
+    def __init__(self, write):
+        super().__init__(write)
+        self.is_on = False
+
     def forward(self, inputs):
-        if WritesLate.on:
+        if WritesLate.on or self.is_on:
             self.write(self.head.weight)
         return self.head(self.enter(inputs).tanh())
 
 
-def normalize_in_place(weight):
-    with torch.no_grad():
-        weight.div_(weight.norm(dim=1, keepdim=True))
-
-
-@pytest.mark.parametrize("write", [clip, normalize, normalize_in_place])
-@pytest.mark.parametrize("ids", [["cpu"], ["cpu:0", "cpu:1"]], ids=",".join)
-def test_a_late_write_is_that_of_one_device(ids, monkeypatch, write):
-    """A single replica has no copy of the earlier values: it starts again from what it wrote."""
-    monkeypatch.setattr(WritesLate, "on", False)
+@pytest.mark.parametrize("write", [clip, clip_data, exchange, decay])
+def test_a_flag_that_turns_writing_on(devices, write):
+    """Who did not write with other flags is looked at again; that which is known is remembered."""
     model = build(lambda: WritesLate(write))
-    plain = copy.deepcopy(model)
-    with ScatterOnceParallel(model, 2, ids) as engine:
-        engine.forward_backward(*BATCH, CRITERION)
-        monkeypatch.setattr(WritesLate, "on", True)
-        model.zero_grad()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        before = state(model)
         for _ in range(2):
-            engine.forward_backward(*BATCH, CRITERION)
-            CRITERION(plain(BATCH[0]), BATCH[1]).backward()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert_close(one.detach(), other.detach(), "parameter")
-                assert_close(one.grad, other.grad, "gradient")
+            model.is_on = True
+            with refused("head.weight"):
+                engine.forward_backward(*BATCH, CRITERION)
+            assert_untouched(model, before)
+            model.is_on = False
+            model.zero_grad()
+            assert_step(engine, *BATCH, CRITERION)
+            before = state(model)
 
 
-def halve(weight):
-    with torch.no_grad():
-        weight.mul_(0.5)
-
-
-@pytest.mark.parametrize(
-    ("write", "ids"),
-    [(halve, ["cpu"]), (clip, ["cpu"] * 2), (halve, ["cpu:0", "cpu:1"])],
-    ids=["again other values", "two at a time", "again other values, two devices"],
-)
-def test_a_late_write_that_cannot_be_undone_is_told(ids, monkeypatch, write):
-    """No copy is kept after the first step: it would take as much memory as the model."""
+@pytest.mark.parametrize("write", [clip, exchange, decay])
+def test_a_late_write_is_told(devices, monkeypatch, write):
+    """What is written elsewhere leaves nothing behind. In place, no copy is there any more."""
     monkeypatch.setattr(WritesLate, "on", False)
     model = build(lambda: WritesLate(write))
-    with ScatterOnceParallel(model, 1, ids) as engine:
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, CRITERION)
-        monkeypatch.setattr(WritesLate, "on", True)
         model.zero_grad()
-        with pytest.raises(RuntimeError, match=r"'head\.weight'.* earlier values are lost"):
+        before = state(model)
+        monkeypatch.setattr(WritesLate, "on", True)
+        with (refused if write is exchange else lost)("head.weight"):
             engine.forward_backward(*BATCH, CRITERION)
         assert all(p.grad is None for p in model.parameters())
-        plain = copy.deepcopy(model)
-        engine.forward_backward(*BATCH, CRITERION)
-    CRITERION(plain(BATCH[0]), BATCH[1]).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(one.detach(), other.detach(), "parameter")
-        assert_close(one.grad, other.grad, "gradient")
+        if write is exchange:
+            assert_untouched(model, before)
+        before = state(model)
+        with refused("head.weight"):
+            engine.forward_backward(*BATCH, CRITERION)
+        assert_untouched(model, before)
+        monkeypatch.setattr(WritesLate, "on", False)
+        assert_step(engine, *BATCH, CRITERION)
 
 
 def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
@@ -343,41 +261,83 @@ def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
         return CRITERION(output, targets)
 
     monkeypatch.setattr(WritesLate, "on", False)
-    model = build(lambda: WritesLate(halve))
+    model = build(lambda: WritesLate(decay))
     with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
         engine.forward_backward(*BATCH, criterion)
         monkeypatch.setattr(WritesLate, "on", True)
         with pytest.raises(ArithmeticError) as caught:
             engine.forward_backward(*BATCH, criterion)
-        assert any("'head.weight'" in note for note in caught.value.__notes__)
-        monkeypatch.setattr(WritesLate, "on", False)
-        engine.forward_backward(*BATCH, criterion)
+        assert any("values are lost" in note for note in caught.value.__notes__)
 
 
-def test_parameters_that_nothing_writes_are_still_shared():
-    model = build(lambda: Writer(clip))
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-        engine.forward_backward(*BATCH, CRITERION)
-        for replica in engine.replicas:
-            assert replica.enter.weight.data_ptr() == model.enter.weight.data_ptr()
-            assert replica.head.weight.data_ptr() != model.head.weight.data_ptr()
+class Proxies(nn.Module):
+    """A criterion that normalises its own weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, output, targets):
+        exchange(self.proxies)
+        return nn.functional.cross_entropy(output @ self.proxies.T, targets)
 
 
-def test_a_criterion_that_normalises_its_own_weights(devices):
-    class Proxies(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proxies = nn.Parameter(torch.randn(CLASSES, CLASSES))
-
-        def forward(self, output, targets):
-            normalize(self.proxies)
-            return nn.functional.cross_entropy(output @ self.proxies.T, targets)
-
+def test_a_criterion_that_writes_its_own_is_refused(devices):
     model, criterion = build(lambda: nn.Linear(FEATURES, CLASSES)), build(Proxies, seed=1)
-    plain, plain_criterion = copy.deepcopy(model), copy.deepcopy(criterion)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for _ in range(2):
+    before = state(model), state(criterion)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, refused("proxies"):
+        engine.forward_backward(*BATCH, criterion)
+    outputs = DataParallelModel(model, devices(2))(BATCH[0])
+    with refused("proxies"):
+        DataParallelCriterion(criterion)(outputs, BATCH[1])
+    assert_untouched(model, before[0])
+    assert_untouched(criterion, before[1])
+
+
+@pytest.mark.parametrize("good_steps", [0, 1])
+def test_a_criterion_that_writes_the_model_s_is_refused(devices, good_steps):
+    """By its closure, and so the user's own tensor."""
+    model = build(lambda: nn.Linear(FEATURES, CLASSES))
+    steps = []
+
+    def criterion(output, targets):
+        if len(steps) == good_steps:
+            decay(model.weight)
+        return CRITERION(output, targets)
+
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        for step in range(good_steps):
             engine.forward_backward(*BATCH, criterion)
-            plain_criterion(plain(BATCH[0]), BATCH[1]).backward()
-    assert_close(criterion.proxies.detach(), plain_criterion.proxies.detach(), "proxies")
-    assert_close(criterion.proxies.grad, plain_criterion.proxies.grad, "gradient")
+            steps.append(step)
+        before = state(model)
+        with (lost if good_steps else refused)("weight"):
+            engine.forward_backward(*BATCH, criterion)
+        if not good_steps:
+            assert_untouched(model, before)
+
+
+@each_model
+def test_the_pair_refuses_every_time(devices, case):
+    make, inputs, name = case
+    model = build(make)
+    before = state(model)
+    pair = DataParallelModel(model, devices(2))
+    for _ in range(2):
+        with refused(name):
+            pair(inputs)
+        assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("write", [clip, exchange])
+def test_a_late_write_in_the_pair_is_told(devices, monkeypatch, write):
+    monkeypatch.setattr(WritesLate, "on", False)
+    model = build(lambda: WritesLate(write))
+    pair = DataParallelModel(model, devices(2))
+    pair(BATCH[0])
+    monkeypatch.setattr(WritesLate, "on", True)
+    with (refused if write is exchange else lost)("head.weight"):
+        pair(BATCH[0])
+    with refused("head.weight"):
+        pair(BATCH[0])
+    monkeypatch.setattr(WritesLate, "on", False)
+    assert_close(torch.cat(pair(BATCH[0])), model(BATCH[0]), "outputs")

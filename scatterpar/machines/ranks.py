@@ -27,7 +27,6 @@ from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
 from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack, pooled_over_ranks, table_of
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.replicas.writes import FirstWrite
 from scatterpar.report import warn
 from scatterpar.step.noise import Spread
 from scatterpar.step.outcome import BufferValue, Outcome
@@ -37,12 +36,6 @@ __all__ = ["Ranks"]
 
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
-
-
-_WRITTEN = (
-    "the forward pass wrote {}, and what it wrote on each rank cannot be made the same on all; "
-    "with a process_group, write parameters after the step"
-)
 
 
 class Ranks:
@@ -116,34 +109,12 @@ class Ranks:
             outcome = compute()
             with outcome.attempt:
                 settle()
-                self._check(outcome)
+                _require_same_shapes(outcome.buffers)  # before any collective
         except BaseException as error:
             self.report_failure(error)
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
             return self._exchange(outcome)
-
-    def _check(self, outcome: Outcome) -> None:
-        """Refuse, before any collective, what would not fit into one.
-
-        Raises:
-            ValueError: a buffer that changed its shape, a parameter that a forward pass wrote.
-        """
-        _require_same_shapes(outcome.buffers)
-        if outcome.parameters:
-            shape = tuple(outcome.parameters[0][0].shape)
-            raise ValueError(_WRITTEN.format(f"a parameter of shape {shape}"))
-
-    def refusing_writes(self, attempt: Callable[[], Outcome]) -> Outcome:
-        """The outcome of ``attempt``, which is not repeated: other ranks would not do so too.
-
-        Raises:
-            ValueError: a forward pass wrote a parameter.
-        """
-        try:
-            return attempt()
-        except FirstWrite as error:
-            raise ValueError(_WRITTEN.format(f"the parameter {error.args[0]!r}")) from error
 
     def _exchange(self, outcome: Outcome) -> Outcome:
         try:

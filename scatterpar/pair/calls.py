@@ -14,7 +14,7 @@ from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["require_eager", "run_each"]
+__all__ = ["NOTHING", "require_eager", "run_each"]
 
 
 def require_eager(module: Any) -> None:
@@ -35,7 +35,7 @@ def require_eager(module: Any) -> None:
             )
 
 
-_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def run_each(
@@ -43,7 +43,7 @@ def run_each(
     plan: Plan,
     functions: Sequence[Callable[..., Any]],
     calls: Sequence[Any],
-    around: contextlib.AbstractContextManager[object] = _NOTHING,
+    around: contextlib.AbstractContextManager[object] = NOTHING,
 ) -> list[Any]:
     """Call each share's function on its device, all at once; what is raised names the replica.
 

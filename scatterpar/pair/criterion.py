@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
-from scatterpar.pair.calls import require_eager, run_each
+from scatterpar.pair.calls import NOTHING, require_eager, run_each
 from scatterpar.pair.crossing import Crossing, combine, replicate, scatter_owned
 from scatterpar.pair.outputs import require_entries, sizes
 from scatterpar.plan import Plan, make_plan
@@ -70,6 +70,7 @@ class DataParallelCriterion(Wrapper):
 
     def _hire(self) -> None:
         self._workers = Workers(len(self.device_ids or ()), "this DataParallelCriterion")
+        self._proven: set[Hashable] = set()
 
     def forward(
         self,
@@ -112,7 +113,7 @@ class DataParallelCriterion(Wrapper):
             calls = list(zip(outputs, pieces, strict=True))
             weights, _ = weigh(request, plan, calls, Readout())
             owner = holder_of(self.module)
-            replicas = replicate(owner, devices) if owner else []
+            replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
             criteria = [replica.of(self.module) for replica in replicas]
             turns = {physical(device): Turn() for device in devices}
             functions = [
@@ -121,7 +122,7 @@ class DataParallelCriterion(Wrapper):
                     criteria or [self.module] * len(devices), devices, strict=True
                 )
             ]
-            losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls])
+            losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
             if replicas:
                 commit_buffers(replicas[0].changed_buffers())
         return combine(losses, [weight for (weight,) in weights], devices)

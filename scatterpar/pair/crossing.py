@@ -6,14 +6,14 @@ inputs where those require grad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import bits
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.pair.late import LateGradients
@@ -21,10 +21,11 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.aliases import in_one_storage, overlapping
 from scatterpar.replicas.attributes import take_attributes, take_class
 from scatterpar.replicas.broadcast import Broadcast, version
+from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
-from scatterpar.replicas.replica import survey_tensors
+from scatterpar.replicas.replica import is_state, survey_tensors
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches
 from scatterpar.step.outcome import BufferValue
@@ -49,34 +50,9 @@ class PassingReplica:
         self._survey = survey
         self._copies = dict(zip(survey.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
-        self._lay_at = {id(copy): copy.detach() for copy in copies}
         self.of = Mirror(survey, self._copies).of
         for original in survey_tensors(survey):
             take_attributes(original, self.of(original), self.of)
-
-    def parameters(self) -> dict[int, Tensor]:
-        """The copy of each parameter, by the ``id`` of the module's own."""
-        return {
-            i: copy
-            for i, copy in self._copies.items()
-            if isinstance(self._survey.tensors[i], nn.Parameter)
-        }
-
-    def wrote(self, key: int, value: Tensor | None) -> bool:
-        """Whether the forward pass wrote the parameter with this ``id``.
-
-        Args:
-            key: which parameter.
-            value: what it was; without it, versions are all there is to tell.
-        """
-        copy = self._copies[key]
-        home = self._lay_at[id(copy)]
-        if version(copy) != self._versions[id(copy)]:
-            return True
-        if not copy.is_set_to(home):
-            same_kind = copy.shape == home.shape and copy.dtype == home.dtype
-            return not same_kind or bits.changed([copy], [home])[0]
-        return value is not None and bits.changed([copy], [value])[0]
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: where the module's are, and values.
@@ -102,37 +78,41 @@ class PassingReplica:
 
 
 def replicate(
-    module: nn.Module, device_ids: Sequence[torch.device], private: Container[int] = ()
-) -> list[PassingReplica]:
+    module: nn.Module, device_ids: Sequence[torch.device], proven: set[Hashable]
+) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
     device once, in few messages, and are shared by the replicas there; buffers are each
-    replica's own, and so are the parameters whose ``id`` is in ``private``. A backward pass
-    through the copies adds up their gradients, in the same order every time, on the master.
+    replica's own. A backward pass through the copies adds up their gradients, in the same order
+    every time, on the master.
 
     Args:
         module: a module on ``device_ids[0]``.
         device_ids: one entry per replica.
-        private: parameters that a forward pass may write.
+        proven: modes in which a pass has shown that it writes no parameters.
 
     Returns:
-        A replica per entry: ``replica.of(module)`` is the copy.
+        A replica per entry: ``replica.of(module)`` is the copy. And what is to be around their
+        forward passes, which refuses that they write parameters.
     """
     check_placement((module,), device_ids[0])
     survey = Survey((module,))
     here = physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
-    owned = [not isinstance(t, nn.Parameter) or id(t) in private for t in originals]
+    owned = list(map(is_state, originals))
     groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
+        # The first replica has the user's own versions, so that torch tells of a step that comes
+        # before the backward pass; others count their own, for one may exchange its storage.
+        arrived = _broadcast(originals, device_ids)
         copies = [
             [
-                tensor.detach().clone() if is_own else _alias(tensor, original)
-                for tensor, original, is_own in zip(arrived, originals, owned, strict=True)
+                tensor.detach().clone() if is_own else tensor.data if replica else tensor.detach()
+                for tensor, is_own in zip(arrived[device], owned, strict=True)
             ]
-            for arrived in _broadcast(originals, device_ids)
+            for replica, device in enumerate(device_ids)
         ]
         for copy, device in zip(copies, device_ids, strict=True):
             for group in groups:
@@ -148,7 +128,19 @@ def replicate(
                 copy[i] = tensor
         for copy in copies:
             take_class(original, copy[i])
-    return [PassingReplica(survey, copy) for copy in copies]
+
+    def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor for tensor, is_own in zip(tensors, owned, strict=True) if not is_own]
+
+    shared = Shared(
+        (module,),
+        parameters(originals),
+        {device: parameters(tensors) for device, tensors in arrived.items()},
+        [(device, parameters(copy)) for device, copy in zip(device_ids, copies, strict=True)],
+        proven,
+    )
+    guard = read_only(shared, tuple(part.training for part in survey.modules.values()))
+    return [PassingReplica(survey, copy) for copy in copies], guard
 
 
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
@@ -259,15 +251,10 @@ class _Cross(torch.autograd.Function):
         return crossed, None, None, None
 
 
-def _alias(tensor: Tensor, original: Tensor) -> Tensor:
-    """What a replica shares: on the master with the user's own versions, else with its own."""
-    return tensor.detach() if tensor is original else tensor.data
-
-
 def _broadcast(
     tensors: Sequence[Tensor], device_ids: Sequence[torch.device]
-) -> list[Sequence[Tensor]]:
-    """The tensors as they are on each replica's device: the master's own, or one copy a device."""
+) -> dict[torch.device, Sequence[Tensor]]:
+    """The tensors as they are on each device: the master's own, or one copy a device."""
     broadcast = Broadcast(tensors, device_ids)
     broadcast.send(Ledger())
-    return [broadcast.at(device) for device in device_ids]
+    return {device: broadcast.at(device) for device in device_ids}

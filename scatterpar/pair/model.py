@@ -7,7 +7,7 @@ that holds it, so that no device has to hold the outputs of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,13 +16,11 @@ from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.pair.calls import require_eager, run_each
 from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
-from scatterpar.pair.writes import Writers
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
-from scatterpar.replicas.writes import once_known
 from scatterpar.step import nested
-from scatterpar.step.commit import commit_buffers, write_parameters
+from scatterpar.step.commit import commit_buffers
 from scatterpar.step.options import check_dim, check_module
 from scatterpar.step.rows import count_rows
 from scatterpar.threads.workers import Workers
@@ -74,7 +72,7 @@ class DataParallelModel(Wrapper):
 
     def _hire(self) -> None:
         self._workers = Workers(len(self.device_ids), "this DataParallelModel")
-        self._writers = Writers()
+        self._proven: set[Hashable] = set()
         self._check_links = LinkCheck(self.device_ids)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -90,7 +88,8 @@ class DataParallelModel(Wrapper):
             require grad, and the module's parameters, get their gradients by ``backward()``.
 
         Raises:
-            ValueError: no rows, or tensors that disagree in them.
+            ValueError: no rows, or tensors that disagree in them; a forward pass that writes
+                parameters.
             RuntimeError: a call from inside another, a lazy module never called before, or copies
                 between the devices that bring other bytes through the host's memory too.
 
@@ -100,18 +99,16 @@ class DataParallelModel(Wrapper):
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         with self._workers.exclusive():
-            return once_known(lambda: self._run(plan, (inputs, kwargs)))
+            return self._run(plan, (inputs, kwargs))
 
     def _run(self, plan: Plan, batch: Any) -> tuple[Any, ...]:
         devices = [share.device for share in plan.shares]
         self._check_links()
         with Crossing() as crossing:
-            replicas = replicate(self.module, devices, self._writers.known(self.module))
+            replicas, guard = replicate(self.module, devices, self._proven)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned(batch, plan, self.dim, crossing)
-            watching = self._writers.watching(self.module, replicas, devices)
-            outputs = run_each(self._workers, plan, modules, calls, watching)
+            outputs = run_each(self._workers, plan, modules, calls, guard)
             nested.refuse_generators(outputs)
-            write_parameters(self._writers.found)
             commit_buffers(replicas[0].changed_buffers())
         return tuple(outputs)

@@ -1,176 +1,186 @@
-"""Notice when a forward pass writes parameters that replicas share, and put them back."""
+"""Forward passes read the parameters that replicas share; one that writes them is refused by name.
+
+Replicas in one memory would read what others have half written, and nothing tells what one device
+would have after the whole batch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar.devices import bits
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.broadcast import versions
-from scatterpar.replicas.replica import Replica
-from scatterpar.replicas.replicas import Replicas
-from scatterpar.replicas.writes import FirstWrite
 
-__all__ = ["guarded"]
+__all__ = ["Shared", "read_only"]
+
+_Positions = dict[torch.device, set[int]]
+_Away = list[tuple[torch.device, int, Tensor]]
+_INSTEAD = (
+    "write it after the optimizer's step, or keep what forward passes write in a buffer "
+    "(register_buffer)"
+)
+
+
+@dataclass
+class Shared:
+    """The parameters of some modules, as their replicas share them.
+
+    Attributes:
+        roots: the user's modules.
+        originals: the user's parameters.
+        memories: their values in each memory, the master's first.
+        copies: each replica's memory, and its tensors on the values there.
+        proven: modes in which a pass has shown that it writes none.
+        spoilt: positions of those whose values in another memory are no longer the user's.
+    """
+
+    roots: Sequence[nn.Module]
+    originals: Sequence[Tensor]
+    memories: Mapping[torch.device, Sequence[Tensor]]
+    copies: Sequence[tuple[torch.device, Sequence[Tensor]]]
+    proven: set[Hashable] = field(default_factory=set)
+    spoilt: set[int] = field(default_factory=set)
+
+    def name_of(self, position: int) -> str:
+        """What the user calls the parameter at ``position``."""
+        original = self.originals[position]
+        named = (item for root in self.roots for item in root.named_parameters())
+        names = (repr(name) for name, tensor in named if tensor is original)
+        return next(names, f"of shape {tuple(original.shape)}")
 
 
 @contextlib.contextmanager
-def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Leave the parameters that replicas share as they are, whatever the body does to them.
+def read_only(shared: Shared, mode: Hashable) -> Iterator[None]:
+    """Leave the parameters as they are, whatever the body's forward passes do to them.
+
+    In the first pass of each ``mode`` the host keeps a copy of them, and fingerprints tell whether
+    they were written, in every memory, since writes through ``.data`` leave no version behind.
+    Later passes look at versions and storages only, and what is written in place in the master's
+    memory then cannot be put back.
 
     Raises:
-        FirstWrite: one was written: from now on each replica has a copy of its own.
-        RuntimeError: likewise, by several replicas in one memory that left it alone so far, so
-            that no copy of its values was kept.
+        ValueError: one was written; all are as they were.
+        RuntimeError: likewise, but its earlier values are lost.
     """
-    guards = [_Guard(part) for part in parts if part.shared]
+    guard = _Guard(shared, keeps=mode not in shared.proven)
     try:
         yield
     except BaseException as error:
-        written = [name for guard in guards for name in guard.settle()]
-        torch_s = isinstance(error, RuntimeError)  # perhaps because of the writing
-        if written and torch_s and not any(guard.is_spoilt for guard in guards):
-            raise FirstWrite(*written) from error
-        for guard in guards:
-            guard.tell_of_losses(error)
+        refusal = guard.settle()
+        if type(error) is RuntimeError and refusal is not None:  # torch's, because of the writing
+            raise refusal from error
+        if refusal is not None:
+            with contextlib.suppress(Exception):
+                error.add_note(f"before that, {refusal}")
         raise
-    written = [name for guard in guards for name in guard.settle()]
-    for guard in guards:
-        guard.require_values()
-    if written:
-        raise FirstWrite(*written)
-    for part in parts:
-        part.is_trusted = True
+    refusal = guard.settle()
+    if refusal is not None:
+        raise refusal
+    shared.proven.add(mode)
 
 
 class _Guard:
-    """The parameters of one part as they were before the body.
+    """The parameters as they were before a pass; with ``keeps``, what puts them back."""
 
-    In a part's first step the host keeps a copy of them, and fingerprints tell whether they were
-    written, in every memory, since writes through ``.data`` leave no version behind. Later steps
-    look at versions and storages only, and what is written in one of those cannot be put back. If
-    one replica alone wrote it in the master's memory, the step is computed again from there, and
-    fails only if the values change once more (``merge_writes``). What several wrote at the same
-    time may be anything.
-    """
-
-    def __init__(self, part: Replicas) -> None:
-        self._part = part
-        self._versions = [self._versions_of(replica) for replica in part.replicas]
+    def __init__(self, shared: Shared, *, keeps: bool) -> None:
+        self._shared = shared
+        self._memories = list(shared.memories.items())
+        self._watched = [(self._memories[0][0], shared.originals), *shared.copies]
+        self._versions = [versions(tensors) for _, tensors in self._watched]
         self._kept: list[Tensor] = []
-        self._before: dict[torch.device, Fingerprints] = {}
-        self._lost: list[str] = []
-        if not part.is_trusted:
-            self._kept = [part.tensors[i].detach().to("cpu", copy=True) for i in part.shared]
+        self._before: list[Fingerprints] = []
+        if keeps:
+            self._kept = [tensor.detach().to("cpu", copy=True) for tensor in shared.originals]
             self._before = self._fingerprints()
 
-    def settle(self) -> list[str]:
-        """Put back what was written to the master's memory; the names of what was written."""
-        part = self._part
-        touched = self._touched()
-        edited = {} if part.is_trusted and not touched else self._edited()
-        written = touched.union(*edited.values())
+    def settle(self) -> ValueError | RuntimeError | None:
+        """Put back what was written, and refuse it."""
+        away = self._away()
+        in_place = self._written_in_place(away)
+        if self._before:
+            for device, positions in self._edited().items():
+                in_place[device] |= positions
+        written = self._with_other_values(away).union(*in_place.values())
         if not written:
-            return []
-        master = part.device_ids[0]
-        for i, kept in zip(part.shared, self._kept, strict=False):
-            if i in edited.get(master, ()):
-                with torch.no_grad():
-                    part.tensors[i].copy_(kept)
-        if not self._kept:
-            here = [replica for replica in part.replicas if replica.device == master]
-            lost = {i for replica in here for i in self._written_in_place(replica)}
-            self._lost = [part.name_of(i) for i in sorted(lost)]
-            if len(here) == 1:
-                part.lost += [part.tensors[i] for i in lost]
-        part.give_copies_of(written)
-        return [part.name_of(i) for i in sorted(written)]
-
-    @property
-    def is_spoilt(self) -> bool:
-        """Whether values could not be put back, and nobody can go on from those that are there."""
-        return bool(self._lost) and not self._part.lost
-
-    def require_values(self) -> None:
-        """Refuse to go on with values that several replicas wrote at the same time."""
-        if self.is_spoilt:
-            raise RuntimeError(
-                f"the forward pass wrote the parameter {self._lost[0]!r}, which it had not done "
-                f"in this engine's steps before: no gradient was added, but its earlier values "
-                f"are lost; the next step gives each replica a copy of it"
+            return None
+        self._shared.proven.clear()
+        self._shared.spoilt |= written
+        lost = in_place[self._memories[0][0]]
+        if self._before:
+            with torch.no_grad():
+                for i in lost:
+                    self._shared.originals[i].copy_(self._kept[i])
+        elif lost:
+            name = self._shared.name_of(min(lost))
+            return RuntimeError(
+                f"the forward pass wrote the parameter {name}, which it had not done before: no "
+                f"gradient was added, but the parameter's earlier values are lost; {_INSTEAD}"
             )
+        name = self._shared.name_of(min(written))
+        return ValueError(
+            f"the forward pass writes the parameter {name}, which all replicas read: nothing was "
+            f"changed; {_INSTEAD}"
+        )
 
-    def tell_of_losses(self, error: BaseException) -> None:
-        """Add a note to the user's own error, if a value could not be put back."""
-        self._part.lost.clear()
-        with contextlib.suppress(Exception):
-            for name in self._lost:
-                error.add_note(
-                    f"before that the forward pass wrote the parameter {name!r}, which it had not "
-                    f"done in this engine's steps before: its earlier values are lost"
-                )
+    def _away(self) -> _Away:
+        """The tensors whose storage was exchanged: their memory, position and what is there."""
+        found = []
+        for device, tensors in self._watched:
+            at_home = list(map(Tensor.is_set_to, tensors, self._shared.memories[device]))
+            if not all(at_home):
+                found += [(device, i, tensors[i]) for i, flag in enumerate(at_home) if not flag]
+        return found
 
-    def _touched(self) -> set[int]:
-        """Positions that were written in place, or whose storage was exchanged for other values."""
+    def _written_in_place(self, away: _Away) -> _Positions:
+        """Those whose versions have moved, by memory; an exchange may move those that share one."""
+        exchanged = {(device, i) for device, i, _ in away}
+        found: _Positions = defaultdict(set)
+        for (device, tensors), before in zip(self._watched, self._versions, strict=True):
+            now = versions(tensors)
+            if now != before:
+                moved = {i for i, old in enumerate(before) if now[i] != old}
+                found[device] |= {i for i in moved if (device, i) not in exchanged}
+        return found
+
+    def _with_other_values(self, away: _Away) -> set[int]:
+        """Those that were exchanged for other values; the host waits once for each memory."""
         found: set[int] = set()
-        moved = defaultdict(list)
-        for replica in self._part.replicas:
-            found.update(self._written_in_place(replica))
-            strays = replica.strays()
-            for i in set(self._part.shared).intersection(strays) if strays else ():
-                tensor, home = replica.tensors[i], self._part.sources[replica.device][i]
-                if _kind(tensor) == _kind(home):
-                    moved[replica.device].append((i, tensor, home))
-                else:
-                    found.add(i)
-        for positions, tensors, homes in (zip(*those, strict=True) for those in moved.values()):
-            flags = bits.changed(tensors, homes)  # the host waits once for each memory
-            found.update(i for i, flag in zip(positions, flags, strict=True) if flag)
-        return found
+        doubtful: list[int] = []
+        flags: list[Tensor] = []
+        for device, i, tensor in away:
+            home = self._shared.memories[device][i]
+            if _kind(tensor) == _kind(home):
+                doubtful.append(i)
+                flags += bits.changes([tensor], [home])
+            else:
+                found.add(i)
+        answers = Readout().ask(flags)()
+        return found.union(i for i, answer in zip(doubtful, answers, strict=True) if answer)
 
-    def _written_in_place(self, replica: Replica) -> list[int]:
-        before = self._versions[replica.index]
-        now = self._versions_of(replica)
-        if now == before:
-            return []
-        strays = set(replica.strays())
-        return [
-            i
-            for i, old, new in zip(self._part.shared, before, now, strict=True)
-            if old != new and i not in strays
-        ]
-
-    def _edited(self) -> dict[torch.device, set[int]]:
-        """Positions whose bits are not those that they were, by memory."""
-        if not self._before:
-            return {}
-        now, readout = self._fingerprints(), Readout()
-        values = readout.ask([f.values for f in (*self._before.values(), *now.values())])()
-        found = {}
-        for (device, own), before, after in zip(
-            now.items(), values[: len(now)], values[len(now) :], strict=True
+    def _edited(self) -> _Positions:
+        """Those whose bits are not those that they were, by memory."""
+        after = self._fingerprints()
+        values = Readout().ask([f.values for f in (*self._before, *after)])()
+        found: _Positions = {}
+        for (device, tensors), own, old, new in zip(
+            self._memories, after, values, values[len(after) :], strict=False
         ):
-            pairs = zip(self._part.shared, own.read(before), own.read(after), strict=True)
-            found[device] = {i for i, old, new in pairs if old != new}
+            pairs = zip(range(len(tensors)), own.read(old), own.read(new), strict=True)
+            found[device] = {i for i, before, now in pairs if before != now}
         return found
 
-    def _fingerprints(self) -> dict[torch.device, Fingerprints]:
-        """Of what the replicas share, in each memory."""
-        return {
-            device: Fingerprints([sources[i] for i in self._part.shared], device)
-            for device, sources in self._part.sources.items()
-        }
-
-    def _versions_of(self, replica: Replica) -> list[int]:
-        return versions([replica.tensors[i] for i in self._part.shared])
+    def _fingerprints(self) -> list[Fingerprints]:
+        """Of the values in each memory."""
+        return [Fingerprints(tensors, device) for device, tensors in self._memories]
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device

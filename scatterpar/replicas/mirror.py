@@ -130,6 +130,7 @@ class Snapshot:
         self._sizes = list(map(len, self.dicts))
         self._keys = list(chain.from_iterable(self.saved_dicts))
         self._values = list(chain.from_iterable(map(dict.values, self.saved_dicts)))
+        self._flags: tuple[bool, ...] | None = None
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
@@ -140,6 +141,13 @@ class Snapshot:
             and all(map(is_, chain.from_iterable(self.dicts), self._keys))
             and self._sequences_unchanged()
         )
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """The values that are true or false, in order."""
+        if self._flags is None:
+            self._flags = tuple(v for v in self._values if v is True or v is False)
+        return self._flags
 
     def restore(self) -> None:
         """Put back whatever the containers held."""
@@ -317,5 +325,5 @@ def _refill(container: Any, items: list[Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a mirror shares ``value`` whatever it is: a number, a string, a flag."""
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+    """Whether ``value`` is a flag, or a number that schedules may turn at every step."""
+    return type(value) in (bool, int, float)

@@ -22,10 +22,11 @@ def check_placement(
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
-        ValueError: a parameter or buffer on another device.
+        ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
     expected = verbs.physical(master)
     for root in roots:
+        _refuse_renormalised(root)
         for kind, named in (
             ("parameter", root.named_parameters()),
             ("buffer", root.named_buffers()),
@@ -43,3 +44,17 @@ def check_placement(
                         f"{type(root).__name__} must be on device_ids[0], which is {master}, but "
                         f"its {kind} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
                     )
+
+
+def _refuse_renormalised(root: nn.Module) -> None:
+    """Refuse torch's own modules that write a parameter in forward: replicas share it."""
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            kind, norm, order = type(module).__name__, module.max_norm, module.norm_type
+            path = f"{name}.weight" if name else "weight"
+            raise ValueError(
+                f"{kind}(max_norm={norm}) writes the parameter {path!r} in its forward pass, and "
+                f"all replicas read it; set its max_norm to None, and before the first step and "
+                f"after each of the optimizer's, under torch.no_grad(), call "
+                f"{path}.renorm_({order}, 0, {norm})"
+            )

@@ -17,7 +17,6 @@ from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
 from scatterpar.replicas.registration import registered_by
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import Writes
 
 __all__ = ["Replica", "is_state", "survey_tensors"]
 
@@ -36,8 +35,6 @@ class Replica:
         of: this copy's counterpart of a module of the master's, or of a method of one.
         cells: of the user's functions, and what was in them when twins of these were made.
         seen: by its batch normalisations since the refresh, where statistics move once a step.
-        written: positions of the parameters that a forward pass writes.
-        writes: what it writes to them; ``None`` where it writes none.
     """
 
     def __init__(
@@ -47,15 +44,13 @@ class Replica:
         roots: Sequence[nn.Module],
         survey: Survey,
         sources: Sequence[Tensor],
-        written: dict[int, str],
         compiler: Compiler,
         batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.index = index
         self.device = device
         originals = list(survey.tensors.values())
-        self.written = list(written)
-        private = [i for i, tensor in enumerate(originals) if is_state(tensor) or i in written]
+        private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         own = like_memory([originals[i] for i in private], device)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
@@ -80,13 +75,6 @@ class Replica:
         self._state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
-        self.writes: Writes | None = None
-        if written:
-            self.writes = Writes(
-                [self.tensors[i] for i in written],
-                [self._homes[i] for i in written],
-                list(written.values()),
-            )
 
     def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy in the sources' buffers.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from scatterpar.replicas.batch_norm import batch_norms
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.closures import contents
 from scatterpar.replicas.compiled import Compiler
+from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
 from scatterpar.replicas.placement import check_placement
@@ -23,18 +25,16 @@ from scatterpar.replicas.recurrent import weight_blocks
 from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
-from scatterpar.replicas.writes import renormalised
 
-__all__ = ["Replicas", "sum_dtype"]
+__all__ = ["Replicas", "guarded", "sum_dtype"]
 
 
 class Replicas:
     """The replicas of some modules on some devices.
 
     Parameters on the master's own device share its storage; every other device has one
-    copy of them, which its replicas share. Buffers are each replica's own, and so are
-    parameters that a forward pass writes. ``follow`` and then ``refresh`` make all of it equal to
-    the master's, whatever the user did to the module meanwhile.
+    copy of them, which its replicas share. Buffers are each replica's own. ``follow`` and then
+    ``refresh`` make all of it equal to the master's, whatever the user did to the module meanwhile.
 
     Args:
         roots: modules that live on ``device_ids[0]``, the master.
@@ -48,13 +48,10 @@ class Replicas:
         registered: the buffers of each of its modules.
         batch_norms: those of the modules whose statistics move once a step, by number.
         tied: names of buffers that are one tensor.
-        sources: the tensors as each memory has them.
-        shared: positions of the parameters that replicas in one memory share.
+        shared: the parameters, which replicas in one memory share.
         trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
         leaves: positions of those that keep the gradient.
         kept: positions of what the module made of leaves before the step.
-        is_trusted: a step has shown that forward passes write none of these.
-        lost: the master's tensors that one wrote all the same, and whose values before are gone.
     """
 
     def __init__(
@@ -75,18 +72,14 @@ class Replicas:
         self.tensors: list[Tensor] = []
         self.registered: list[Registered] = []
         self.tied: Tied = []
-        self.sources: dict[torch.device, Sequence[Tensor]] = {}
-        self.shared: list[int] = []
+        self.shared = Shared((), (), {}, ())
         self.trained: list[int] = []
         self.leaves: list[int] = []
         self.kept: list[int] = []
-        self.is_trusted = False
-        self.lost: list[Tensor] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []
-        self._written: list[Tensor] = []
-        self._spoilt: set[int] = set()
+        self._positions: list[int] = []
         self._state: Snapshot | None = None
 
     def follow(self, readout: Readout) -> None:
@@ -100,16 +93,10 @@ class Replicas:
 
     def refresh(self, ledger: Ledger) -> None:
         """Then make every replica equal to the master's modules."""
-        self._broadcast.send(ledger, self._spoilt)
-        self._spoilt = set()
+        self._broadcast.send(ledger, [self._positions[i] for i in self.shared.spoilt])
+        self.shared.spoilt.clear()
         for replica in self.replicas:
             replica.refresh()
-            self._begin_writes(replica)
-
-    def _begin_writes(self, replica: Replica) -> None:
-        if replica.writes is not None:
-            sources = self.sources[replica.device]
-            replica.writes.begin([sources[i] for i in replica.written])
 
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
@@ -122,34 +109,21 @@ class Replicas:
         return id(module) in self._modules
 
     @property
-    def training(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self._modules.values())
+    def flags(self) -> tuple[bool, ...]:
+        """Every flag of the modules, such as ``training``."""
+        return () if self._state is None else self._state.flags
 
     def forget_step(self) -> None:
         """Undo whatever forward and backward passes left since the refresh."""
         self.clear_gradients()
-        for number, replica in enumerate(self.replicas):
+        for number in range(len(self.replicas)):
             self.rewind(number)
-            self._begin_writes(replica)
 
     def clear_gradients(self) -> None:
         """Let go of what the replicas computed."""
         for replica in self.replicas:
             for i in self.trained:
                 replica.tensors[i].grad = None
-
-    def give_copies_of(self, written: Collection[int]) -> None:
-        """From now on each replica has its own copy of the parameters at these positions."""
-        self._spoilt |= set(written)
-        self._written += [self.tensors[i] for i in written]
-        self._state = None  # to be built anew
-
-    def name_of(self, position: int) -> str:
-        """What the user calls the tensor at ``position``."""
-        named = (item for root in self.roots for item in root.named_parameters())
-        names = (name for name, tensor in named if tensor is self.tensors[position])
-        return next(names, "(not registered)")
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -173,9 +147,6 @@ class Replicas:
             entries = self._state.rebound()
             if entries is None:
                 return False
-            saved = self._state.saved_dicts
-            if any(_is_switch(saved[place][key], value) for place, key, value in entries):
-                self.is_trusted = False  # it may be what makes a forward pass write parameters
             self._state.assign(entries)
             self.rehearsed.clear()
             for replica in self.replicas:
@@ -192,7 +163,7 @@ class Replicas:
         if not changes:
             return
         if any(_is_switch(change.before, change.after) for change in changes):
-            self.is_trusted = False
+            self.shared.proven.clear()  # it may be what makes a forward pass write parameters
         self.rehearsed.clear()
         for replica in self.replicas:
             replica.assign_to_tensors(changes)
@@ -226,39 +197,41 @@ class Replicas:
         self._slots = survey.slots
         self.registered = [registered_by(module) for module in modules]
         self.tied = tied_names(self.registered)
-        written = self._written_ones(survey)
-        self.shared = [
-            i for i, t in enumerate(self.tensors) if not is_state(t) and i not in written
-        ]
         self.batch_norms = batch_norms(modules) if self._pools else {}
         blocks = weight_blocks(modules, survey.tensors)
         self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
-        self.sources = {d: self._broadcast.at(d) for d in dict.fromkeys(self.device_ids)}
+        sources = {device: self._broadcast.at(device) for device in self.device_ids}
         self.replicas = [
             Replica(
                 index,
                 device,
                 self.roots,
                 survey,
-                self.sources[device],
-                written,
+                sources[device],
                 self.compiler,
                 self.batch_norms,
             )
             for index, device in enumerate(self.device_ids)
         ]
+        self._share(sources)
         self._train(self._wanted())
-        self.is_trusted = False
         self._state = Snapshot(survey.containers)
         self._attributes = Watch(survey_tensors(survey))
         self._signed = self._signature()
 
-    def _written_ones(self, survey: Survey) -> dict[int, str]:
-        """Positions and names of the parameters that forward passes are known to write."""
-        position = {key: i for i, key in enumerate(survey.tensors)}
-        known = [*self._written, *renormalised(list(survey.modules.values()))]
-        self._written = [t for t in known if id(t) in position]
-        return {i: self.name_of(i) for i in sorted({position[id(t)] for t in self._written})}
+    def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
+        """Parameters lie where ``sources`` do: one copy for each memory."""
+        self._positions = [i for i, tensor in enumerate(self.tensors) if not is_state(tensor)]
+
+        def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[i] for i in self._positions]
+
+        self.shared = Shared(
+            self.roots,
+            parameters(self.tensors),
+            {device: parameters(tensors) for device, tensors in sources.items()},
+            [(replica.device, parameters(replica.tensors)) for replica in self.replicas],
+        )
 
     def _signature(self) -> list[Any]:
         """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
@@ -271,6 +244,21 @@ class Replicas:
         for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
             signature.append(id(getattr(module, member.__name__, None)))
         return signature
+
+
+@contextlib.contextmanager
+def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
+    """Leave the parameters of all parts as they are, whatever the body's forward passes do.
+
+    Raises:
+        ValueError: one was written; all are as they were.
+        RuntimeError: likewise, but its earlier values are lost.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            if part.shared.originals:
+                stack.enter_context(read_only(part.shared, part.flags))
+        yield
 
 
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:

@@ -21,7 +21,7 @@ from scatterpar.step.outcome import BufferValue, Outcome
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import flatten, has_gradient_hooks, unflatten
 
-__all__ = ["commit", "commit_buffers", "write_parameters"]
+__all__ = ["commit", "commit_buffers"]
 
 
 def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
@@ -44,11 +44,9 @@ def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
         undo: list[Callable[[], object]] = [
             *_remember_gradients([root for root, _ in gradients]),
             *_remember_buffers(buffers),
-            *[partial(root.copy_, root.detach().clone()) for root, _ in outcome.parameters],
             sums.undo,
         ]
         try:
-            write_parameters(outcome.parameters)  # first: hooks on gradients may look at them
             hand_over(gradients)
             sums.add()
             commit_buffers(buffers)
@@ -68,13 +66,6 @@ def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> Non
                 put_back()
             except Exception as another:
                 note(error, f"after that, something could not be put back: {another!r}")
-
-
-def write_parameters(parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Give parameters the values that the forward passes wrote."""
-    with torch.no_grad():
-        for parameter, value in parameters:
-            parameter.copy_(value)
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from scatterpar.replicas.guard import guarded
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Result, loss_at, prepare_autograd, train

@@ -11,13 +11,12 @@ from torch import nn
 
 from scatterpar.plan import Plan
 from scatterpar.replicas.batch_norm import running
-from scatterpar.replicas.guard import guarded
+from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.arriving import bring_batch
-from scatterpar.step.commit import commit_buffers, write_parameters
+from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
-from scatterpar.step.merge import merge_writes
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
@@ -55,7 +54,7 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
         buffers_from: whose buffers the module has afterwards, if it is in training mode.
 
     Raises:
-        FirstWrite: parameters were written, by a forward pass that did not do so before.
+        ValueError: a forward pass wrote parameters.
     """
     with crew.attempt(plan) as attempt:
         ledger = attempt.ledger
@@ -67,9 +66,7 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
             lists = has_entries(request.batch)
             outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
         output = collect(outputs, plan, request.dim, ledger, lists=lists)
-        parameters = merge_writes(parts, len(outputs), ledger)
         ledger.settle()
-    write_parameters(parameters)
     if module.training:
         buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
         for layer in reduce_moments(parts, len(outputs), ledger):

@@ -35,7 +35,6 @@ class Outcome:
         spread: how far the replicas' gradients lie apart, where that was asked for.
         outputs: one entry per replica, where they were asked for.
         gradients: every trained tensor of the user's, and its gradient if any replica used it.
-        parameters: those that the forward passes wrote, and their new values.
         buffers: the dict that holds a buffer of the user's, its name, and its new value.
         layers: the batch normalisations whose statistics move once a step.
         attempt: the random numbers of the step, what was copied, and what it took.
@@ -51,7 +50,6 @@ class Outcome:
     spread: Spread
     outputs: tuple[Any, ...]
     gradients: list[tuple[Tensor, Tensor | None]]
-    parameters: list[tuple[Tensor, Tensor]]
     buffers: list[BufferValue]
     layers: list[Layer]
     attempt: Attempt

@@ -90,7 +90,7 @@ def _new_kinds(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         tuple(autocast_types()),
-        part.training,
+        part.flags,
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):

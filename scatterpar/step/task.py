@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.replicas.writes import Writes
 from scatterpar.step.arriving import Arriving
 from scatterpar.step.markers import all_tensors
 from scatterpar.step.request import Request
@@ -37,7 +35,6 @@ class Task:
         copies: micro-batches are copies of their rows: where these are the caller's own, which
             must not be written, where a second forward pass must find what the first one did, and
             where compiled code would be made anew for every view.
-        writes: the replica's own copies of parameters that a forward pass writes.
         leaves: what backward passes give gradients.
         aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
@@ -50,7 +47,6 @@ class Task:
     weights: Sequence[float] = ()
     dim: int = 0
     copies: bool = False
-    writes: Sequence[Writes] = ()
     leaves: Sequence[Tensor] = ()
     aside: Aside | None = None
 
@@ -76,19 +72,9 @@ class Task:
         args, kwargs = as_call(self.rows_of(self.inputs, number))
         return self.module(*args, **kwargs)
 
-    def substep(
-        self, number: int, *, resumed: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """What is around every sub-step, or, with ``resumed``, around the rest of one."""
-        where = noted(self.share, number)
-        return self._writing(where, resumed) if self.writes else where
-
-    @contextlib.contextmanager
-    def _writing(self, where: noted, resumed: bool) -> Iterator[None]:
-        with where, contextlib.ExitStack() as stack:
-            for writes in self.writes:
-                stack.enter_context(writes.substep(resumed=resumed))
-            yield
+    def substep(self, number: int) -> noted:
+        """What is around every sub-step: errors say where they happened."""
+        return noted(self.share, number)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,7 +151,6 @@ def hand_out(
                 weights=weights[i] if weights else (),
                 dim=request.dim,
                 copies=compiled or share.device in borrowed or is_seen_twice(share),
-                writes=[replica.writes for replica in replicas if replica.writes is not None],
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
                 aside=aside,
             )

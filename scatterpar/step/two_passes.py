@@ -228,7 +228,7 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with task.substep(last, resumed=True):
+    with task.substep(last):
         _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
     own.last = None

@@ -20,6 +20,7 @@ include_patterns = [
     "benchmarks/README.md",
     "benchmarks/*/README.md",
     "notebooks/*.ipynb",
+    "tests/nullcuda/README.md",
     "*.md",
 ]
 # The README is the page before the guide; docs/package.md is the one that an index shows.

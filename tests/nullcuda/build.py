@@ -79,7 +79,9 @@ class Build:
         stubs = self._generated / "cudart.c"
         stubs.write_text(
             "int null_not_done(const char *name);\n"
-            + "".join(f'int {name}(void) {{ return null_not_done("{name}"); }}\n' for name in missing)
+            + "".join(
+                f'int {name}(void) {{ return null_not_done("{name}"); }}\n' for name in missing
+            )
         )
         print(f"{RUNTIME}: {len(wanted)} functions, {len(missing)} of them fail")
         self._compile(RUNTIME, [*sources, stubs], version=RUNTIME)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,23 +26,82 @@ from nullcuda import card
 __all__ = ["failures", "install"]
 
 # Operators that move no values: views, allocations, questions.
-_SHAPES = set(
-    "empty empty_strided as_strided view set_ resize_ _reshape_alias record_stream is_pinned "
-    "_pin_memory pin_memory view_as_real view_as_complex unfold _local_scalar_dense is_set_to "
-    "_resize_output_ _assert_async _copy_from lift lift_fresh alias detach _efficientzerotensor "
-    "real imag resize_as_ squeeze unsqueeze transpose t permute expand select slice split "
-    "view_copy set_data ones zeros _zerotensor _nested_tensor_from_mask empty_quantized "
-    "_cudnn_init_dropout_state _thnn_fused_lstm_cell _scaled_dot_product_attention_math "
-    "_fused_sdp_choice".split()
-)
+_SHAPES = {
+    "empty",
+    "empty_strided",
+    "as_strided",
+    "view",
+    "set_",
+    "resize_",
+    "_reshape_alias",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "pin_memory",
+    "view_as_real",
+    "view_as_complex",
+    "unfold",
+    "_local_scalar_dense",
+    "is_set_to",
+    "_resize_output_",
+    "_assert_async",
+    "_copy_from",
+    "lift",
+    "lift_fresh",
+    "alias",
+    "detach",
+    "_efficientzerotensor",
+    "real",
+    "imag",
+    "resize_as_",
+    "squeeze",
+    "unsqueeze",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "select",
+    "slice",
+    "split",
+    "view_copy",
+    "set_data",
+    "ones",
+    "zeros",
+    "_zerotensor",
+    "_nested_tensor_from_mask",
+    "empty_quantized",
+    "_cudnn_init_dropout_state",
+    "_thnn_fused_lstm_cell",
+    "_scaled_dot_product_attention_math",
+    "_fused_sdp_choice",
+}
 _NOT_COVERED = (
-    "_cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant".split()
+    "_cudnn",
+    "cudnn",
+    "miopen",
+    "_nested",
+    "_sparse",
+    "sparse",
+    "_spd",
+    "mkldnn",
+    "quantize",
+    "fake_quant",
 )
 # What they return has a size that depends on values: the CPU's twin says it first.
-_SIZED_BY_VALUES = set(
-    "nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive _unique "
-    "bincount equal is_nonzero repeat_interleave nonzero_static".split()
-)
+_SIZED_BY_VALUES = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "_unique",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+    "nonzero_static",
+}
 
 failures: dict[str, str] = {}  # operators without a twin that were called, and why
 _inside = threading.local()  # an operator that another one calls is part of it
@@ -68,6 +127,12 @@ def install() -> int:
             count += 1
     torch.backends.cudnn.enabled = False
     return count
+
+
+def remove() -> None:
+    """Take the twins away: from now on nothing computes, and nothing costs the host more."""
+    _library._destroy()
+    torch.backends.cudnn.enabled = True
 
 
 def _give_a_twin(name: str, operator: Any, base: str) -> None:
@@ -246,6 +311,3 @@ def _dropout(
         return x, torch.ones_like(x, dtype=torch.bool)
     mask = torch.rand(x.shape, generator=generator) >= p
     return (x * mask / (1 - p) if p < 1 else torch.zeros_like(x)), mask
-
-
-_Kernel = Callable[..., Any]

@@ -14,6 +14,7 @@ from scatterpar.recipe import (
     zero_init_residual,
 )
 from scatterpar.report import GradientNoise, StepReport
+from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.labels import count_labels
 from scatterpar.step.markers import Replicated, Rows
 
@@ -26,6 +27,7 @@ __all__ = [
     "Replicated",
     "Rows",
     "ScatterOnceParallel",
+    "ShardedOptimizer",
     "Share",
     "StepReport",
     "count_labels",

@@ -10,7 +10,8 @@ The path of one step, as ``forward_backward`` and ``_compute`` walk it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -25,6 +26,7 @@ from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.arriving import bring_batch
@@ -160,7 +162,7 @@ class ScatterOnceParallel(Wrapper):
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
         self.last_step: StepReport | None = None
-        check_placement((module,), self.device_ids[0], lazy=True)
+        check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
         self._ranks: Ranks | None = None
         if process_group is not None:
@@ -421,9 +423,22 @@ class ScatterOnceParallel(Wrapper):
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
+        with self.lending() as copies:
+            return tuple(copies.modules)
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[Replicas]:
+        """The replicas, equal to the master's as of now, for who writes to their parameters.
+
+        What is written is brought to the master by ``take_in``, or undone where the body fails.
+        """
         with self._crew.workers.exclusive():
-            (part, *_), _ = self._crew.refresh(self.module, None, Ledger())
-            return tuple(part.modules)
+            (copies, *_), _ = self._crew.refresh(self.module, None, Ledger())
+            try:
+                yield copies
+            except BaseException:
+                copies.distrust()
+                raise
 
     def close(self) -> None:
         """Stop the workers, let go of the process group. Forgetting to is fine.

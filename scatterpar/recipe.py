@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from scatterpar.report import StepReport
+from scatterpar.report import GradientNoise, StepReport
 
 __all__ = [
     "NoiseScale",
@@ -304,9 +304,7 @@ class NoiseScale:
     @property
     def scale(self) -> float:
         """The noise scale in rows; NaN before the first step, infinite without any signal."""
-        if self._signal > 0:
-            return self._noise / self._signal
-        return math.inf if self._noise > 0 else math.nan
+        return GradientNoise(self._signal, self._noise).scale
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint needs to go on."""

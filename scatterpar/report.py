@@ -52,9 +52,12 @@ class GradientNoise:
     def scale(self) -> float:
         """The noise scale ``noise / signal`` in rows: batches much larger gain little.
 
-        One step's is very noisy: :class:`scatterpar.recipe.NoiseScale` averages.
+        Infinite where there is noise, and no signal above zero; NaN where there is neither. One
+        step's is very noisy: :class:`scatterpar.recipe.NoiseScale` averages.
         """
-        return self.noise / self.signal if self.signal else math.nan
+        if self.signal > 0:
+            return self.noise / self.signal
+        return math.inf if self.noise > 0 else math.nan
 
 
 @dataclass(frozen=True)

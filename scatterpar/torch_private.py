@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.library import Library, fallthrough_kernel
+from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "hooks_taken_off",
     "keep_node",
     "leaves_reached",
+    "loading_hooks",
     "modes",
     "node_of",
     "nodes_of",
@@ -46,6 +48,7 @@ __all__ = [
     "renew_engine",
     "route",
     "saved_tensors_hooks",
+    "step_without_hooks",
     "switched_off",
     "switched_on",
     "uncompiled",
@@ -98,6 +101,26 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of ``flat`` in the shapes of ``like``."""
     views: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
     return views
+
+
+# --- an optimizer within another: its hooks are the other's, and run once ----------------------
+
+_HOOKS_OF_LOADING = (
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_require("Optimizer.profile_hook_step", "to step", hasattr(Optimizer, "profile_hook_step"))
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """One step; hooks on steps, those of all optimizers too, and the profiler do not see it."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
+    """What runs before and after ``load_state_dict``."""
+    return [list(getattr(optimizer, name).values()) for name in _HOOKS_OF_LOADING]
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------

@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scatterpar.devices.verbs
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel, gather
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    ScatterOnceParallel,
+    ShardedOptimizer,
+    gather,
+)
+from scatterpar.devices import chunks, fingerprints
 from scatterpar.torch_private import uncompiled
 
 pytestmark = [
@@ -204,6 +211,48 @@ def test_workers_are_on_the_users_stream_of_every_device(device_ids):
 
         engine.forward_backward(inputs, targets, criterion)
         found = [gradient.cpu() / 2 for gradient in gradients(model)]
+    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
+
+
+def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
+    """In torch 2.11 a second entry set the stream, and then raised."""
+
+    class Once:
+        """What ``torch.Stream`` was: an object that can be entered once at a time."""
+
+        def __init__(self, stream):
+            self.stream_id, self.device_index = stream.stream_id, stream.device_index
+            self.device_type, self.device = stream.device_type, stream.device
+            self._stream, self._is_entered = stream, threading.Lock()
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def __enter__(self):
+            assert self._is_entered.acquire(blocking=False), "it was entered already"
+            self._stream.__enter__()
+
+        def __exit__(self, *error):
+            self._stream.__exit__(*error)
+            self._is_entered.release()
+
+    model, inputs, targets = problem()
+    _, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    meet = threading.Barrier(len(set(device_ids)), timeout=60)
+    if len(set(device_ids)) == len(device_ids):  # else some take turns
+
+        def wait(*_):
+            meet.wait()
+
+        model.register_forward_pre_hook(wait)
+    verbs = scatterpar.devices.verbs
+    current = verbs.current_streams
+    monkeypatch.setattr(verbs, "current_streams", lambda: tuple(map(Once, current())))
+    engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
+    with engine, streams_of_the_users():
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        found = [gradient.cpu() for gradient in gradients(model)]
     assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
 
 
@@ -621,3 +670,87 @@ def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devic
         assert_arrives_from_everywhere(
             lambda: engine.forward_backward(inputs, targets, nn.functional.cross_entropy)
         )
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
+    model, inputs, targets = problem(dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    plain = make(twin.parameters())
+    saved = None
+    for devices in (device_ids, [0], device_ids):  # the state goes from one number to another
+        with ScatterOnceParallel(model, 1, devices) as engine:
+            sharded = ShardedOptimizer(engine, make)
+            if saved is not None:
+                sharded.load_state_dict(saved)
+            for number in range(3):
+                sharded.zero_grad()
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                assert not number or engine.last_step.bytes["replicate"] == 0
+                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    other.grad = one.grad.clone()
+                sharded.step()
+                plain.step()
+                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    assert torch.equal(one.cpu(), other.cpu())
+            saved = sharded.state_dict()
+            for kept in saved["state"].values():
+                for value in kept.values():
+                    assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+
+class Together(torch.optim.AdamW):
+    """Sums tensors of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        sum(p.grad.norm() for group in self.param_groups for p in group["params"])
+
+
+def test_an_optimizer_that_adds_up_tensors_of_several_devices_leaves_no_trace():
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs 2 accelerators")
+    model, inputs, targets = problem()
+    before = [p.detach().clone() for p in model.parameters()]
+    with ScatterOnceParallel(model, 1, [0, 1]) as engine:
+        optimizer = ShardedOptimizer(engine, Together)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        assert "state are as they were" in raised.value.__notes__[0]
+    assert not optimizer.state_dict()["state"]
+    for one, other in zip(model.parameters(), before, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+def peaks_of(make, *devices):
+    """Of two steps of the engine and the optimizer, in multiples of the parameters."""
+    with seeded():
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
+    model = nn.Sequential(*layers).to(f"{kind()}:0")
+    size = sum(p.nbytes for p in model.parameters())
+    held = [torch.accelerator.memory_allocated(index) for index in devices]
+    with ScatterOnceParallel(model, 1, devices, verify=False) as engine:
+        optimizer = make(engine)
+        for _ in range(3):
+            for index in devices:
+                torch.accelerator.synchronize(index)
+                torch.accelerator.reset_peak_memory_stats(index)
+            optimizer.zero_grad()
+            engine.forward_backward(torch.ones(len(devices), 512), None, lambda y, _: y.mean())
+            optimizer.step()
+        peaks = [torch.accelerator.max_memory_allocated(index) for index in devices]
+    held[0] -= size
+    return [(peak - other) / size for peak, other in zip(peaks, held, strict=True)]
+
+
+def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)  # little beside the parameters
+    monkeypatch.setattr(fingerprints, "_WORDS", 2**14)
+    if torch.accelerator.device_count() < 4:
+        pytest.skip("needs 4 accelerators")
+    plain = peaks_of(lambda e: torch.optim.AdamW(e.module.parameters()), 0, 1, 2, 3)
+    sharded = peaks_of(lambda e: ShardedOptimizer(e, torch.optim.AdamW), 0, 1, 2, 3)
+    print(plain, sharded)
+    assert max(sharded) < 0.75 * max(plain)

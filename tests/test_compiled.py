@@ -16,6 +16,7 @@ from helpers.oracle import (
     assert_close,
     assert_gradients,
     build,
+    gradients,
     randint,
     randn,
     seeded,
@@ -480,3 +481,14 @@ def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
                 engine.forward_backward(*batch(), CRITERION)
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert_close(ours.grad, theirs.grad, name, 1e-12)
+
+
+def test_inference_leaves_gradients_alone(devices):
+    """What a compiled replica rehearses took the user's ``.grad`` with it."""
+    model = build(lambda: nn.Linear(3, 2))
+    with ScatterOnceParallel(model, 2, devices(2), compile={"backend": "eager"}) as engine:
+        engine.forward_backward(randn(8, 3), randn(8, 2, seed=2), nn.MSELoss())
+        before = gradients(model)
+        with torch.no_grad():
+            engine(randn(9, 3))
+    assert_gradients(model, before)

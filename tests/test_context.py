@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def _weights_from_elsewhere():
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_autocast_dtype_and_cache(devices, cache):
+def test_autocast_dtype_without_its_cache(devices, cache):
     """Torch's ``parallel_apply`` loses the dtype: bfloat16 turns into float16 there."""
 
     def question():
@@ -77,8 +78,39 @@ def test_autocast_dtype_and_cache(devices, cache):
         )
 
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
-        assert asked(devices, question) == [(True, torch.bfloat16, cache)] * 3
-    assert asked(devices, question) == [(False, torch.bfloat16, True)] * 3
+        assert asked(devices, question) == [(True, torch.bfloat16, False)] * 3
+        assert torch.is_autocast_cache_enabled() is cache
+    assert asked(devices, question) == [(False, torch.bfloat16, False)] * 3
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, and takes its time in between."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.region = region
+
+    def forward(self, inputs):
+        with torch.autocast("cpu", torch.bfloat16) if self.region else contextlib.nullcontext():
+            hidden = self.linear(inputs).tanh()
+            time.sleep(0.001 * (len(inputs) % 3))
+            return self.linear(hidden)
+
+
+@pytest.mark.parametrize("region", [False, True], ids=["outside", "inside"])
+def test_autocast_gives_the_same_bits_every_time(devices, region):
+    """One cache served the process: weights were cast once or twice, as timing fell."""
+    model = build(lambda: Twice(region)).float()
+    inputs, targets = randn(32, 64).float(), randn(32, 64, seed=2).float()
+    found = set()
+    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
+        for _ in range(10):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=not region):
+                engine.forward_backward(inputs, targets, nn.MSELoss())
+            found.add(model.linear.weight.grad.numpy().tobytes())
+    assert len(found) == 1
 
 
 def test_autocast_computes_in_bfloat16_and_trains_as_one_device_does(devices):

@@ -16,7 +16,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 SECONDS = 120
 INSIDE = "this engine is in the middle of a step: another cannot start from inside a criterion"
@@ -197,7 +197,7 @@ FORKED = """
 import os, sys
 import torch
 from torch import nn
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelModel, ScatterOnceParallel
 engine = ScatterOnceParallel(nn.Linear(2, 1), 2, {devices})
 x = torch.ones(8, 2)
 mean = lambda output, _: output.mean()
@@ -284,3 +284,67 @@ def test_a_lazy_module_is_refused_in_words_and_works_afterwards():
         with torch.random.fork_rng():
             model(randn(2, 4))
         assert_step(engine, randn(6, 4), randint(3, 6), nn.CrossEntropyLoss())
+
+
+# --- modules that cannot be replicated ---
+
+
+class Packed(torch.Tensor):
+    """A tensor that is made of another one, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        def inner_of(value):
+            return value.inner if isinstance(value, cls) else value
+
+        result = operator(*map(inner_of, args), **(kwargs or {}))
+        return cls(result) if isinstance(result, torch.Tensor) else result
+
+
+def packed():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight = nn.Parameter(Packed(torch.randn(3, 4)), requires_grad=False)
+    return model
+
+
+def quantised():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight.quant_state = object()
+    return model
+
+
+def frozen():
+    script = torch.jit.script(nn.Sequential(nn.Linear(4, 3)).eval())
+    return nn.Sequential(torch.jit.freeze(script), nn.Linear(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
+        (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
+        (frozen, r"since its child '0' is a TorchScript module that torch.jit.freeze made"),
+    ],
+)
+def test_modules_that_cannot_be_replicated_are_refused_by_name(make, module, words):
+    with torch.random.fork_rng(devices=[]), pytest.raises(TypeError, match=words):
+        make(module(), device_ids=["cpu:0", "cpu:1"])
+
+
+def test_one_memory_is_enough_for_quantised_parameters():
+    with torch.random.fork_rng(devices=[]):
+        model = quantised()
+    with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
+        assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state

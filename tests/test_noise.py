@@ -40,7 +40,8 @@ def by_hand(model, pieces, criterion, counts, rows):
 
 def check(noise, expected):
     assert (noise.signal, noise.noise) == pytest.approx(expected, rel=1e-9)
-    assert noise.scale == pytest.approx(expected[1] / expected[0], rel=1e-9)
+    scale = expected[1] / expected[0] if expected[0] > 0 else math.inf
+    assert noise.scale == pytest.approx(scale, rel=1e-9)
 
 
 def step(model, inputs, targets, criterion, device_ids, options=None, **call):
@@ -266,3 +267,15 @@ def test_a_step_that_did_not_measure_is_refused():
     ):
         with pytest.raises(ValueError, match="with measure_noise=True"):
             NoiseScale().update(report)
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "scale"),
+    [(2.0, 8.0, 4.0), (-1.0, 8.0, math.inf), (0.0, 8.0, math.inf), (0.0, 0.0, math.nan)],
+)
+def test_the_scale_of_a_step_is_that_of_an_average_of_one(signal, noise, scale):
+    """Noise over a negative signal was a negative number of rows."""
+    one, average = GradientNoise(signal, noise), NoiseScale(0)
+    average.load_state_dict({"decay": 0.0, "signal": signal, "noise": noise})
+    assert one.scale == pytest.approx(scale, nan_ok=True)
+    assert average.scale == pytest.approx(scale, nan_ok=True)

@@ -197,6 +197,20 @@ class Trained(World):
         self["engine"] = scatterpar.ScatterOnceParallel(net, 2, DEVICE_IDS)
 
 
+def test_the_optimizers_state_on_all_cards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours, plain = World(build(classifier)), build(classifier)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, weight_decay=0.1)
+    for images, labels in ours["loader"]:
+        optimizer.zero_grad()
+        cross_entropy(plain(images), labels).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    ours.follow("The optimizer's state on all cards")
+    assert_same_weights(ours["model"], plain)
+    optimizer.load_state_dict(torch.load("optimizer.pt"))
+
+
 @pytest.mark.draws
 def test_resumed_is_the_same_as_uninterrupted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

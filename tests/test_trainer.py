@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import Counter
@@ -12,8 +13,11 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers.oracle import assert_close
+from helpers.isolation import guarded
+from helpers.oracle import assert_close, seeded
 from helpers.trainers import (
+    PADDING,
+    VOCABULARY,
     arguments,
     image_classifier,
     images,
@@ -181,8 +185,9 @@ def test_epochs_callbacks_and_metrics(tmp_path):
         quietly(trainer.train)
         trainers.append(trainer)
     assert_same(*trainers)
-    assert heard[0].events == heard[1].events
-    assert ("substep", 0) in heard[0].events
+    steps = [[event for event in one.events if event[0] != "substep"] for one in heard]
+    assert steps[0] == steps[1]
+    assert heard[0].events.count(("substep", 0)) == 3, "four batches in a step, dealt out"
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
     predictions = [quietly(trainer.predict, data(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
@@ -199,7 +204,6 @@ def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
         options = {"per_device_eval_batch_size": size}
         trainer = build(cls, tmp_path, "sequence classifier", options, extra)
         losses.append(trainer.evaluate()["eval_loss"])
-        assert trainer.args.per_device_eval_batch_size == size
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -220,24 +224,21 @@ def test_speeds_count_the_batches_of_all_replicas(tmp_path):
     assert told(trainer.state.log_history[-1], "eval") == pytest.approx([7, 2], rel=0.1)
     predicted = quietly(trainer.predict, trainer.eval_dataset).metrics
     assert told(predicted, "test") == pytest.approx([7, 2], rel=0.1)
-    assert {name: getattr(trainer.args, name) for name in sizes} == sizes
 
 
-def test_sampling_by_length_groups_the_rows_of_all_replicas(tmp_path):
-    """It was told the rows of one."""
-    seen = []
-    for cls, size, extra in (
-        (ScatterOnceTrainer, 1, {"device_ids": ["cpu:0", "cpu:1"]}),
-        (transformers.Trainer, 2, {}),
-    ):
-        options = {
-            "per_device_train_batch_size": size,
-            "train_sampling_strategy": "group_by_length",
-        }
-        trainer = build(cls, tmp_path, "causal language model", options, extra)
-        torch.manual_seed(0)
-        seen.append([batch["input_ids"] for batch in trainer.get_train_dataloader()])
-    assert all(torch.equal(mine, stock) for mine, stock in zip(*seen, strict=True))
+def test_the_arguments_are_a_copy_of_one_device_with_all_batches(tmp_path):
+    options = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
+    args = arguments(
+        tmp_path, remove_unused_columns=False, gradient_accumulation_steps=2, **options
+    )
+    before = args.to_dict()
+    trainer = ScatterOnceTrainer(
+        sequence_classifier(), args, train_dataset=sentences(4), device_ids=["cpu"] * 3
+    )
+    assert args.to_dict() == before
+    assert trainer.args.gradient_accumulation_steps == 6
+    assert trainer.args.per_device_train_batch_size == 3
+    assert trainer.args.per_device_eval_batch_size == 6
 
 
 def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
@@ -279,7 +280,7 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     )
     quietly(trainer.train)
     (report,) = seen
-    assert report.plan.rows == 12
+    assert report.plan.rows == 4, "batches, dealt out whole"
     assert [len(share.micro_batches) for share in report.plan.shares] == [2, 2]
     weights = sum(p.numel() for p in trainer.model.parameters()) * 8
     assert report.bytes["replicate"] - weights < weights / 2, "buffers aside"
@@ -501,7 +502,7 @@ def test_the_trial_leaves_no_trace(tmp_path):
 
 def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
     model = IgnoresItems(lambda losses, items: losses.sum().square() / items).double()
-    with pytest.warns(UserWarning, match="how the losses of micro-batches combine is not known"):
+    with pytest.warns(UserWarning, match="how the losses of batches combine is not known"):
         beside(tmp_path, "causal language model", model=model, options={"max_steps": 1})
 
 
@@ -546,6 +547,122 @@ def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
     for trainer in (ours, stock):
         quietly(trainer.train)
     assert_same(ours, stock)
+
+
+class Distills:
+    """Reaches its modules by attributes, counts on itself, and stores what it measures."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.teachers = {"one": Teacher(), "two": Teacher()}
+        self.tokens_seen = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        self.tokens_seen += int(inputs["attention_mask"].sum())
+        outputs = self.model(**inputs)
+        with torch.no_grad():
+            goal = sum(teacher(inputs["attention_mask"]) for teacher in self.teachers.values())
+        at_home = torch.zeros((), device=self.accelerator.device).double()
+        loss = (outputs.logits - goal).square().mean() + at_home
+        loss = loss + nn.functional.cross_entropy(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+
+    def forward(self, mask):
+        self.scale.data = self.scale.data  # as an adapter that is switched while it computes
+        return mask.double().sum(1, keepdim=True) / 9 * self.scale
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "virtual"])
+def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
+    """It reached the Trainer's own: another device's at once, and one module in two threads."""
+    case, options = "sequence classifier", {"max_steps": 3}
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    both = type("Ours", (ScatterOnceMixin, Distills, transformers.Trainer), {})
+    ours = build(both, tmp_path, case, {**sizes, **options}, {"device_ids": devices})
+    apart = guarded(monkeypatch, ours.model, *ours.teachers.values())
+    with apart if devices[1] != "cpu" else contextlib.nullcontext():
+        quietly(ours.train)
+    alone = type("Stock", (Distills, transformers.Trainer), {})
+    stock = build(alone, tmp_path, case, {"per_device_train_batch_size": 12, **options})
+    quietly(stock.train)
+    assert_same(ours, stock)
+    assert ours.tokens_seen == stock.tokens_seen > 0
+
+
+def flat(rows):
+    """All rows as one, without padding, as packed sequences come."""
+    together = [word for row in rows for word in row["input_ids"]]
+    first = [0, *(len(row["input_ids"]) for row in rows)]
+    labels = [word for row in rows for word in [PADDING, *row["input_ids"][1:]]]
+    return {
+        "input_ids": torch.tensor([together]),
+        "attention_mask": torch.ones(1, len(together), dtype=torch.long),
+        "labels": torch.tensor([labels]),
+        "cu_seq_lens": torch.tensor(first).cumsum(0),
+        "longest": max(first),
+    }
+
+
+class Packed(nn.Module):
+    """Its loss is told by batches which have no rows in common."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded():
+            self.words = nn.Embedding(VOCABULARY, VOCABULARY).double()
+
+    def forward(self, input_ids, attention_mask, labels, cu_seq_lens=None, longest=0, **kwargs):
+        assert cu_seq_lens is None or int(cu_seq_lens[-1]) == input_ids.numel()
+        logits = self.words(input_ids)[:, :-1].movedim(-1, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
+
+
+def test_packed_batches_are_dealt_out_whole(tmp_path):
+    """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
+    model, plans = Packed(), []
+    model.loss_type = "ForCausalLM"
+
+    class Looks(ScatterOnceTrainer):
+        def _collect(self, *args):
+            plans.append([len(s.micro_batches) for s in self._engine.last_step.plan.shares])
+
+    trainers = []
+    for cls, collate, size, extra in (
+        (Looks, flat, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (transformers.Trainer, padded, 12, {}),
+    ):
+        options = {"per_device_train_batch_size": size, "max_steps": 2}
+        options |= {"gradient_accumulation_steps": 12 // size // (2 if extra else 1)}
+        options |= {"remove_unused_columns": False}
+        trainer = cls(
+            copy.deepcopy(model),
+            arguments(tmp_path, **options),
+            data_collator=collate if extra else partial(padded_without_first, kind="language"),
+            train_dataset=sentences(ROWS),
+            **extra,
+        )
+        with (
+            pytest.warns(UserWarning, match="could not be told")
+            if extra
+            else contextlib.nullcontext()
+        ):
+            quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+    assert plans == [[2, 2], [2, 2]]
+
+
+def padded_without_first(rows, kind):
+    batch = padded(rows, kind)
+    batch["labels"][:, 0] = PADDING
+    return batch
 
 
 def test_an_overridden_training_step_is_warned_of(tmp_path):
@@ -695,7 +812,7 @@ def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     found = [text for text in warned if "per_device_train_batch_size" in text]
     assert len(found) == (size != 3)
-    assert all("4 (from args) != 6 (from trainer_state.json)" in text for text in found)
+    assert all("2 (from args) != 3 (from trainer_state.json)" in text for text in found)
 
 
 def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
@@ -720,7 +837,7 @@ def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
         Small(),
     )
     quietly(trainer.train)
-    assert trainer._train_batch_size == 4
+    assert trainer._train_batch_size == 2
     assert not recwarn.list
     assert trainer.state.global_step == 2
 

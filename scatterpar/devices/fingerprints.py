@@ -61,7 +61,7 @@ class Fingerprints:
 def _flat(tensor: Tensor) -> Tensor:
     """The elements, 1-D, in the same order for all tensors of the same strides."""
     flat = in_memory_order(tensor)
-    return tensor.resolve_conj().resolve_neg().reshape(-1) if flat is None else flat
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1) if flat is None else flat
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -161,7 +161,9 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(stream)
+            number, index, kind = stream.stream_id, stream.device_index, stream.device_type
+            again = torch.Stream(stream_id=number, device_index=index, device_type=kind)
+            stack.enter_context(again)  # torch 2.11 lets no two threads enter one object
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield

@@ -1,9 +1,9 @@
-"""A Trainer's devices and rows: it knows of one device, which has the rows of all replicas."""
+"""A Trainer's devices and batches: it knows of one device, which accumulates those of all."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,14 @@ from scatterpar.devices.verbs import DeviceLike, physical, resolve
 
 __all__ = ["AllReplicas"]
 
+# What the arguments say of one device; the last two are of TRL's trainers that generate.
+_SIZES = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
 _RANDOM_STATES = "rng_state_replicas.pth"
 
 # What stands in front of a Trainer: the Trainer, which its other bases bring along.
@@ -24,7 +32,9 @@ else:
 
 
 class AllReplicas(_Base):
-    """Makes a Trainer believe in one device: batches have the rows of all replicas.
+    """Makes a Trainer believe in one device, which accumulates the batches of all replicas.
+
+    Its arguments are a copy of the user's, and say so.
 
     Args:
         args: those of the Trainer.
@@ -32,26 +42,46 @@ class AllReplicas(_Base):
         kwargs: those of the Trainer.
     """
 
-    _says_all_rows = False
-
     def __init__(
         self, *args: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
     ) -> None:
         self._device_ids = device_ids
-        super().__init__(*args, **kwargs)
-        self._train_batch_size = self._rows_of_a_batch()
+        super().__init__(*map(_own, args), **{name: _own(v) for name, v in kwargs.items()})
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, for one process that, to its knowledge, has one device."""
         _refuse(self.args, self.model)
-        self._replicas()
+        self._asked = {
+            name: getattr(self.args, name) for name in _SIZES if hasattr(self.args, name)
+        }
+        self._tell()
         self.args._n_gpu = min(self.args.n_gpu, 1)  # so that it does not wrap in nn.DataParallel
         super().create_accelerator_and_postprocess()
-        # A trial of a hyperparameter search has just set it anew, from arguments of one device.
-        self._train_batch_size = self._rows_of_a_batch()
 
-    def _rows_of_a_batch(self) -> int:
-        return self.args.per_device_train_batch_size * len(self._replicas())
+    def _hp_search_setup(self, trial: Any) -> None:
+        """The Trainer's own, in which a trial sets some arguments anew, as for one replica."""
+        for name, number in self._asked.items():
+            setattr(self.args, name, number)
+        super()._hp_search_setup(trial)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let the arguments say what one device with the batches of all replicas has."""
+        for name, number in self._of_all_replicas(self._asked, len(self._replicas())).items():
+            setattr(self.args, name, number)
+        self._train_batch_size = self.args.train_batch_size
+
+    def _of_all_replicas(self, asked: dict[str, Any], n: int) -> dict[str, Any]:
+        """The arguments for one device with the batches of ``n``, each as ``asked``."""
+        told = {name: number and number * n for name, number in asked.items()}
+        told["per_device_train_batch_size"] = asked["per_device_train_batch_size"]
+        if not self._evaluates_on_all():
+            told["per_device_eval_batch_size"] = asked["per_device_eval_batch_size"]
+        return told
+
+    def _evaluates_on_all(self) -> bool:
+        """Whether the replicas evaluate together: TRL's trainers compute more than outputs."""
+        return not any(base.__module__.startswith("trl.") for base in type(self).__mro__)
 
     def _replicas(self) -> tuple[torch.device, ...]:
         """The device of each replica, the Trainer's own first."""
@@ -67,70 +97,22 @@ class AllReplicas(_Base):
             )
         return devices
 
-    @contextlib.contextmanager
-    def _rows_of_all_replicas(self) -> Iterator[None]:
-        """The arguments say how many rows a batch of all replicas has.
-
-        The Trainer takes that for one device's: to group by length, to weigh batches, to tell
-        speeds, and to compare with a checkpoint.
-        """
-        args, sizes = self.args, ("per_device_train_batch_size", "per_device_eval_batch_size")
-        before = {name: getattr(args, name) for name in sizes}
-        factor = 1 if self._says_all_rows else len(self._replicas())
-        said, self._says_all_rows = self._says_all_rows, True
-        try:
-            for name, rows in before.items():
-                setattr(args, name, rows * factor)
-            yield
-        finally:
-            self._says_all_rows = said
-            for name, rows in before.items():
-                setattr(args, name, rows)
-
-    # The data: b rows for each replica, and left on the host, from where they are scattered.
-
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, with b rows for each replica in a batch."""
-        with self._rows_of_all_replicas():
-            return super().get_train_dataloader(*args, **kwargs)
-
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, with b rows for each replica in a batch."""
-        with self._rows_of_all_replicas():
-            return super().get_eval_dataloader(*args, **kwargs)
-
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, with b rows for each replica in a batch."""
-        with self._rows_of_all_replicas():
-            return super().get_test_dataloader(*args, **kwargs)
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("is_training", len(args) > 4 and args[4]):
-            return super()._get_dataloader(*args, **kwargs)
+        """The Trainer's own, with batches left on the host, from where they are scattered."""
         placing, self.accelerator.device_placement = self.accelerator.device_placement, False
         try:
-            return super()._get_dataloader(*args, **kwargs)
+            return super().get_train_dataloader(*args, **kwargs)
         finally:
             self.accelerator.device_placement = placing
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rows_of_all_replicas():  # it compares the arguments with those of a checkpoint
-            return super()._init_training_state(*args, **kwargs)
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """The Trainer's own. With ``dataloader_drop_last`` the last step of an epoch is whole.
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own."""
-        with self._rows_of_all_replicas():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own."""
-        with self._rows_of_all_replicas():
-            return super().predict(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own."""
-        with self._rows_of_all_replicas():
-            return super().evaluation_loop(*args, **kwargs)
+        As on one device whose batches have the rows of a step.
+        """
+        if args.dataloader_drop_last and isinstance(dataloader, Sized):
+            dataloader = _WholeSteps(dataloader, args.gradient_accumulation_steps)
+        return super().set_initial_training_values(args, dataloader)
 
     # Random numbers of the other devices, which the Trainer does not save.
 
@@ -153,6 +135,24 @@ class AllReplicas(_Base):
     def _other_accelerators(self) -> list[torch.device]:
         devices = dict.fromkeys(self._replicas())
         return [d for d in devices if d.type != "cpu" and physical(d) != self.args.device]
+
+
+class _WholeSteps:
+    """A loader without the batches at its end that make no whole step."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._loader) // self._batches * self._batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _own(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
 
 
 def _refuse(args: Any, model: Any) -> None:

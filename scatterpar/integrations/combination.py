@@ -1,14 +1,14 @@
-"""How a Trainer's losses combine: found out with two rows, never guessed in silence.
+"""How a Trainer's losses combine: found out with a few rows, never guessed in silence.
 
 What a model's signature says of ``num_items_in_batch`` is no proof: BERT for regression accepts it
-and ignores it. So the loss of two rows is looked at. With twice the number it is half of it if it
-divides by the number. And the losses of each row alone make up that of both in one way, or in none.
+and ignores it. So the loss of a few rows is looked at. With twice the number it is half of it if it
+divides by the number. And the losses of each row alone make up that of all in one way, or in none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +41,16 @@ class Combination:
 
     Attributes:
         kind: ``PARTS``, ``LABELS``, ``SHIFTED``, ``ROWS`` or ``SUM``.
-        deviation: how far that was from the loss of both rows, relative to it; infinite where the
+        deviation: how far that was from the loss of these rows, relative to it; infinite where the
             loss of one row alone is none, as a mean of no terms is.
         tolerance: what rounding explains.
         decisive: no other kind fits.
     """
 
     kind: str
-    deviation: float
-    tolerance: float
-    decisive: bool
+    deviation: float = 0.0
+    tolerance: float = 0.0
+    decisive: bool = False
 
     @property
     def exact(self) -> bool:
@@ -64,8 +64,10 @@ class Combination:
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """The rows of a Trainer's batch: the first tensor's size."""
-    return next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim), 1)
+    """The rows of a Trainer's batch: the first tensor's size, or the longest list's."""
+    tensors = (len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim)
+    lists = (len(v) for v in batch.values() if isinstance(v, list))
+    return next(tensors, None) or max(lists, default=1)
 
 
 def terms_of(batch: Mapping[str, Any], *, shifted: bool) -> Tensor | int:
@@ -90,25 +92,27 @@ def try_out(
     terms: Callable[[Mapping[str, Any]], Any],
     tolerance: float,
 ) -> Combination | None:
-    """The kind by which the losses of two rows make up that of both; ``None`` if it does not tell.
+    """The kind by which the losses of a few rows make up that of all; ``None`` if they do not tell.
+
+    One row tells whether its loss divides by the number of items, and no more.
 
     Args:
         loss_of: the loss of a batch, given its number of items; without side effects.
-        batch: two rows at least, or nothing can be told.
+        batch: a Trainer's batch.
         terms: the number of items of a batch.
         tolerance: relative differences that rounding explains.
     """
-    pair = _telling_rows(batch, terms)
-    if pair is None:
+    few = _telling_rows(batch, terms)
+    if not few:
         return None
-    pieces = [_select(batch, [i]) for i in pair]
-    both = _select(batch, list(pair))
-    items, own = terms(both), [terms(piece) for piece in pieces]
+    pieces = [_select(batch, [i]) for i in few]
+    every = _select(batch, few)
+    items, own = terms(every), [terms(piece) for piece in pieces]
 
     def loss(rows: Mapping[str, Any], number: Any) -> float:
         return float(loss_of(rows, number))
 
-    whole = loss(both, items)
+    whole = loss(every, items)
     if not math.isfinite(whole):
         return None
     size = abs(whole) or 1.0
@@ -116,34 +120,35 @@ def try_out(
     def off_by(made: float) -> float:
         return math.inf if math.isnan(made) else abs(made - whole) / size
 
-    if abs(2 * loss(both, 2 * items) - whole) <= tolerance * size:
+    if abs(2 * loss(every, 2 * items) - whole) <= tolerance * size:
         parts = sum(loss(piece, items) for piece in pieces)
         return Combination(PARTS, off_by(parts), tolerance, decisive=True)
-    one, two = (loss(piece, number) for piece, number in zip(pieces, own, strict=True))
+    if len(few) == 1:
+        return None
+    losses = [loss(piece, number) for piece, number in zip(pieces, own, strict=True)]
 
-    def mean(*counts: float) -> float:  # weight zero takes out even NaN, as in a step
-        counted = zip(counts, (one, two), strict=True)
+    def mean(counts: Sequence[float]) -> float:  # weight zero takes out even NaN, as in a step
+        counted = zip(counts, losses, strict=True)
         return sum(count * value for count, value in counted if count) / (sum(counts) or 1.0)
 
-    first, second = map(float, own)
+    counts = [float(number) for number in own]
     off = {
-        LABELS: off_by(mean(first, second)),
-        SHIFTED: off_by(mean(*(float(terms_of(piece, shifted=True)) for piece in pieces))),
-        ROWS: off_by((one + two) / 2),
-        SUM: off_by(one + two),
+        LABELS: off_by(mean(counts)),
+        SHIFTED: off_by(mean([float(terms_of(piece, shifted=True)) for piece in pieces])),
+        ROWS: off_by(mean([1.0] * len(pieces))),
+        SUM: off_by(sum(losses)),
     }
     fitting = [kind for kind in off if off[kind] <= tolerance]
-    kind = fitting[0] if fitting else min(off, key=lambda kind: off[kind])
-    return Combination(kind, off[kind], tolerance, first != second and len(fitting) == 1)
+    # Where nothing fits it is taken for a mean: that is right up to what compares rows.
+    kind = fitting[0] if fitting else min((LABELS, SHIFTED, ROWS), key=lambda kind: off[kind])
+    return Combination(kind, off[kind], tolerance, len(set(counts)) > 1 and len(fitting) == 1)
 
 
-def _telling_rows(
-    batch: Mapping[str, Any], terms: Callable[[Mapping[str, Any]], Any]
-) -> tuple[int, int] | None:
-    """The two rows with the fewest and the most terms, but not without any."""
+def _telling_rows(batch: Mapping[str, Any], terms: Callable[[Mapping[str, Any]], Any]) -> list[int]:
+    """The rows with the fewest, the most and a middle number of terms, but not without any."""
     counts = {i: float(terms(_select(batch, [i]))) for i in range(rows_of(batch))}
-    counted = sorted((count, i) for i, count in counts.items() if count)
-    return (counted[0][1], counted[-1][1]) if len(counted) > 1 else None
+    counted = [i for count, i in sorted((count, i) for i, count in counts.items() if count)]
+    return list(dict.fromkeys(counted[i] for i in (0, len(counted) // 2, -1) if counted))
 
 
 def _select(batch: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:

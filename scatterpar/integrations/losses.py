@@ -1,12 +1,14 @@
-"""The engine that a Trainer works with, and how the losses of its micro-batches combine."""
+"""A Trainer's ``compute_loss`` on replicas of all its modules, and what each loss is a mean of."""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Self
 
 import torch
 import transformers
@@ -19,35 +21,64 @@ from scatterpar.integrations.combination import (
     PARTS,
     ROWS,
     SHIFTED,
+    SUM,
     Combination,
     rows_of,
     terms_of,
     try_out,
 )
-from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.step.markers import Rows
+from scatterpar.replicas.compiled import checked_how
+from scatterpar.step import nested
 from scatterpar.verify.untouched import untouched
 
 __all__ = ["Losses"]
 
 _TRIES = 10  # steps in which how losses combine is looked at again, while it is not decided
 
+# The prepared model is the model; reward models judge what is generated, before a step.
+_NOT_HELD = ("_engine", "_parts", "model_wrapped", "reward_funcs")
+
+# TRL's trainers whose losses of batches make up that of all; but not those of these loss types.
+_OF_TRL: dict[str, tuple[str, ...]] = {
+    "SFTTrainer": (),
+    "RewardTrainer": (),
+    "RLOOTrainer": (),
+    "DPOTrainer": ("sft", "aot", "aot_unpaired", "bco_pair"),
+    "KTOTrainer": ("kto",),
+    "GRPOTrainer": ("bnpo",),
+}
+
 
 class Losses(AllReplicas):
-    """A Trainer's ``compute_loss`` on replicas of its model, and what each loss is a mean of."""
+    """A Trainer's ``compute_loss``, called on copies of it that hold the replicas' modules."""
 
     _engine: ScatterOnceParallel | None = None
     _combination: Combination | None = None
     _tries = 0
+    _parts: Sequence[nn.Module] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse_of_trl(self)
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        if self._engine is not None and unwrapped(self._engine.module.model)[0] is not self.model:
+        parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))
+        if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
             self._let_go()
         if self._engine is None:
-            work = _Work(self._compiled(self._module()))
+            self._parts = parts
+            work = _Work([self._compiled(parts[0]), *parts[1:]])
             # How losses combine is found out here: verify would refuse what the Trainer warns of.
             self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
         return self._engine
+
+    def _held(self) -> dict[str, Any]:
+        """The Trainer's modules by its attributes' names, where they stand alone, or together."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _NOT_HELD and any(True for _ in _modules([value]))
+        }
 
     def _compiled(self, model: nn.Module) -> Any:
         """The model, compiled where ``torch_compile`` asks for it."""
@@ -61,45 +92,83 @@ class Losses(AllReplicas):
             self._engine.close()
         self._engine = None
 
-    def _loss_of(self, model: nn.Module, batch: Any, items: Any, whole: bool) -> Any:
-        """The loss of a micro-batch, by the Trainer's own ``compute_loss``.
+    def _twin(self, work: _Work) -> Self:
+        """A copy of the Trainer that holds a replica's modules, and what it collects itself."""
+        twin, model = copy.copy(self), work.parts[0]
+        replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
+        for name, value in self._held().items():
+            vars(twin)[name] = nested.transform(lambda one: replicas.get(id(one), one), value)
+        device = next((p.device for p in model.parameters()), self.args.device)
+        vars(twin).update(model_wrapped=model, accelerator=_Elsewhere(self.accelerator, device))
+        if "_metrics" in vars(self):  # what TRL's trainers collect in compute_loss
+            vars(twin)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
+        return twin
 
-        Losses that add up are given the window's number of items. Others get that of the
-        micro-batch, so that each is the micro-batch's own mean, whatever it does with the number.
+    def _loss_of(
+        self, work: _Work, batch: Any, items: Any, adds_up: bool, **_: Any
+    ) -> dict[str, Any]:
+        """The loss of one batch by the Trainer's own ``compute_loss``, and what that collected.
+
+        Losses that add up are given the window's number of items. Others get that of the batch, so
+        that each is the batch's own mean, whatever it does with the number.
         """
-        items = items if whole or items is None else self._terms(batch)
-        loss: Any = self.compute_loss(model, batch, num_items_in_batch=items)
-        return loss
+        twin = self._twin(work)
+        items = items if adds_up or items is None else self._terms(batch)
+        loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
+        return {"loss": loss, "collected": _Collected(twin, self)}
+
+    def _collect(self, collected: Sequence[_Collected], weights: Sequence[float]) -> None:
+        """What the calls of ``compute_loss`` counted and measured, as if it had been one call."""
+        for name in dict.fromkeys(chain.from_iterable(one.counted for one in collected)):
+            more = sum(one.counted.get(name, 0) for one in collected)
+            setattr(self, name, getattr(self, name) + more)
+        measured: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for one, weight in zip(collected, weights, strict=True):
+            for key, value in one.measured.items():
+                measured[key].append((value, weight))
+        metrics = vars(self).get("_metrics", {})
+        for (mode, name), values in measured.items():
+            if name == "num_tokens":  # so far
+                metrics[mode][name] = [vars(self)["_total_train_tokens"]]
+            else:
+                metrics[mode][name].append(_joined(name, values))
 
     def _terms(self, batch: Any) -> Any:
         return terms_of(batch, shifted=self._loss_shifts_labels)
 
-    def _count(self, kind: str, inputs: Any, _: Any) -> Any:
-        return self._weight_of(inputs["batch"], kind)
-
     def _weight_of(self, batch: Any, kind: str) -> Any:
-        """How much a micro-batch's mean counts."""
+        """How much a batch's mean counts."""
         if kind == ROWS:
             return rows_of(batch)
         return terms_of(batch, shifted=True) if kind == SHIFTED else self._terms(batch)
 
-    def _how_losses_combine(self, window: Sequence[Mapping[str, Any]], items: Any) -> Combination:
-        """What two rows told, once; looked at again while the rows did not tell it."""
+    def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
+        """What the Trainer says, or what a few rows told; looked at again while they did not."""
+        if _is_trl(self) and self.loss_is_scaled_for_ga is not None:
+            return Combination(SUM if self.loss_is_scaled_for_ga else ROWS)
         known = self._combination
         if known is None or not (known.decisive or self._tries >= _TRIES):
             self._tries += 1
-            found = self._try_out(next((b for b in window if rows_of(b) > 1), window[0]))
-            if found is not None and not found.exact and (known is None or known.exact):
-                warnings.warn(_unknown(found), stacklevel=2)
-            self._combination = found or known
-        if self._combination is None or (self._combination.kind == PARTS and items is None):
-            return Combination(LABELS, 0.0, 0.0, decisive=False)
+            found = self._try_out(window)
+            if found is None and known is None and len(window) > 1:
+                warnings.warn(_UNTOLD, stacklevel=2)
+            elif found is not None and not found.exact:
+                if _is_trl(self):
+                    why = "the losses of batches do not make up that of all"
+                    raise ValueError(_refusal(self, why))
+                if known is None or known.exact:
+                    warnings.warn(_unknown(found), stacklevel=2)
+            self._combination = found or known or Combination(LABELS)
+        assert self._combination is not None
+        if self._combination.kind == PARTS and items is None:
+            return Combination(LABELS)
         return self._combination
 
-    def _try_out(self, batch: Mapping[str, Any]) -> Combination | None:
+    def _try_out(self, window: Sequence[Any]) -> Combination | None:
         """On the Trainer's model, in eval mode and without a trace."""
+        batch = next((b for b in window if rows_of(b) > 1), window[0])
         twin = copy.copy(self)
-        if "_metrics" in vars(self):  # TRL's trainers collect in compute_loss
+        if "_metrics" in vars(self):
             vars(twin)["_metrics"] = copy.deepcopy(vars(self)["_metrics"])
         model = self._module()
 
@@ -112,7 +181,7 @@ class Losses(AllReplicas):
 
         with untouched([model], (), [self.args.device]), torch.no_grad():
             model.eval()
-            return try_out(loss_of, _plain(batch), self._terms, self._tolerance())
+            return try_out(loss_of, batch, self._terms, self._tolerance())
 
     def _tolerance(self) -> float:
         """What rounding may make of a loss: much in half precision."""
@@ -126,30 +195,129 @@ class Losses(AllReplicas):
 
 
 class _Work(nn.Module):
-    """Calls whatever it is given on the replica of the Trainer's model."""
+    """Calls what it is given with itself: replicas of the Trainer's modules, its model first."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.model = model
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, work: Any, **kwargs: Any) -> Any:
-        return work(self.model, **kwargs)
+        return work(self, **kwargs)
+
+
+class _Elsewhere:
+    """An accelerator, as if its device were a replica's."""
+
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self._accelerator = accelerator
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+class _Collected:
+    """What one call of ``compute_loss`` left on its copy of the Trainer.
+
+    No dataclass, which the engine would join field by field.
+
+    Attributes:
+        counted: by how much it raised numbers.
+        measured: the mean of each of TRL's metrics, by mode and name.
+    """
+
+    def __init__(self, twin: Any, trainer: Any) -> None:
+        before, after = vars(trainer), vars(twin)
+        self.counted = {
+            name: value - before[name]
+            for name, value in after.items()
+            if type(value) in (int, float) and type(before.get(name)) in (int, float)
+            if value != before[name]
+        }
+        self.measured = {
+            (mode, name): sum(values) / len(values)
+            for mode, metrics in after.get("_metrics", {}).items()
+            for name, values in metrics.items()
+            if values
+        }
+
+
+def _joined(name: str, values: Sequence[tuple[float, float]]) -> float:
+    """A metric of several batches as that of all: the weighted mean, or what its name says."""
+    if name.startswith(("min_", "max_")):
+        return (min if name.startswith("min_") else max)(value for value, _ in values)
+    total = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / total if total else math.nan
+
+
+def _modules(values: Iterable[Any]) -> Iterable[nn.Module]:
+    """Those among ``values``, and in lists and mappings there."""
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, nn.Module))
+        elif isinstance(value, dict):
+            yield from (one for one in value.values() if isinstance(one, nn.Module))
+
+
+def _plain(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _owner(trainer: Any) -> type:
+    """The class whose ``compute_loss`` it is."""
+    return next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
+
+
+def _is_trl(trainer: Any) -> bool:
+    return _owner(trainer).__module__.startswith("trl.")
+
+
+def _refuse_of_trl(trainer: Any) -> None:
+    """Refuse, by name, TRL's trainers and losses that are no sum of their batches' losses."""
+    if not _is_trl(trainer):
+        return
+    name = _owner(trainer).__name__
+    if name not in _OF_TRL:
+        raise ValueError(_refusal(trainer, "its loss is not known to be made up of its batches'"))
+    types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
+    for one in types:
+        if one in _OF_TRL[name]:
+            raise ValueError(_refusal(trainer, f"loss_type={one!r} has terms over a whole batch"))
+    found = {
+        "the auxiliary loss of a mixture of experts": getattr(trainer, "aux_loss_enabled", False),
+        "an entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
+        "top_entropy_quantile": getattr(trainer, "top_entropy_quantile", 1.0) < 1.0,
+    }
+    for what, given in found.items():
+        if given:
+            raise ValueError(_refusal(trainer, f"{what} is a term over a batch"))
+
+
+def _refusal(trainer: Any, why: str) -> str:
+    return (
+        f"ScatterOnceMixin does not go together with {_owner(trainer).__name__} here: {why}; use "
+        f"the stock class on one device"
+    )
+
+
+_UNTOLD = (
+    "how the losses of batches combine could not be told from this step's rows, such as one row in "
+    "a batch; they are averaged, weighted by their labels, or by their rows where there are none"
+)
 
 
 def _unknown(found: Combination) -> str:
     """What is said of losses that combine in none of the ways."""
-    words = "how the losses of micro-batches combine is not known: "
+    words = "how the losses of batches combine is not known: "
     if math.isinf(found.deviation):
         return (
-            f"{words}that of one row alone is NaN or infinite, and that of two rows is not. A "
-            f"micro-batch of such rows alone makes the loss of the whole step NaN or infinite"
+            f"{words}that of one row alone is NaN or infinite, and that of several rows is not. A "
+            f"batch of such rows alone makes the loss of the whole step NaN or infinite"
         )
     return (
-        f"{words}those of two rows, as a {found.kind}, are {found.deviation:.2g} off the loss of "
-        f"both (relative). A loss that compares rows with each other, or an auxiliary one of the "
-        f"whole batch, is computed per micro-batch"
+        f"{words}those of a few rows, as a {found.kind}, are {found.deviation:.2g} off the loss "
+        f"of all of them (relative). A loss that compares rows with each other, or an auxiliary "
+        f"one of the whole batch, is computed for each batch"
     )
-
-
-def _plain(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: v.entries if isinstance(v, Rows) else v for key, v in batch.items()}

@@ -9,9 +9,9 @@ All else is the stock Trainer's own: data, order, optimizer, schedule, callbacks
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +26,29 @@ from scatterpar.step.markers import Rows
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
-# Overrides of training_step that do nothing else than enter a context, which the mixin enters too.
-_KNOWN_STEPS = ("trl.trainer.sft_trainer",)
+# Whose overrides of training_step do nothing else than the mixin does, too.
+_KNOWN_STEPS = "trl."
 
 
 class ScatterOnceMixin(Losses):
     """Makes a Trainer that trains as ``ScatterOnceTrainer`` out of another: first in the bases.
 
-    ``class MyTrainer(ScatterOnceMixin, SFTTrainer): pass``. The other's ``compute_loss`` is called
-    for every micro-batch with a replica as the model, in the replica's thread. Its
-    ``training_step`` is not called, and it is warned of one.
+    ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other's ``compute_loss`` is called
+    for every batch, in the thread of a replica, on a copy of the Trainer that holds the replica of
+    every module that the Trainer has: ``self.model``, ``self.ref_model``, ``self.loss``. Numbers
+    that it counts up on itself, and TRL's metrics, come back to the Trainer. Its ``training_step``
+    is not called, and it is warned of one.
 
     Args:
-        args: those of the Trainer.
+        args: those of the Trainer. Its ``TrainingArguments`` are copied: ``trainer.args`` are those
+            of one device that accumulates the batches of all replicas.
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
             own device. By default every visible accelerator, or one CPU replica.
         kwargs: those of the Trainer.
+
+    Raises:
+        ValueError: as ``ScatterOnceTrainer``; a trainer of TRL, or a loss type of it, whose losses
+            of batches do not make up that of all of them, by name.
     """
 
     def __init__(
@@ -78,46 +85,56 @@ class ScatterOnceMixin(Losses):
         Returns:
             The window's loss, or zero, so that the sum that the Trainer logs is the window's.
         """
+        model.train()
+        if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs:
+            inputs = self._prepare_inputs(inputs)  # else they are prepared by the scatter
+        if hasattr(self, "_step"):
+            self._step += 1  # which of their batches TRL's GRPO and RLOO prepare next
         self._window.append(inputs)
         if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
-        self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
-        model.train()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
             switch()
-        window = [self._as_rows(batch) for batch in window]
-        combination = self._how_losses_combine(window, num_items_in_batch)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.compute_loss_context_manager())
-            if hasattr(self, "maybe_activation_offload_context"):  # of TRL's trainers
-                stack.enter_context(self.maybe_activation_offload_context)
-            loss: Tensor = self._engine_of_the_model().forward_backward(
-                {
-                    "work": self._loss_of,
-                    "batch": Rows.from_batches(window),
-                    "items": num_items_in_batch,
-                    "whole": combination.adds_up,
-                },
-                reduction="sum" if combination.adds_up else "mean",
-                count=None if combination.adds_up else partial(self._count, combination.kind),
-                scaler=self.accelerator.scaler,
-            )
+        loss = self._step_of(window, num_items_in_batch)
         every = self.args.torch_empty_cache_steps
         if every and self.state.global_step % every == 0 and torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         return loss
 
-    def _as_rows(self, batch: Any) -> dict[str, Any]:
-        """The batch as the Trainer prepares it, but on the host, and its lists marked."""
-        if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs:
-            batch = self._prepare_inputs(batch)
-        rows = rows_of(batch)
-        return {
-            key: Rows(value) if isinstance(value, list) and len(value) == rows else value
-            for key, value in batch.items()
-        }
+    def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
+        """One step of a window of batches, which are dealt out to the replicas as they are."""
+        combination = self._how_losses_combine(window, items)
+        if not self.loss_is_scaled_for_ga:
+            self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
+        weights = torch.tensor(
+            [float(self._weight_of(batch, combination.kind)) for batch in window],
+            dtype=torch.float64,
+        )
+        engine = self._engine_of_the_model()
+        engine.accum = len(window)  # each batch is a micro-batch
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.compute_loss_context_manager())
+            if hasattr(self, "maybe_activation_offload_context"):  # of TRL's trainers
+                stack.enter_context(self.maybe_activation_offload_context)
+            loss: Tensor
+            loss, collected = engine.forward_backward(
+                {
+                    "work": self._loss_of,
+                    "batch": Rows(window, operator.itemgetter(0)),
+                    "items": items,
+                    "adds_up": combination.adds_up,
+                    "weight": weights,
+                },
+                reduction="sum" if combination.adds_up else "mean",
+                count=None if combination.adds_up else _weight,
+                scaler=self.accelerator.scaler,
+                return_outputs=operator.itemgetter("collected"),
+            )
+        ours = [one for part in collected for one in (part if isinstance(part, list) else [part])]
+        self._collect(ours, weights.tolist())
+        return loss
 
     # Evaluation and prediction: on all replicas where the outputs have rows, else on the master.
 
@@ -130,7 +147,8 @@ class ScatterOnceMixin(Losses):
         **kwargs: Any,
     ) -> Any:
         """The Trainer's own, with a model that runs on all replicas."""
-        alone = self._predicts_alone or getattr(self.args, "predict_with_generate", False)
+        alone = self._predicts_alone or not self._evaluates_on_all()
+        alone = alone or getattr(self.args, "predict_with_generate", False)
         own = unwrapped(model)[0] is self.model  # the Trainer compiles it, too
         if own and not alone and len(self._replicas()) > 1 and rows_of(inputs) > 1:
             model = _OnAllReplicas(self._module(), self)
@@ -154,8 +172,10 @@ class ScatterOnceMixin(Losses):
             return model(**inputs)
         kind = ROWS if combination is None else combination.kind
         adds_up = combination is not None and combination.adds_up
+        engine = self._engine_of_the_model()
+        engine.accum = 1
         try:
-            outputs = self._engine_of_the_model()(self._outputs_of, kind=kind, **inputs)
+            outputs = engine(self._outputs_of, kind=kind, **inputs)
         except ValueError:  # such as outputs without rows
             self._predicts_alone = True
             self._let_go()
@@ -165,14 +185,14 @@ class ScatterOnceMixin(Losses):
         loss = outputs["loss"].sum()
         return _with_loss(outputs["outputs"], loss if adds_up else loss / outputs["weight"].sum())
 
-    def _outputs_of(self, model: nn.Module, kind: str, **inputs: Any) -> dict[str, Any]:
+    def _outputs_of(self, work: Any, kind: str, **inputs: Any) -> dict[str, Any]:
         """A micro-batch's outputs; its loss and the loss's weight, spread over its rows."""
         rows = rows_of(inputs)
         adds_up = kind in (PARTS, SUM)
         own = rows if adds_up else self._weight_of(inputs, kind)
         if inputs.get("num_items_in_batch") is not None and not adds_up:
             inputs["num_items_in_batch"] = self._terms(inputs)
-        outputs = model(**inputs)
+        outputs = work.parts[0](**inputs)
         loss = _loss_in(outputs)
         if loss is None:
             return {"outputs": outputs, "loss": None, "weight": None}
@@ -260,3 +280,8 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
         outputs["loss"] = loss
         return outputs
     return (loss, *outputs[1:])
+
+
+def _weight(inputs: Any, _: Any) -> Tensor:
+    weights: Tensor = inputs["weight"]
+    return weights.sum()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.step import nested
-from scatterpar.step.join import join
+from scatterpar.step.join import join_rows
 
 __all__ = ["Shown"]
 
@@ -34,7 +34,7 @@ class Shown:
     def __init__(self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int) -> None:
         self._pieces, self._rows, self._dim = pieces, rows, dim
         detached = [nested.transform(_detached, piece) for piece in pieces]
-        self._own = join(detached, dim, rows), targets
+        self._own = join_rows(detached, dim, rows, rows), targets
 
     @property
     def kind(self) -> str:

@@ -96,7 +96,7 @@ def replicate(
         A replica per entry: ``replica.of(module)`` is the copy. And what is to be around their
         forward passes, which refuses that they write parameters.
     """
-    check_placement((module,), device_ids[0])
+    check_placement((module,), device_ids)
     survey = Survey((module,))
     here = physical(device_ids[0])
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}

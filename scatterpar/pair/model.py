@@ -67,7 +67,7 @@ class DataParallelModel(Wrapper):
         self.module = module
         self.device_ids = resolve(device_ids)
         self.dim = dim
-        check_placement((module,), self.device_ids[0], lazy=True)
+        check_placement((module,), self.device_ids, lazy=True)
         self._hire()
 
     def _hire(self) -> None:

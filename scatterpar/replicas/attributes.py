@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.replicas.mirror import Snapshot
+__all__ = ["attributes_of", "parameter_like", "take_attributes", "take_class"]
 
-__all__ = ["Attributes", "Change", "Watch", "parameter_like", "take_attributes", "take_class"]
-
-_MISSING = object()  # in place of the value of an attribute that is not there
 _Of = Callable[[Any], Any]
-_MARKS = "_dynamo"  # what torch's compiler notes down on tensors begins with this
-
-
-class Change(NamedTuple):
-    """An attribute of an original that was set or deleted."""
-
-    position: int
-    name: str
-    before: Any
-    after: Any
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
@@ -42,6 +29,11 @@ def take_class(original: Tensor, copy: Tensor) -> None:
             copy.__class__ = kind
 
 
+def attributes_of(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """What Python keeps on each of some tensors, where a copy of it has it too."""
+    return [vars(tensor) for tensor in tensors if _is_followed(tensor)]
+
+
 def take_attributes(original: Tensor, copy: Tensor, of: _Of) -> None:
     """Give a copy the attributes of the original."""
     if _is_followed(original):
@@ -51,75 +43,6 @@ def take_attributes(original: Tensor, copy: Tensor, of: _Of) -> None:
 def _own(value: Any, of: _Of) -> Any:
     """The replica's counterpart of another tensor, or of a module; other values are shared."""
     return of(value) if isinstance(value, (Tensor, nn.Module)) else value
-
-
-class Watch:
-    """Tells what was done to the attributes of some tensors since it was asked last."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._held = [vars(tensor) if _is_followed(tensor) else {} for tensor in tensors]
-        self._remember()
-
-    def _remember(self) -> None:
-        self._kept = [dict(held) for held in self._held]
-        self._snapshot = Snapshot(self._held)
-
-    def changes(self) -> list[Change]:
-        """What was set and deleted, tensor by tensor."""
-        if self._snapshot.unchanged():
-            return []
-        found = [
-            Change(position, name, kept.get(name, _MISSING), now.get(name, _MISSING))
-            for position, (now, kept) in enumerate(zip(self._held, self._kept, strict=True))
-            for name in dict.fromkeys([*kept, *now])
-            if now.get(name, _MISSING) is not kept.get(name, _MISSING)
-        ]
-        self._remember()
-        return found
-
-
-class Attributes:
-    """The attributes of a replica's tensors: the originals', until a forward pass sets others.
-
-    What torch's compiler notes down on the replica's tensors is left to it.
-
-    Args:
-        originals: the master's tensors.
-        copies: the replica's, which take over what the originals have.
-        of: the replica's counterpart of a tensor or module.
-    """
-
-    def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor], of: _Of) -> None:
-        self._of = of
-        pairs = list(zip(originals, copies, strict=True))
-        for pair in pairs:
-            take_attributes(*pair, of)
-        self._held = [vars(copy) if _is_followed(original) else {} for original, copy in pairs]
-        self._remember()
-
-    def _remember(self) -> None:
-        self._kept = [dict(held) for held in self._held]
-        self._snapshot = Snapshot(self._held)
-
-    def undo(self) -> None:
-        """Take back what a forward pass set or deleted."""
-        if self._snapshot.unchanged():
-            return
-        for now, kept in zip(self._held, self._kept, strict=True):
-            marks = {name: value for name, value in now.items() if name.startswith(_MARKS)}
-            now.clear()
-            now.update(kept | marks)
-        self._remember()
-
-    def assign(self, changes: Sequence[Change]) -> None:
-        """Obey what was done to the originals."""
-        self.undo()
-        for position, name, _, after in changes:
-            if after is _MISSING:
-                self._held[position].pop(name, None)
-            else:
-                self._held[position][name] = _own(after, self._of)
-        self._remember()
 
 
 def _is_followed(original: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,19 @@ class Broadcast:
         moving = set(range(len(self._tensors))) - quiet.difference(spoilt)
         if moving:
             self._sent = None
-            self._send(moving, ledger)
+            self._send(dict.fromkeys(moving, self._memories[0]), ledger)
         self._sent = self._versions
         self._fingerprints = now
+
+    def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
+        """Bring new values from the memory that has them to all others, the master's too."""
+        sent, self._sent = self._sent, None
+        self._send(owners, ledger)
+        now = versions(self._tensors)
+        if sent is not None:
+            self._sent = [now[i] if i in owners else old for i, old in enumerate(sent)]
+        for i in owners:
+            self._fingerprints.pop(i, None)
 
     def _with_doubts(self, sent: Sequence[int]) -> list[int]:
         """Positions of the tensors whose versions do not tell whether they have changed."""
@@ -122,28 +132,37 @@ class Broadcast:
             assert flat is not None
         return flat
 
-    def _send(self, moving: Collection[int], ledger: Ledger) -> None:
+    def _send(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
         order = self._arrivals[self._memories[1]].order
-        flats = {i: self._in_memory_order(i) for i in order if i in moving}
-        for message, flat in packed(flats):
-            self._spread(message, flat, ledger)
-            del flat
+        for number, owner in enumerate(self._memories):
+            flats = {i: self._flat(i, owner) for i in order if owners.get(i) == owner}
+            tree = [*self._memories[number:], *self._memories[:number]]
+            for message, flat in packed(flats):
+                self._spread(message, flat, tree, ledger)
+                del flat
 
-    def _spread(self, message: Message, flat: Tensor, ledger: Ledger) -> None:
-        """Bring one message to every other device, straight to its place where that is one."""
+    def _flat(self, i: int, device: torch.device) -> Tensor:
+        """The elements of a tensor in that memory, 1-D."""
+        away = self._arrivals.get(device)
+        return self._in_memory_order(i) if away is None else away.pieces[i]
+
+    def _spread(
+        self, message: Message, flat: Tensor, tree: Sequence[torch.device], ledger: Ledger
+    ) -> None:
+        """Bring a message from the first device to all, straight to its place where that is one."""
         here = {0: flat}
         stretch = _stretch(message, self._arrivals[self._memories[1]].offsets)  # in all alike
-        for pairs in reversed(rounds(len(self._memories))):
+        for pairs in reversed(rounds(len(tree))):
             for near, far in pairs:
-                device = self._memories[far]
-                arrival = self._arrivals[device]
-                if stretch is None:
+                device = tree[far]
+                if stretch is None or device == self._memories[0]:
                     here[far] = ledger.copy(here[near], device, "replicate")
                     arrived = here[far].split(message.sizes)
-                    torch._foreach_copy_(message.of(arrival.pieces), arrived)
+                    pieces = {piece.key: self._flat(piece.key, device) for piece in message.pieces}
+                    torch._foreach_copy_(message.of(pieces), arrived)
                 else:
-                    here[far] = arrival.flats[flat.dtype][stretch]
+                    here[far] = self._arrivals[device].flats[flat.dtype][stretch]
                     ledger.copy_into(here[far], here[near], "replicate")
 
 

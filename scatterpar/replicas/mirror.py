@@ -8,7 +8,6 @@ whether any of it was rebound since, and ``Mirror`` makes a replica of it on the
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 import weakref
@@ -36,6 +35,10 @@ from scatterpar.torch_private import is_compiled_module
 __all__ = ["Mirror", "Snapshot", "Survey"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+
+_SWITCHES = {bool, str, bytes, type(None)}
+_PLAIN = _SWITCHES | {int, float, complex}
+Turned = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
 
 class Survey:
@@ -118,82 +121,90 @@ class Snapshot:
     """
 
     def __init__(self, containers: Iterable[Any]) -> None:
-        containers = list(containers)
-        self._empty = [container for container in containers if not container]
-        self.dicts = [c for c in containers if c and isinstance(c, dict)]
-        self.sequences = [c for c in containers if c and not isinstance(c, dict)]
-        self.saved_dicts = [dict(c) for c in self.dicts]
-        self._saved_sequences = [list(c) for c in self.sequences]
+        containers = list(enumerate(containers))
+        self._empty = {i: c for i, c in containers if not c}
+        self._dicts = {i: c for i, c in containers if c and isinstance(c, dict)}
+        self._sequences = [c for _, c in containers if c and not isinstance(c, dict)]
+        self._saved_dicts = {i: dict(c) for i, c in self._dicts.items()}
+        self._saved_sequences = [list(c) for c in self._sequences]
         self._remember()
 
     def _remember(self) -> None:
-        self._sizes = list(map(len, self.dicts))
-        self._keys = list(chain.from_iterable(self.saved_dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self.saved_dicts)))
-        self._flags: tuple[bool, ...] | None = None
+        saved = self._saved_dicts.values()
+        self._sizes = list(map(len, saved))
+        self._keys = list(chain.from_iterable(saved))
+        self._values = list(chain.from_iterable(map(dict.values, saved)))
+        self._flags: tuple[Any, ...] | None = None
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
+        now = self._dicts.values()
         return (
-            not any(self._empty)
-            and list(map(len, self.dicts)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, self.dicts)), self._values))
-            and all(map(is_, chain.from_iterable(self.dicts), self._keys))
+            not any(self._empty.values())
+            and list(map(len, now)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
+            and all(map(is_, chain.from_iterable(now), self._keys))
             and self._sequences_unchanged()
         )
 
     @property
-    def flags(self) -> tuple[bool, ...]:
-        """The values that are true or false, in order."""
+    def flags(self) -> tuple[Any, ...]:
+        """The values that may be switches, in order: plain ones that are no numbers."""
         if self._flags is None:
-            self._flags = tuple(v for v in self._values if v is True or v is False)
+            self._flags = tuple(v for v in self._values if type(v) in _SWITCHES)
         return self._flags
 
     def restore(self) -> None:
-        """Put back whatever the containers held."""
-        for container in self._empty:
-            container.clear()
-        for container, saved in zip(self.dicts, self.saved_dicts, strict=True):
+        """Put back whatever the containers held, but for what torch's compiler notes there."""
+        for i in [i for i, container in self._empty.items() if container]:
+            if marks := _marks_in(self._empty[i]):
+                self._dicts[i], self._saved_dicts[i] = self._empty.pop(i), marks
+            else:
+                self._empty[i].clear()
+        for i, container in self._dicts.items():
+            saved = self._saved_dicts[i]
             if len(container) != len(saved) or not all(
                 map(is_, container.values(), saved.values())
             ):
+                saved |= _marks_in(container)
                 container.clear()
                 container.update(saved)
-        for container, items in zip(self.sequences, self._saved_sequences, strict=True):
+        self._remember()
+        for container, items in zip(self._sequences, self._saved_sequences, strict=True):
             if len(container) != len(items) or not all(map(is_, container, items)):
                 container.clear()
                 _refill(container, items)
 
-    def rebound(self) -> list[tuple[int, str, Any]] | None:
-        """Entries whose plain value was exchanged for another: (dict, key, value).
-
-        ``None`` when anything else changed.
-        """
-        if any(self._empty) or not self._sequences_unchanged():
+    def turned(self) -> list[Turned] | None:
+        """Plain values that were exchanged for others; ``None`` if anything else changed."""
+        if any(self._empty.values()) or not self._sequences_unchanged():
             return None
         found = []
-        for position, (now, before) in enumerate(zip(self.dicts, self.saved_dicts, strict=True)):
-            if now.keys() != before.keys():
+        for i, now in self._dicts.items():
+            saved = self._saved_dicts[i]
+            if list(now) != list(saved):
                 return None
-            for key, value in now.items():
-                if value is not before[key]:
-                    if not (_is_plain(value) and _is_plain(before[key])):
-                        return None
-                    found.append((position, key, value))
-        return found
+            found += [(i, key, value) for key, value in now.items() if value is not saved[key]]
+        values = [value for i, key, now in found for value in (now, self._saved_dicts[i][key])]
+        return found if _PLAIN.issuperset(map(type, values)) else None
 
-    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
-        """Rebind entries in the containers and in what is remembered of them."""
-        for position, key, value in entries:
-            self.dicts[position][key] = value
-            self.saved_dicts[position][key] = value
+    def turn(self, found: Iterable[Turned]) -> None:
+        """Exchange plain values in the containers, and in what is remembered of them."""
+        for i, key, value in found:
+            self._dicts[i][key] = self._saved_dicts[i][key] = value
         self._remember()
 
     def _sequences_unchanged(self) -> bool:
         return all(
             len(container) == len(saved) and all(map(is_, container, saved))
-            for container, saved in zip(self.sequences, self._saved_sequences, strict=True)
+            for container, saved in zip(self._sequences, self._saved_sequences, strict=True)
         )
+
+
+def _marks_in(container: Any) -> dict[str, Any]:
+    """What torch's compiler notes down on tensors."""
+    items = container.items() if isinstance(container, dict) else ()
+    return {k: v for k, v in items if isinstance(k, str) and k.startswith("_dynamo")}
 
 
 class Mirror:
@@ -233,6 +244,8 @@ class Mirror:
 
     def of(self, value: Any) -> Any:
         """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
+        if type(value) in _PLAIN:
+            return value
         if id(value) in self._made:
             return self._made[id(value)]
         if is_compiled_module(value) and id(value) in self._survey.compiled:
@@ -311,19 +324,15 @@ class Mirror:
 
     def _container(self, value: Any) -> Any:
         self._kept.append(value)
-        made = self._made[id(value)] = copy.copy(value)
-        made.clear()
-        if isinstance(value, dict):
-            made.update({key: self.of(item) for key, item in value.items()})
-        else:
-            _refill(made, [self.of(item) for item in value])
+        made = self._made[id(value)] = value.copy()
+        if value:
+            made.clear()
+            if isinstance(value, dict):
+                made.update({key: self.of(item) for key, item in value.items()})
+            else:
+                _refill(made, [self.of(item) for item in value])
         return made
 
 
 def _refill(container: Any, items: list[Any]) -> None:
     (container.update if isinstance(container, set) else container.extend)(items)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a flag, or a number that schedules may turn at every step."""
-    return type(value) in (bool, int, float)

@@ -1,37 +1,41 @@
-"""Where a module is must be where its replicas are made from."""
+"""What replicas can be made of, and where it must be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
+from scatterpar.replicas.kinds import is_script
 
 __all__ = ["check_placement"]
 
 
 def check_placement(
-    roots: Iterable[nn.Module], master: torch.device, *, lazy: bool = False
+    roots: Iterable[nn.Module], device_ids: Sequence[torch.device], *, lazy: bool = False
 ) -> None:
-    """Refuse modules that cannot be replicated from ``master``, naming what is in the way.
+    """Refuse modules that cannot be replicated from the master, naming what is in the way.
 
     With ``lazy``, parameters that are not initialised yet are let pass.
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
+        TypeError: a frozen TorchScript module, or tensors that are made of others.
         ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
-    expected = verbs.physical(master)
+    expected = verbs.physical(device_ids[0])
     for root in roots:
+        _refuse_frozen(root)
         _refuse_renormalised(root)
         for kind, named in (
             ("parameter", root.named_parameters()),
             ("buffer", root.named_buffers()),
         ):
             for name, tensor in named:
+                what = f"{type(root).__name__} has the {kind} {name!r}"
                 if is_lazy(tensor):
                     if lazy:
                         continue
@@ -41,9 +45,40 @@ def check_placement(
                     )
                 if tensor.device != expected:
                     raise ValueError(
-                        f"{type(root).__name__} must be on device_ids[0], which is {master}, but "
-                        f"its {kind} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
+                        f"{type(root).__name__} must be on device_ids[0], which is "
+                        f"{device_ids[0]}, but its {kind} {name!r} is on {tensor.device}; "
+                        f"call .to({str(expected)!r})"
                     )
+                _refuse_packed(what, tensor, len(set(device_ids)))
+
+
+def _refuse_frozen(root: nn.Module) -> None:
+    for name, part in root.named_modules():
+        if is_script(part) and not hasattr(part, "training"):
+            which = f"its child {name!r}" if name else "the module itself"
+            raise TypeError(
+                f"{type(root).__name__} cannot be replicated, since {which} is a TorchScript "
+                f"module that torch.jit.freeze made: its weights are constants of the code, which "
+                f"cannot be trained or moved; pass what it was made of, before freeze"
+            )
+
+
+def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
+    """Refuse quantised tensors whose values replicas would not take along."""
+    kind = type(tensor)
+    if hasattr(kind, "__tensor_flatten__"):
+        raise TypeError(
+            f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "
+            f"replicas of such tensors cannot be kept equal; make it a plain tensor, as its "
+            f".dequantize() or .full_tensor() does, or leave the module unquantised"
+        )
+    state = getattr(tensor, "quant_state", None)
+    if memories > 1 and (state is not None or kind.__module__.startswith("bitsandbytes.")):
+        raise TypeError(
+            f"{what}, a {kind.__name__}, which is quantised as bitsandbytes does it: what its "
+            f"values mean stays on the first device; use one device, such as device_ids=[0], or "
+            f"leave the module unquantised"
+        )
 
 
 def _refuse_renormalised(root: nn.Module) -> None:

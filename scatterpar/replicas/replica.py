@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.lists import copy_lists, grouped
 from scatterpar.replicas.aliases import like_memory
-from scatterpar.replicas.attributes import Attributes, Change, parameter_like
+from scatterpar.replicas.attributes import attributes_of, parameter_like, take_attributes
 from scatterpar.replicas.batch_norm import listening
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey
@@ -69,10 +68,11 @@ class Replica:
         self.roots = tuple(mirror.of(root) for root in roots)
         self.cells = mirror.cells
         of_all = survey_tensors(survey)
-        self._attributes = Attributes(of_all, [mirror.of(t) for t in of_all], mirror.of)
+        for original in of_all:
+            take_attributes(original, mirror.of(original), mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
         self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
-        self._state = Snapshot(mirror.containers)
+        self.state = Snapshot([*mirror.containers, *attributes_of(map(mirror.of, of_all))])
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
 
@@ -83,10 +83,9 @@ class Replica:
         ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
         grad as the master's does, whatever a forward pass did to it.
         """
-        if not self._state.unchanged():
-            self._state.restore()
+        if not self.state.unchanged():
+            self.state.restore()
         self._mirror.rebind()
-        self._attributes.undo()
         for i in self.strays():
             self.tensors[i].data = self._homes[i]
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
@@ -105,14 +104,6 @@ class Replica:
         """Positions of the tensors that do not lie where they did after the last refresh."""
         at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
         return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
-
-    def assign(self, entries: Iterable[tuple[int, str, Any]]) -> None:
-        """Obey attributes that the user rebound on the master."""
-        self._state.assign(entries)
-
-    def assign_to_tensors(self, changes: Sequence[Change]) -> None:
-        """Obey attributes that the user set on, or deleted from, the master's tensors."""
-        self._attributes.assign(changes)
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""

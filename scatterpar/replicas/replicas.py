@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import is_in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
-from scatterpar.replicas.attributes import Watch
+from scatterpar.replicas.attributes import attributes_of
 from scatterpar.replicas.batch_norm import batch_norms
 from scatterpar.replicas.broadcast import Broadcast
 from scatterpar.replicas.closures import contents
@@ -26,7 +29,9 @@ from scatterpar.replicas.registration import Registered, Tied, registered_by, ti
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
 
-__all__ = ["Replicas", "guarded", "sum_dtype"]
+__all__ = ["Lent", "Replicas", "guarded", "sum_dtype"]
+
+Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 
 class Replicas:
@@ -80,6 +85,7 @@ class Replicas:
         self._wide = wide
         self._sum_dtypes: list[torch.dtype | None] = []
         self._positions: list[int] = []
+        self._kinds: list[tuple[Any, ...]] | None = None
         self._state: Snapshot | None = None
 
     def follow(self, readout: Readout) -> None:
@@ -98,6 +104,24 @@ class Replicas:
         for replica in self.replicas:
             replica.refresh()
 
+    def lend(self) -> Lent:
+        """Parameters that may be written in any memory; then they are taken in, or distrusted."""
+        starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
+        return {
+            tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
+            for i, tensor in enumerate(self.shared.originals)
+            if is_in_memory_order(tensor) and starts[tensor.data_ptr()] == 1
+        }
+
+    def take_in(self, owners: Mapping[Tensor, torch.device], ledger: Ledger) -> None:
+        """Bring the new values of parameters from these memories to all others."""
+        positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
+        self._broadcast.take_in(positions, ledger)
+
+    def distrust(self) -> None:
+        """All copies are sent anew in the next refresh."""
+        self.shared.spoilt |= set(range(len(self.shared.originals)))
+
     def rewind(self, number: int) -> None:
         """Undo whatever one replica's forward passes did to its state since the refresh."""
         replica = self.replicas[number]
@@ -109,8 +133,8 @@ class Replicas:
         return id(module) in self._modules
 
     @property
-    def flags(self) -> tuple[bool, ...]:
-        """Every flag of the modules, such as ``training``."""
+    def flags(self) -> tuple[Any, ...]:
+        """Every switch of the modules, such as ``training``: plain values that are no numbers."""
         return () if self._state is None else self._state.flags
 
     def forget_step(self) -> None:
@@ -136,7 +160,10 @@ class Replicas:
         return [self.tensors[i] for i in self.leaves]
 
     def _follow(self) -> bool:
-        """Obey what can be obeyed in place; whether that was all."""
+        """Whether the replicas are still those of the modules, if plain values are taken over.
+
+        Schedules turn these at every step. All else that changes is a reason to build them anew.
+        """
         if self._state is None or self._signature() != self._signed:
             return False
         if not all(replica.is_whole() for replica in self.replicas):
@@ -144,29 +171,16 @@ class Replicas:
         if any(contents(cell) is not value for cell, value in self.replicas[0].cells):
             return False
         if not self._state.unchanged():
-            entries = self._state.rebound()
-            if entries is None:
+            turned = self._state.turned()
+            if turned is None:
                 return False
-            self._state.assign(entries)
+            for state in (self._state, *(replica.state for replica in self.replicas)):
+                state.turn(turned)
             self.rehearsed.clear()
-            for replica in self.replicas:
-                replica.assign(entries)
-        self._follow_attributes()
         dtypes = self._wanted()
         if dtypes != self._sum_dtypes:
             self._train(dtypes)
         return True
-
-    def _follow_attributes(self) -> None:
-        """Obey what was done to the attributes of the master's tensors."""
-        changes = self._attributes.changes()
-        if not changes:
-            return
-        if any(_is_switch(change.before, change.after) for change in changes):
-            self.shared.proven.clear()  # it may be what makes a forward pass write parameters
-        self.rehearsed.clear()
-        for replica in self.replicas:
-            replica.assign_to_tensors(changes)
 
     def _train(self, dtypes: list[torch.dtype | None]) -> None:
         """From now on gradients add up in these dtypes."""
@@ -186,20 +200,23 @@ class Replicas:
         ]
 
     def _build(self) -> None:
-        check_placement(self.roots, self.device_ids[0])
+        check_placement(self.roots, self.device_ids)
         survey = Survey(self.roots)
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
         modules = list(survey.modules.values())
-        self.tensors = list(survey.tensors.values())
+        before, self.tensors = self.tensors, list(survey.tensors.values())
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
         self._slots = survey.slots
         self.registered = [registered_by(module) for module in modules]
         self.tied = tied_names(self.registered)
         self.batch_norms = batch_norms(modules) if self._pools else {}
-        blocks = weight_blocks(modules, survey.tensors)
-        self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+        kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
+        if kinds != self._kinds or not all(map(is_, self.tensors, before)):
+            blocks = weight_blocks(modules, survey.tensors)
+            self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+            self.shared.spoilt.clear()
         sources = {device: self._broadcast.at(device) for device in self.device_ids}
         self.replicas = [
             Replica(
@@ -215,8 +232,7 @@ class Replicas:
         ]
         self._share(sources)
         self._train(self._wanted())
-        self._state = Snapshot(survey.containers)
-        self._attributes = Watch(survey_tensors(survey))
+        self._state = Snapshot([*survey.containers, *attributes_of(survey_tensors(survey))])
         self._signed = self._signature()
 
     def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
@@ -231,12 +247,12 @@ class Replicas:
             parameters(self.tensors),
             {device: parameters(tensors) for device, tensors in sources.items()},
             [(replica.device, parameters(replica.tensors)) for replica in self.replicas],
+            spoilt=self.shared.spoilt,
         )
 
     def _signature(self) -> list[Any]:
         """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
-        tensors = [(type(t), t.dtype, t.device, t.shape, t.stride()) for t in self.tensors]
-        signature: list[Any] = [*tensors, *map(type, self._modules.values())]
+        signature: list[Any] = [*map(_kind, self.tensors), *map(type, self._modules.values())]
         for tensor, _ in self._sparse:
             signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
         for script in filter(is_script, self._modules.values()):
@@ -270,6 +286,11 @@ def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     return own if wide is None else torch.promote_types(own, wide)
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What copies of ``tensor`` in other memories depend on."""
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
 def _is_leaf(tensor: Tensor) -> bool:
     """Whether a gradient ends here, in ``.grad``.
 
@@ -279,13 +300,3 @@ def _is_leaf(tensor: Tensor) -> bool:
         return tensor.is_leaf
     except RuntimeError:
         return False
-
-
-def _is_switch(before: Any, after: Any) -> bool:
-    """Whether an attribute is more than a number that was turned, as schedules do every step."""
-    return not (_is_number(before) and _is_number(after))
-
-
-def _is_number(value: Any) -> bool:
-    is_tensor = isinstance(value, Tensor)
-    return value.is_floating_point() if is_tensor else type(value) in (int, float)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices import bits
 from scatterpar.step import nested
 
 __all__ = ["join", "join_rows"]
 
 
-def join(pieces: Sequence[Any], dim: int, weights: Sequence[float]) -> Any:
+def join(
+    pieces: Sequence[Any],
+    dim: int,
+    weights: Sequence[float],
+    has_rows: Callable[[list[Tensor]], bool] = lambda _: True,
+) -> Any:
     """One value out of the pieces of consecutive rows, of the same nested types.
 
-    Tensors are concatenated along ``dim``; 0-dim tensors are averaged with ``weights``
-    (one a piece; those with weight zero are left out). Other leaves are kept where all
-    pieces have the same, and become a list with one entry a piece otherwise.
+    Tensors are concatenated along ``dim``, or kept where one that ``has_rows`` is told of has
+    none; 0-dim tensors are averaged with ``weights`` (one a piece; those with weight zero are left
+    out). Other leaves are kept where all pieces have the same, and become a list with one entry a
+    piece otherwise.
 
     >>> join([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
@@ -27,9 +34,9 @@ def join(pieces: Sequence[Any], dim: int, weights: Sequence[float]) -> Any:
     def one(leaves: list[Any]) -> Any:
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves[0] if _all_same(leaves) else leaves
-        if leaves[0].ndim:
-            return torch.cat(leaves, dim)
-        return _average(leaves, weights)
+        if not leaves[0].ndim:
+            return _average(leaves, weights)
+        return torch.cat(leaves, dim) if has_rows(leaves) else leaves[0]
 
     return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
 
@@ -43,7 +50,10 @@ def join_rows(
     strict: bool = False,
     lists: bool = False,
 ) -> Any:
-    """``join``, once it is sure that tensors hold the rows that are to be joined.
+    """``join`` of tensors that hold the rows along ``dim``, or several entries for each of them.
+
+    One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
+    once: it has nothing to do with rows, as a codebook has not.
 
     Args:
         pieces: the outputs of consecutive rows.
@@ -61,29 +71,41 @@ def join_rows(
         isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
     ):
         return [entry for piece in pieces for entry in piece]
+    ending = _KEEP if strict else _ALONE
 
-    def check(leaves: list[Any]) -> None:
-        if not all(isinstance(leaf, Tensor) for leaf in leaves) or not leaves[0].ndim:
-            return
-        for leaf, n in zip(leaves, rows, strict=True):
-            size = leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None
+    def has_rows(leaves: list[Tensor]) -> bool:
+        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None for leaf in leaves]
+        if sizes != list(rows) and _same_bits(leaves):
+            return False
+        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        for leaf, size, n in zip(leaves, sizes, rows, strict=True):
             flattened = not strict and dim == 0 and size is not None and size % n == 0
             if size != n and not flattened:
                 raise ValueError(
                     f"an output of shape {tuple(leaf.shape)} does not have its {n} rows along "
-                    f"dim={dim}, so that it cannot be joined with those of other rows; "
-                    f"{_KEEP if strict else _ALONE}"
+                    f"dim={dim}, so that it cannot be joined with those of other rows; {ending}"
                 )
-        if len({leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}) > 1:
-            shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        if len({size // n for size, n in zip(sizes, rows, strict=True) if size is not None}) > 1:
             raise ValueError(
-                f"outputs of shapes {shapes} cannot be joined along dim={dim}; "
-                f"{_KEEP if strict else _ALONE}"
+                f"outputs of shapes {shapes} are those of {' and '.join(map(str, rows))} rows, "
+                f"which is not the same number of entries for each row, so that they cannot be "
+                f"joined along dim={dim}; {ending}"
             )
+        if len({leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}) > 1:
+            raise ValueError(
+                f"outputs of shapes {shapes} cannot be joined along dim={dim}; {ending}"
+            )
+        return True
 
-    if len(pieces) > 1:
-        nested.merge(check, pieces)
-    return join(pieces, dim, weights)
+    return join(pieces, dim, weights, has_rows)
+
+
+def _same_bits(leaves: Sequence[Tensor]) -> bool:
+    first, *others = leaves
+    kinds = {(leaf.shape, leaf.dtype, leaf.layout, leaf.device) for leaf in leaves}
+    if len(kinds) > 1 or first.layout != torch.strided or first.is_quantized:
+        return False
+    return not any(bits.changed([first] * len(others), others))
 
 
 _KEEP = (

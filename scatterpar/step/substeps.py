@@ -120,8 +120,6 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
-    if autocast:
-        torch.clear_autocast_cache()  # a plain loop leaves autocast, and so the cache, every time
 
 
 def loss_at(task: Task, number: int) -> Tensor:

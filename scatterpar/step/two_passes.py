@@ -151,8 +151,6 @@ def first_pass(
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
-    if autocast_types():
-        torch.clear_autocast_cache()  # what it holds is part of graphs that are gone
     rows = [stop - start for start, stop in share.micro_batches]
     with noted(share):
         joined = [

@@ -13,7 +13,7 @@ import torch
 from scatterpar.devices import verbs
 from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
 
-__all__ = ["Context", "autocast_types"]
+__all__ = ["Context", "autocast_types", "uncached"]
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
@@ -24,6 +24,21 @@ def autocast_types() -> list[str]:
     """The device types that autocast is enabled for in this thread."""
     known = (*_AUTOCAST_TYPES, private_accelerator())
     return [kind for kind in known if torch.is_autocast_enabled(kind)]
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Without autocast's cache in this thread.
+
+    There is one for the process, and whoever leaves autocast empties it: a weight that is used
+    twice would be cast once or twice, as another replica's timing falls.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class Context:
@@ -45,9 +60,7 @@ class Context:
         elif not torch.is_grad_enabled():
             self._makers.append(_anywhere(torch.no_grad))
         for kind in autocast_types():
-            cache = torch.is_autocast_cache_enabled()
-            dtype = torch.get_autocast_dtype(kind)
-            autocast = partial(torch.autocast, kind, dtype, cache_enabled=cache)
+            autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
             self._makers.append(_anywhere(autocast))
         default = torch.get_default_device()
         if default.type != "cpu":
@@ -61,7 +74,7 @@ class Context:
     @contextlib.contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
         """The captured context in this thread, on ``device``."""
-        with verbs.on(device, self._streams), contextlib.ExitStack() as stack:
+        with verbs.on(device, self._streams), uncached(), contextlib.ExitStack() as stack:
             for make in self._makers:
                 stack.enter_context(make(device))
             yield

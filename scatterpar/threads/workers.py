@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from scatterpar.devices import verbs
-from scatterpar.threads.context import Context
+from scatterpar.threads.context import Context, uncached
 from scatterpar.threads.interrupts import Interrupts
 from scatterpar.threads.job import Call, Job
 from scatterpar.threads.serving import Queue, serve, shut_down, wake
@@ -102,7 +102,7 @@ class Workers:
         devices = devices or [torch.device("cpu")] * len(modules)
         verbs.keep_memory(devices[0])
         if len(modules) == 1:
-            with verbs.on(devices[0], ()), self.interrupts.allowed():
+            with verbs.on(devices[0], ()), uncached(), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
         calls = [

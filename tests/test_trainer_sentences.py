@@ -1,0 +1,457 @@
+"""sentence-transformers' trainers, beside the stock ones on one device with the rows of a step.
+
+Skipped where sentence-transformers is not installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import transformers
+from helpers.isolation import guarded
+from helpers.oracle import randint, seeded
+from helpers.trainers import VOCABULARY, quietly, sequence_classifier
+from torch import nn
+
+pytest.importorskip("sentence_transformers", reason="pip install '.[sentence-transformers]'")
+datasets = pytest.importorskip("datasets")
+
+import sentence_transformers as st  # noqa: E402
+from sentence_transformers import SentenceTransformer  # noqa: E402
+from sentence_transformers.base.evaluation import BaseEvaluator  # noqa: E402
+from sentence_transformers.cross_encoder import CrossEncoder  # noqa: E402
+from sentence_transformers.cross_encoder import losses as pair_losses  # noqa: E402
+from sentence_transformers.sentence_transformer import losses  # noqa: E402
+from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
+    Pooling,
+    StaticEmbedding,
+    Transformer,
+)
+
+from scatterpar.integrations.sentence_transformers import (  # noqa: E402
+    ScatterOnceCrossEncoderTrainer,
+    ScatterOnceTrainer,
+)
+
+pytestmark = pytest.mark.draws
+ROWS, SAME = 29, 1e-9  # in steps of 12 rows: the last one is ragged
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
+    monkeypatch.setattr(
+        "sentence_transformers.base.model_card.BaseModelCardCallback.on_init_end",
+        lambda *_, **__: None,
+        raising=False,
+    )
+
+
+def tokenizer():
+    import tokenizers
+
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="0", unk_token="0", sep_token="2", cls_token="3"
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny encoder where its library looks for models: in a folder."""
+    folder = tmp_path_factory.mktemp("encoder")
+    sequence_classifier(num_labels=1).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def encoder(saved):
+    with seeded():
+        return SentenceTransformer(modules=[Transformer(saved), Pooling(8)], device="cpu").double()
+
+
+def scorer(saved, **options):
+    with seeded():
+        model = CrossEncoder(saved, num_labels=1, device="cpu", **options).double()
+        for head in model.modules():  # which goes down to float32 on its own
+            if isinstance(head, nn.Linear) and type(head) is not nn.Linear:
+                head.__class__ = nn.Linear
+    return model
+
+
+def words(seed):
+    return " ".join(map(str, randint(VOCABULARY, 2 + seed % 5, seed=seed).tolist()))
+
+
+def column(offset, count=ROWS):
+    return [words(1 + offset * 100 + i) for i in range(count)]
+
+
+def data(*names, label=None, count=ROWS):
+    columns = {name: column(i, count) for i, name in enumerate(names)}
+    if label is not None:
+        columns["label"] = [label(i) for i in range(count)]
+    return datasets.Dataset.from_dict(columns)
+
+
+PAIRS = lambda: data("anchor", "positive")  # noqa: E731
+TRIPLES = lambda: data("anchor", "positive", "negative")  # noqa: E731
+CLASSES = lambda: data("sentence", label=lambda i: i % 3)  # noqa: E731
+SCORED = lambda: data("one", "two", label=lambda i: (i % 4) / 4)  # noqa: E731
+BINARY = lambda: data("one", "two", label=lambda i: i % 2)  # noqa: E731
+
+
+def guided(model):
+    guide = copy.deepcopy(model)
+    with seeded(3), torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return guide
+
+
+LOSSES = {
+    "MultipleNegativesRanking": (losses.MultipleNegativesRankingLoss, TRIPLES),
+    "MNRL symmetric": (losses.MultipleNegativesSymmetricRankingLoss, PAIRS),
+    "CachedMNRL": (
+        lambda m: losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=5),
+        PAIRS,
+    ),
+    "Matryoshka": (
+        lambda m: losses.MatryoshkaLoss(m, losses.MultipleNegativesRankingLoss(m), [8, 4]),
+        PAIRS,
+    ),
+    "Matryoshka cached": (
+        lambda m: losses.MatryoshkaLoss(
+            m, losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=4), [8, 4]
+        ),
+        PAIRS,
+    ),
+    "GIST": (lambda m: losses.GISTEmbedLoss(m, guided(m)), PAIRS),
+    "MegaBatchMargin": (lambda m: losses.MegaBatchMarginLoss(m, mini_batch_size=4), PAIRS),
+    "BatchAllTriplet": (losses.BatchAllTripletLoss, CLASSES),
+    "BatchHardTriplet": (losses.BatchHardTripletLoss, CLASSES),
+    "OnlineContrastive": (losses.OnlineContrastiveLoss, BINARY),
+    "CoSENT": (losses.CoSENTLoss, SCORED),
+    "AnglE": (losses.AnglELoss, SCORED),
+    "CosineSimilarity": (losses.CosineSimilarityLoss, SCORED),
+    "Contrastive": (losses.ContrastiveLoss, BINARY),
+    "Triplet": (losses.TripletLoss, TRIPLES),
+    "Softmax": (
+        lambda m: seeded_of(lambda: losses.SoftmaxLoss(m, 8, 3).double()),
+        lambda: data("one", "two", label=lambda i: i % 3),
+    ),
+}
+
+
+def seeded_of(make):
+    with seeded(7):
+        return make()
+
+
+def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options=None, **extra):
+    model = model(saved)
+    args = cls.training_args_class(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.1,
+        optim="sgd",  # Adam makes large steps of what is only rounding
+        save_strategy="no",
+        max_steps=4,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=k,
+        **(options or {}),
+    )
+    made = loss(model) if callable(loss) else {name: one(model) for name, one in loss.items()}
+    with seeded():
+        random.seed(0)
+        trainer = cls(model=model, args=args, train_dataset=rows, loss=made, **extra)
+        quietly(trainer.train)
+    return trainer
+
+
+def parameters(trainer):
+    made = trainer.loss
+    parts = nn.ModuleDict(made) if isinstance(made, dict) else made
+    return dict(parts.named_parameters())
+
+
+def assert_same(ours, stock, relative=SAME):
+    mine, theirs = parameters(ours), parameters(stock)
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        off = (parameter - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-3)
+        assert off <= relative, f"{name}: off by {off}"
+    for log, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            if key in other:
+                assert log[key] == pytest.approx(other[key], rel=1e-4, abs=1e-9), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_embeddings(saved, tmp_path, name, layout):
+    loss, rows = LOSSES[name]
+    ours, again = (
+        trained(
+            ScatterOnceTrainer,
+            saved,
+            tmp_path,
+            loss,
+            rows(),
+            size=3,
+            k=2,
+            device_ids=LAYOUTS[layout],
+        )
+        for _ in range(2)
+    )
+    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, loss, rows(), size=12)
+    assert_same(ours, stock)
+    start = dict(encoder(saved).named_parameters())
+    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
+    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(parameter, other), "the same bits"
+
+
+# The pairs of a cross-encoder: what the loss makes of the columns.
+
+LISTS = lambda: datasets.Dataset.from_dict(  # noqa: E731
+    {
+        "query": column(0),
+        "docs": [column(i, 2 + i % 3) for i in range(ROWS)],
+        "labels": [[float((i + j) % 2) for j in range(2 + i % 3)] for i in range(ROWS)],
+    }
+)
+PAIR_LOSSES = {
+    "BCE": (pair_losses.BinaryCrossEntropyLoss, BINARY),
+    "MSE": (pair_losses.MSELoss, SCORED),
+    "MarginMSE": (
+        pair_losses.MarginMSELoss,
+        lambda: data("query", "positive", "negative", label=lambda i: i / 10),
+    ),
+    "MNRL": (lambda m: pair_losses.MultipleNegativesRankingLoss(m, num_negatives=2), TRIPLES),
+    "CachedMNRL": (
+        lambda m: pair_losses.CachedMultipleNegativesRankingLoss(
+            m, num_negatives=2, mini_batch_size=5
+        ),
+        PAIRS,
+    ),
+    "Lambda": (pair_losses.LambdaLoss, LISTS),
+    "RankNet": (pair_losses.RankNetLoss, LISTS),
+    "ListNet": (lambda m: pair_losses.ListNetLoss(m, mini_batch_size=7), LISTS),
+    "PListMLE": (pair_losses.PListMLELoss, LISTS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_cross_encoders(saved, tmp_path, name, layout):
+    loss, rows = PAIR_LOSSES[name]
+    ours, again = (
+        trained(
+            ScatterOnceCrossEncoderTrainer,
+            saved,
+            tmp_path,
+            loss,
+            rows(),
+            size=3,
+            k=2,
+            model=scorer,
+            device_ids=LAYOUTS[layout],
+        )
+        for _ in range(2)
+    )
+    stock = trained(st.CrossEncoderTrainer, saved, tmp_path, loss, rows(), size=12, model=scorer)
+    assert_same(ours, stock, 1e-6)
+    start = dict(scorer(saved).named_parameters())
+    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
+    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(parameter, other), "the same bits"
+
+
+def both(saved, folder, loss, rows, **options):
+    """Ours on two replicas with k = 2, and the stock one with the rows of a step in a batch."""
+    ours = trained(
+        ScatterOnceTrainer,
+        saved,
+        folder,
+        loss,
+        rows(),
+        size=3,
+        k=2,
+        device_ids=LAYOUTS["virtual"],
+        **options,
+    )
+    return ours, trained(
+        st.SentenceTransformerTrainer, saved, folder, loss, rows(), size=12, **options
+    )
+
+
+def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
+    model = encoder(saved)
+    loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5)
+    with guarded(monkeypatch, model):
+        trained(
+            ScatterOnceTrainer,
+            saved,
+            tmp_path,
+            lambda _: loss,
+            PAIRS(),
+            size=3,
+            k=2,
+            model=lambda _: model,
+            device_ids=LAYOUTS["virtual"],
+        )
+
+
+@pytest.mark.parametrize("sampler", ["no_duplicates", "group_by_label"])
+def test_samplers_look_at_all_rows_of_a_step(saved, tmp_path, sampler):
+    rows = CLASSES if sampler == "group_by_label" else PAIRS
+    loss = {
+        "group_by_label": losses.BatchAllTripletLoss,
+        "no_duplicates": losses.MultipleNegativesRankingLoss,
+    }
+    assert_same(*both(saved, tmp_path, loss[sampler], rows, options={"batch_sampler": sampler}))
+
+
+def test_several_data_sets_with_a_loss_each(saved, tmp_path):
+    rows = lambda: datasets.DatasetDict(pairs=PAIRS(), scored=SCORED())  # noqa: E731
+    loss = {"pairs": losses.MultipleNegativesRankingLoss, "scored": losses.CoSENTLoss}
+    prompts = {"pairs": {"anchor": "7 8 "}, "scored": {"one": "9 "}}
+    assert_same(*both(saved, tmp_path, loss, rows, options={"prompts": prompts}))
+
+
+def test_bags_of_words(saved, tmp_path):
+    """A static model's rows lie in one row of words."""
+
+    def model(_):
+        with seeded(3):
+            bags = StaticEmbedding(tokenizer(), embedding_dim=4)
+        return SentenceTransformer(modules=[bags], device="cpu").double()
+
+    loss = losses.MultipleNegativesRankingLoss
+    assert_same(*both(saved, tmp_path, loss, PAIRS, model=model))
+
+
+def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
+    loss = losses.MultipleNegativesRankingLoss
+    extra = {"device_ids": LAYOUTS["virtual"], "whole_batch": False}
+    rows = PAIRS().select(range(24))
+    ours = trained(ScatterOnceTrainer, saved, tmp_path, loss, rows, size=3, k=2, **extra)
+    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, loss, rows, size=3, k=4)
+    assert_same(ours, stock)
+
+
+def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
+    loss, rows = losses.MultipleNegativesRankingLoss, PAIRS
+    measured = []
+
+    class Measures(BaseEvaluator):
+        def __call__(self, model, output_path=None, epoch=-1, steps=-1):
+            measured.append(float(model.encode(["1 2", "3"]).sum()))
+            return {"measured": measured[-1]}
+
+    trainers = both(saved, tmp_path, loss, rows, eval_dataset=PAIRS(), evaluator=Measures())
+    for trainer in trainers:
+        trainer.args.per_device_eval_batch_size = 8
+    ours, stock = (quietly(trainer.evaluate) for trainer in trainers)
+    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-9)
+    assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+    trainers[0].save_model(str(tmp_path / "saved"))
+    again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(measured[0], rel=1e-5)
+
+
+class Beside(nn.Module):
+    """Has its model where nobody sees it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.ask = lambda features: model(features)["sentence_embedding"]
+
+    def forward(self, features, labels):
+        return sum(self.ask(column).square().mean() for column in features)
+
+
+class Tokens(nn.Module):
+    """Wants more than embeddings."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, features, labels):
+        return sum(self.model(column)["token_embeddings"].mean() for column in features)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (
+            lambda m: losses.AdaptiveLayerLoss(m, losses.MultipleNegativesRankingLoss(m)),
+            "does not go together with AdaptiveLayerLoss: it needs more of the model",
+        ),
+        (losses.ContrastiveTensionLoss, "does not go together with ContrastiveTensionLoss"),
+        (Beside, "needs a loss that has the model as an attribute.*pass whole_batch=False"),
+        (Tokens, "asks for 'token_embeddings' of the model's outputs"),
+    ],
+)
+def test_refused_by_name(saved, tmp_path, loss, words):
+    with pytest.raises(ValueError, match=words):
+        trained(ScatterOnceTrainer, saved, tmp_path, loss, PAIRS(), size=3, device_ids=["cpu"] * 2)
+
+
+def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
+    class Shuffles(pair_losses.BinaryCrossEntropyLoss):
+        def forward(self, columns, labels, **options):
+            order = numpy.random.default_rng().permutation(len(labels))
+            columns = [[one[i] for i in order] for one in columns]
+            return super().forward(columns, labels[torch.tensor(order)], **options)
+
+    with pytest.raises(ValueError, match="asked for the scores of other pairs the second time"):
+        trained(
+            ScatterOnceCrossEncoderTrainer,
+            saved,
+            tmp_path,
+            Shuffles,
+            BINARY(),
+            size=8,
+            model=scorer,
+            device_ids=["cpu"] * 2,
+        )
+
+
+def test_the_example(saved, tmp_path):
+    spec = importlib.util.spec_from_file_location("embeddings", EXAMPLES / "embeddings.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    trainer = script.trainer_for(
+        encoder(saved),
+        PAIRS(),
+        batch=12,
+        rows=3,
+        device_ids=LAYOUTS["virtual"],
+        output_dir=str(tmp_path),
+        logging_steps=1,
+        max_steps=6,
+        **quiet,
+    )
+    quietly(trainer.train)
+    seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(seen) == 6
+    with pytest.raises(SystemExit, match="no multiple of 5 rows on 2 devices"):
+        script.trainer_for(encoder(saved), PAIRS(), batch=12, rows=5, device_ids=["cpu"] * 2)

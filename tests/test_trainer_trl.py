@@ -1,0 +1,274 @@
+"""TRL's trainers below the mixin, beside the stock ones on one device with the rows of a step.
+
+TRL computes in float32 here and there. Skipped where TRL is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.isolation import guarded
+from helpers.oracle import randint, seeded
+from helpers.trainers import VOCABULARY, language_model, quietly, sentences
+
+from scatterpar.integrations.transformers import ScatterOnceMixin
+
+trl = pytest.importorskip("trl", reason="TRL's trainers: pip install '.[trl]'")
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.draws
+ROWS = 14  # in steps of 8: the last one is ragged
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
+COMMON = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+    "save_strategy": "no",
+    "max_steps": 3,
+    "bf16": False,
+    "activation_checkpointing": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # a thread
+    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
+
+
+def tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0", padding_side="left"
+    )
+
+
+def text(row):
+    return " ".join(map(str, row["input_ids"]))
+
+
+def preferences(**more):
+    rows = sentences(2 * ROWS)
+    return datasets.Dataset.from_list(
+        [
+            {
+                "prompt": "3 4",
+                "chosen": " " + text(a),
+                "rejected": " " + text(b),
+                **{name: make(i) for name, make in more.items()},
+            }
+            for i, (a, b) in enumerate(zip(rows[:ROWS], rows[ROWS:], strict=True))
+        ]
+    )
+
+
+def adapted(model):
+    with seeded():
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True
+            ),
+        ).double()
+
+
+def scorer():
+    with seeded():
+        config = language_model().config
+        config.num_labels, config.pad_token_id = 1, 0
+        return transformers.GPT2ForSequenceClassification(config).double()
+
+
+def other_language_model():
+    model = language_model()
+    with seeded(5), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def length(completions, **_):
+    return [float(len(text)) + float(text[:1].strip() or 0) for text in completions]
+
+
+CASES = {
+    "SFT": (trl.SFTTrainer, trl.SFTConfig, {}, language_model),
+    "SFT packed": (
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        {"packing": True, "max_length": 12, "packing_strategy": "bfd"},
+        language_model,
+    ),
+    "DPO": (trl.DPOTrainer, trl.DPOConfig, {}, language_model),
+    "DPO LoRA": (trl.DPOTrainer, trl.DPOConfig, {}, lambda: adapted(language_model())),
+    "DPO ipo": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["ipo", "hinge"]}, language_model),
+    "DPO exo": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        {"loss_type": "exo_pair", "label_smoothing": 0.1, "precompute_ref_log_probs": True},
+        language_model,
+    ),
+    "Reward": (trl.RewardTrainer, trl.RewardConfig, {"center_rewards_coefficient": 0.1}, scorer),
+    "KTO": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}, language_model),
+    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": "grpo"}, language_model),
+    "GRPO dapo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_iterations": 2}, language_model),
+    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {}, language_model),
+}
+
+
+def data_of(name):
+    if name.startswith("SFT"):
+        return datasets.Dataset.from_list([{"text": text(row)} for row in sentences(ROWS)])
+    if name.startswith("KTO"):
+        rows = [
+            {"prompt": "3 4", "completion": " " + text(row), "label": i % 3 != 0}
+            for i, row in enumerate(sentences(ROWS))
+        ]
+        return datasets.Dataset.from_list(rows)
+    if name.startswith(("GRPO", "RLOO")):
+        prompts = [
+            {"prompt": " ".join(map(str, randint(VOCABULARY, 3, seed=i).tolist()))}
+            for i in range(ROWS)
+        ]
+        return datasets.Dataset.from_list(prompts)
+    return preferences(**({"margin": lambda i: i / 10} if name == "Reward" else {}))
+
+
+def build(name, folder, devices, **changes):
+    cls, config, options, model = CASES[name]
+    size, k, extra = (2, 2, {"device_ids": devices}) if devices else (8, 1, {})
+    if name.startswith(("GRPO", "RLOO")):
+        generates = {"num_generations": 2, "max_completion_length": 4, "shuffle_dataset": False}
+        options = {**options, **generates, "beta": 0.0}  # else a reference model, from the hub
+        extra["reward_funcs"] = length
+        if not devices:  # generations are shuffled, and cut into batches
+            size, k = 2, 4
+    args = config(
+        output_dir=str(folder),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=k,
+        **{**COMMON, **options, **changes},
+    )
+    if name in ("DPO", "DPO ipo", "KTO"):
+        extra["ref_model"] = other_language_model()
+    kind = type("Both", (ScatterOnceMixin, cls), {}) if devices else cls
+    with seeded():
+        return kind(
+            model=model(),
+            args=args,
+            train_dataset=data_of(name),
+            processing_class=tokenizer(),
+            **extra,
+        )
+
+
+def trained(name, folder, devices, **changes):
+    trainer = build(name, folder, devices, **changes)
+    with seeded():
+        quietly(trainer.train)
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "DPO LoRA", "DPO exo", "Reward"])
+def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch, name):
+    trainer = build(name, tmp_path, LAYOUTS["virtual"], max_steps=1)
+    others = [m for m in (getattr(trainer, "ref_model", None),) if m is not None]
+    with guarded(monkeypatch, trainer.model, *others), seeded():
+        quietly(trainer.train)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_beside_the_stock_trainer(tmp_path, name, layout, recwarn):
+    ours, stock = trained(name, tmp_path, LAYOUTS[layout]), trained(name, tmp_path, None)
+    moved = False
+    start = dict(CASES[name][3]().named_parameters())
+    for (key, parameter), other in zip(
+        ours.model.named_parameters(), stock.model.parameters(), strict=True
+    ):
+        off = (parameter - other).norm() / other.norm().clamp(min=1e-3)
+        assert off <= 1e-6, f"{key}: off by {off}"
+        moved = moved or not torch.equal(start[key], other)
+    assert moved
+    for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        for key in ("loss", "num_tokens", "rewards/margins", "learning_rate", "min_reward"):
+            if key in theirs and (name, key) != ("KTO", "rewards/margins"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    again = trained(name, tmp_path, LAYOUTS[layout])
+    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(parameter, other), "the same bits"
+    assert not [w for w in recwarn if "scatterpar" in str(w.filename)]
+
+
+def test_the_example(tmp_path):
+    spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
+    trainer = script.trainer_for(
+        language_model(),
+        tokenizer(),
+        preferences(),
+        device_ids=LAYOUTS["virtual"],
+        rank=2,
+        targets=["c_attn"],
+        **options,
+    )
+    with seeded():
+        quietly(trainer.train)
+    assert trainer.state.log_history[0]["rewards/margins"] == 0
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("KTO", {"loss_type": "kto"}, "KTOTrainer here: loss_type='kto' has terms over a whole"),
+        ("DPO", {"loss_type": ["sigmoid", "sft"]}, "DPOTrainer here: loss_type='sft' has terms"),
+        ("GRPO", {"loss_type": "bnpo"}, "GRPOTrainer here: loss_type='bnpo'.*the stock class"),
+        (
+            "GRPO",
+            {"entropy_coef": 0.1},
+            "GRPOTrainer here: an entropy bonus is a term over a batch",
+        ),
+        (
+            "GRPO",
+            {"top_entropy_quantile": 0.5},
+            "GRPOTrainer here: top_entropy_quantile is a term over a batch",
+        ),
+    ],
+)
+def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words):
+    with pytest.raises(ValueError, match=f"ScatterOnceMixin does not go together with {words}"):
+        build(name, tmp_path, ["cpu"] * 2, **changes)
+
+
+def test_other_trainers_are_refused_by_name(tmp_path):
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    for cls, config in ((CPOTrainer, CPOConfig), (ORPOTrainer, ORPOConfig)):
+        args = config(output_dir=str(tmp_path), **COMMON)
+        words = f"{cls.__name__} here: its loss is not known to be made up of its batches'"
+        with pytest.raises(ValueError, match=words):
+            type("Both", (ScatterOnceMixin, cls), {})(
+                model=language_model(),
+                args=args,
+                train_dataset=preferences(),
+                processing_class=tokenizer(),
+                device_ids=["cpu"] * 2,
+            )

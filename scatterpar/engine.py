@@ -29,7 +29,6 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
-from scatterpar.step.arriving import bring_batch
 from scatterpar.step.captured import other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
@@ -42,6 +41,7 @@ from scatterpar.step.outcome import Outcome
 from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import scatter
 from scatterpar.step.slices import micro_batches
 from scatterpar.step.task import hand_out
 from scatterpar.step.weights import weigh
@@ -71,8 +71,7 @@ class ScatterOnceParallel(Wrapper):
             schedulers and checkpoints see it alone.
         accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
             plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. What ran out of memory leaves no trace in the result. Where a share does
-            not fit as a whole, its rows arrive micro-batch by micro-batch.
+            later steps. What ran out of memory leaves no trace in the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -103,11 +102,11 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
-        verify: the first time that a kind of criterion and batch is met, check on two
-            micro-batches that their losses combine as ``reduction`` and ``count`` say; a
-            ``ValueError`` before anything changes where they do not. It takes three
-            evaluations of the criterion, or, where the module computes the loss, a forward
-            pass of the two; later steps do not pay.
+        verify: before the first step of a kind of criterion and batch, check on a handful of its
+            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
+            anything changes where they do not, however often it is tried. What could not be
+            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
+            the range that was met so far.
 
     Attributes:
         module: the user's module.
@@ -273,12 +272,9 @@ class ScatterOnceParallel(Wrapper):
         with self._crew.attempt(plan) as attempt:
             ledger, clock = attempt.ledger, attempt.clock
             with clock.phase("scatter"):
-                readout = Readout()
-                glimpse = self._verifier.glimpse(request, plan, readout)
                 pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, readout)
-                scattered = bring_batch(request, plan, ledger)
-                look = glimpse.look(weights) if glimpse else None
+                weights, terms = weigh(request, plan, pieces, Readout())
+                arrivals = scatter(request.batch, plan, self.dim, ledger)
             with clock.phase("replicate"):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
@@ -287,7 +283,8 @@ class ScatterOnceParallel(Wrapper):
             named = other_leaves(request.criterion, parts) if self._ranks else ()
             with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
                 with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, scattered, criteria, weights, aside)
+                    tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
+                    look = self._verifier.look
                     results = compute(
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
@@ -327,12 +324,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {
-            "dim": self.dim,
-            "check_finite": self.check_finite,
-            "verify": self.verify,
-            "one_by_one": self._fitting.one_by_one,
-        }
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

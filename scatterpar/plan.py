@@ -42,11 +42,6 @@ class Share:
         return sum(stop - start for start, stop in self.micro_batches)
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """Where each micro-batch starts among the share's own rows, and where the last one ends."""
-        return (0, *accumulate(stop - start for start, stop in self.micro_batches))
-
-    @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The rows as pairs of start and stop, as few as can be: one, but for several batches."""
         spans: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Shares that do not fit as a whole arrive micro-batch by micro-batch, every byte once.
+"""Rows arrive micro-batch by micro-batch, one ahead of the computation, every byte once.
 
 The virtual devices here refuse to take more than ``room`` rows in one copy.
 """
@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from faults.state import capture, differences, values_differ
+from faults.state import capture, differences
 from helpers.oracle import build, randint, randn
 from torch import nn
 
@@ -72,61 +72,25 @@ def crossed(*tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def test_a_share_that_does_not_fit_arrives_in_parts(room):
-    """It was scattered whole, whatever accum was: more sub-steps were no cure."""
+@pytest.mark.parametrize("accum", [4, "auto"])
+def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
+    """They were scattered whole, whatever a fixed accum was."""
     model = net()
     inputs, targets = batch()
     loss, expected = plain(model, inputs, targets)
-    with ScatterOnceParallel(model, "auto", VIRTUAL) as engine:
-        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch") as caught:
-            found = engine.forward_backward(inputs, targets, LOSS)
-        assert str(caught[0].message) == (
-            'accum="auto": 37 rows with accum=1 ran out of memory; accum=4 is the smallest that '
-            "fits, with shares that arrive micro-batch by micro-batch, and is kept"
-        )
+    with ScatterOnceParallel(model, accum, VIRTUAL) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = engine.forward_backward(inputs, targets, LOSS)
         torch.testing.assert_close(found, loss)
         assert_gradients(model, expected)
         report = engine.last_step
-        assert 0 < report.retries <= room.refused  # a try ends when all replicas have
+        assert (report.retries > 0) == (accum == "auto")
+        assert report.retries <= room.refused  # a try ends when all replicas have
+        assert [len(share.micro_batches) for share in report.plan.shares] == [4, 4, 4]
         assert report.bytes["scatter"] == crossed(inputs, targets)
-        assert report.messages["scatter"] == 2 * sum(
-            len(s.micro_batches) for s in report.plan.shares
-        )
-
-
-def test_later_steps_and_inference_begin_with_it(room):
-    model = net()
-    inputs, targets = batch()
-    _, expected = plain(model, inputs, targets)
-    with ScatterOnceParallel(model, "auto", VIRTUAL) as engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine.forward_backward(inputs, targets, LOSS)
-        warnings.simplefilter("error")
-        refused = room.refused
-        engine.forward_backward(inputs, targets, LOSS)
-        assert engine.last_step.retries == 0
-        assert engine.last_step.bytes["scatter"] == crossed(inputs, targets)
-        assert_gradients(model, [2 * g for g in expected])
+        assert report.messages["scatter"] == 2 * 3 * 4
         with torch.no_grad():
             torch.testing.assert_close(engine.eval()(inputs), model(inputs))
-        assert room.refused == refused
-
-
-@pytest.mark.draws
-def test_the_bits_are_those_of_the_same_accum_with_whole_shares(room):
-    model, twin = net(), net()
-    model.insert(1, nn.Dropout(0.3))
-    twin.insert(1, nn.Dropout(0.3))
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for accum, which in (("auto", model), (4, twin)):
-            with ScatterOnceParallel(which, accum, VIRTUAL) as engine:
-                torch.manual_seed(3)
-                found.append(engine.forward_backward(*batch(), LOSS))
-            room.rows = 10**9
-    assert torch.equal(*found)
-    assert values_differ(twin, model) == []
 
 
 def test_the_next_rows_set_out_before_these_are_computed(room):
@@ -139,14 +103,34 @@ def test_the_next_rows_set_out_before_these_are_computed(room):
             return super().forward(inputs)
 
     model = build(lambda: Watched(FEATURES, CLASSES))
-    inputs = randn(8, FEATURES)
-    room.rows = 2
-    with ScatterOnceParallel(model, "auto", ["cpu:1"], verify=False) as engine:
-        with pytest.warns(UserWarning, match="accum=4"):
-            engine.forward_backward(inputs, None, lambda output, _: output.square().mean())
-        room.log.clear(), seen.clear()
-        engine.forward_backward(inputs, None, lambda output, _: output.square().mean())
+    with ScatterOnceParallel(model, 4, ["cpu:1"], verify=False) as engine:
+        engine.forward_backward(randn(8, FEATURES), None, lambda output, _: output.square().mean())
     assert seen == [2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+@pytest.mark.parametrize("names", [["cpu"] * 2, ["cpu:0", "cpu:1"]])
+def test_what_a_module_gets_is_its_own_and_begins_where_memory_does(names, whole_batch):
+    """It may write there; and kernels for memory that lies otherwise may round otherwise."""
+    offsets = []
+
+    class Writes(nn.Linear):
+        def forward(self, inputs):
+            offsets.append(inputs.storage_offset() or inputs.data_ptr() % 64)
+            inputs.mul_(2)
+            return super().forward(inputs)
+
+    model = build(lambda: Writes(FEATURES, CLASSES))
+    inputs, targets = batch(21)
+    before = inputs.clone()
+    loss, expected = plain(model, inputs.clone(), targets)
+    offsets.clear()
+    with ScatterOnceParallel(model, 3, names, verify=False) as engine:
+        found = engine.forward_backward(inputs, targets, LOSS, whole_batch=whole_batch)
+    torch.testing.assert_close(found, loss)
+    assert_gradients(model, expected)
+    assert torch.equal(inputs, before)
+    assert set(offsets) == {0}
 
 
 class Mixed(nn.Module):
@@ -172,10 +156,9 @@ def test_what_has_no_rows_arrives_once(room):
     loss = LOSS(model(**inputs), targets)
     expected = list(torch.autograd.grad(loss, list(model.parameters())))
     marked = inputs | {"table": Replicated(table), "entries": Rows(entries)}
-    room.rows = 8  # of the table's rows too
-    with ScatterOnceParallel(model, "auto", ["cpu:1", "cpu:2"]) as engine:
-        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
-            engine.forward_backward(marked, targets, LOSS)
+    room.rows = 12  # numbers, where entries travel together
+    with ScatterOnceParallel(model, 2, ["cpu:1", "cpu:2"]) as engine:
+        engine.forward_backward(marked, targets, LOSS)
         assert_gradients(model, expected)
         everything = crossed(rows, targets, *entries) + 2 * crossed(table, scale)
         assert engine.last_step.bytes["scatter"] == everything
@@ -189,31 +172,25 @@ def test_several_batches_in_one(room):
         (LOSS(model(inputs), labels) * len(labels) / total).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    with ScatterOnceParallel(model, "auto", VIRTUAL) as engine:
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
         inputs, labels = zip(*batches, strict=True)
         room.rows = 2
-        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
-            engine.forward_backward(Rows.from_batches(inputs), Rows.from_batches(labels), LOSS)
+        engine.forward_backward(Rows.from_batches(inputs), Rows.from_batches(labels), LOSS)
     assert_gradients(model, expected)
 
 
-def test_a_loss_of_the_whole_batch(room):
-    """Its second pass needs most of the rows again: they cross twice, and are counted twice."""
+def of_pairs(outputs, _):
+    return torch.cdist(outputs, outputs).square().mean()
 
-    def of_pairs(outputs, _):
-        return torch.cdist(outputs, outputs).square().mean()
 
+def test_a_loss_of_the_whole_batch_keeps_what_has_arrived(room):
+    """Its second pass needs most of the rows again."""
     model = net()
     inputs, _ = batch(24)
     loss, expected = plain(model, inputs, None, of_pairs)
-    with ScatterOnceParallel(model, "auto", VIRTUAL) as engine:
-        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
-            found = engine.forward_backward(inputs, None, of_pairs, whole_batch=True)
-        shares = engine.last_step.plan.shares
-        last = sum(share.micro_batches[-1][1] - share.micro_batches[-1][0] for share in shares)
-        row = crossed(inputs) // 24
-        assert engine.last_step.bytes["scatter"] <= (2 * 24) * row
-        assert engine.last_step.bytes["scatter"] >= (2 * 24 - last) * row
+    with ScatterOnceParallel(model, 4, VIRTUAL) as engine:
+        found = engine.forward_backward(inputs, None, of_pairs, whole_batch=True)
+        assert engine.last_step.bytes["scatter"] == crossed(inputs)
     torch.testing.assert_close(found, loss)
     assert_gradients(model, expected)
 
@@ -259,22 +236,38 @@ def rows_there(monkeypatch):
     return lambda: sum(len(made()) for made in copies if made() is not None)
 
 
-def test_a_criterion_that_fits_beside_a_few_rows_gets_its_room(rows_there):
-    """It was said not to fit with nothing else in memory while whole shares were there."""
+@pytest.mark.parametrize("of", ["the criterion", "the second pass"])
+def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(rows_there, of):
+    """Where it does not, it crosses twice, and is counted twice; later steps begin so."""
+
+    class Narrow(nn.Linear):
+        def forward(self, inputs):
+            if len(inputs) > 6 and not plain_now:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(inputs)
+
+    plain_now = True
+    model = build(lambda: Narrow(FEATURES, CLASSES))
+    inputs, _ = batch(24)
+    loss, expected = plain(model, inputs, None, of_pairs)
+    plain_now = False
+
+    def no_room(*_):
+        if rows_there() > 12:
+            raise torch.OutOfMemoryError("no room")
 
     def criterion(outputs, _):
-        if rows_there() > 12:
-            raise torch.OutOfMemoryError("no room for the criterion")
-        return torch.cdist(outputs, outputs).square().mean()
+        no_room() if of == "the criterion" else outputs.register_hook(no_room)
+        return of_pairs(outputs, _)
 
-    model = net()
-    inputs, _ = batch(24)
-    loss, expected = plain(model, inputs, None, lambda o, _: torch.cdist(o, o).square().mean())
-    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
-        with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
+    with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for tries in (4, 0):  # 1, 2 and 3 sub-steps, and 4 with all rows kept
             found = engine.forward_backward(inputs, None, criterion, whole_batch=True)
-        engine.forward_backward(inputs, None, criterion, whole_batch=True)
-        assert engine.last_step.retries == 0
+            assert engine.last_step.retries == tries
+            assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+            sent = engine.last_step.bytes["scatter"]
+            assert 18 * FEATURES * 8 <= sent - crossed(inputs) <= 24 * FEATURES * 8
     torch.testing.assert_close(found, loss)
     assert_gradients(model, [2 * g for g in expected])
 
@@ -294,16 +287,8 @@ def test_with_nothing_else_means_so(rows_there, accum):
             engine.forward_backward(batch(24)[0], None, criterion, whole_batch=True)
         assert differences(before, capture(model)) == []
     notes = "\n".join(caught.value.__notes__)
-    if accum == "auto":
-        assert "it does not fit on cpu:1 with nothing else: more sub-steps do not help" in notes
-        assert there == [24, 24, 1, 0]
-    else:
-        assert (
-            "it does not fit on cpu:1 beside the rows that were scattered there, without any "
-            'graph; accum="auto" lets them arrive micro-batch by micro-batch'
-        ) in notes
-        assert "nothing else" not in notes
-        assert there == [24, 24]
+    assert "it does not fit on cpu:1 with nothing else: more sub-steps do not help" in notes
+    assert there == [24, 0]
 
 
 def test_one_row_that_does_not_fit_changes_nothing(room):
@@ -314,37 +299,13 @@ def test_one_row_that_does_not_fit_changes_nothing(room):
         with pytest.raises(torch.OutOfMemoryError, match="no room for 1 rows") as caught:
             engine.forward_backward(*batch(), LOSS)
         assert differences(before, capture(model)) == []
-        assert "a sub-step is one row, and that does not fit" in "\n".join(caught.value.__notes__)
+        notes = "\n".join(caught.value.__notes__)
+        assert "in replica 0 on cpu:0, sub-step 0 of 13, counted from 0" in notes
+        assert "a sub-step is one row, and that does not fit" in notes
         room.rows = 10**9
         engine.forward_backward(*batch(), LOSS)
         assert engine.last_step.retries == 0
-        assert engine.last_step.messages["scatter"] == 2 * len(VIRTUAL)  # whole shares again
-
-
-def test_a_batch_that_is_there_already_has_nowhere_to_wait(room):
-    """Nothing crosses, so nothing could arrive later: the error is the first search's."""
-    calls = []
-
-    def criterion(output, targets):
-        calls.append(len(targets))
-        raise torch.OutOfMemoryError("no room")
-
-    model = net()
-    engine = ScatterOnceParallel(model, "auto", ["cpu"] * 2)
-    with engine, pytest.raises(torch.OutOfMemoryError, match="no room"):
-        engine.forward_backward(*batch(8), criterion)
-    assert min(calls) == 1
-    assert calls.count(1) <= 2  # once a replica
-
-
-def test_with_a_fixed_accum_the_error_says_which_share_it_was(room):
-    model = net()
-    engine = ScatterOnceParallel(model, 16, VIRTUAL)
-    with engine, pytest.raises(torch.OutOfMemoryError, match="no room for 13 rows") as caught:
-        engine.forward_backward(*batch(), LOSS)
-    assert caught.value.__notes__ == [
-        "the 13 rows of replica 0 on cpu:0 do not fit there when they are scattered"
-    ]
+        assert engine.last_step.messages["scatter"] == 2 * len(VIRTUAL)
 
 
 def test_an_error_between_two_arrivals_leaves_no_trace(room):
@@ -360,10 +321,7 @@ def test_an_error_between_two_arrivals_leaves_no_trace(room):
     model = build(lambda: Fails(FEATURES, CLASSES))
     inputs, targets = batch(24)
     _, expected = plain(model, inputs, targets)
-    with ScatterOnceParallel(model, "auto", ["cpu:1"], verify=False) as engine:
-        Fails.calls = -(10**6)
-        with pytest.warns(UserWarning, match="arrive"):
-            engine.forward_backward(inputs, targets, LOSS)
+    with ScatterOnceParallel(model, 6, ["cpu:1"], verify=False) as engine:
         before, Fails.calls = capture(model), 1
         with pytest.raises(KeyError, match="sixth"):
             engine.forward_backward(inputs, targets, LOSS)
@@ -374,15 +332,12 @@ def test_an_error_between_two_arrivals_leaves_no_trace(room):
         assert_gradients(model, expected)
 
 
-def test_compiled_replicas(room):
+def test_what_compiled_replicas_rehearse_with_does_not_cross_again(room):
     model = net()
-    inputs, targets = batch(24)
+    inputs, targets = batch(22)
     _, expected = plain(model, inputs, targets)
-    with ScatterOnceParallel(model, "auto", VIRTUAL, compile={"backend": "eager"}) as engine:
-        with pytest.warns(UserWarning, match="arrive"):
+    with ScatterOnceParallel(model, 2, VIRTUAL, compile={"backend": "eager"}) as engine:
+        for times in (1, 2):
             engine.forward_backward(inputs, targets, LOSS)
-        assert_gradients(model, expected)
-        model.zero_grad()
-        engine.forward_backward(inputs, targets, LOSS)
-        assert_gradients(model, expected)
-        assert engine.last_step.bytes["scatter"] == crossed(inputs, targets)
+            assert_gradients(model, [times * g for g in expected])
+            assert engine.last_step.bytes["scatter"] == crossed(inputs, targets)

@@ -142,7 +142,7 @@ def test_entries_bytes_cross_without_padding_and_together(monkeypatch):
     ):
         engine.forward_backward(Rows(SENTENCES, pad), LABELS, LOSS)
         assert engine.last_step.bytes["scatter"] == (sum(LENGTHS) + 7) * 8
-        assert engine.last_step.messages["scatter"] == 4  # sentences and labels, two shares
+        assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
 
 
 def test_large_entries_travel_by_themselves():
@@ -185,7 +185,8 @@ def test_entries_may_be_anything_and_the_caller_s_stay_as_they_are(devices):
     loss.backward()
     expected = gradients(model)
     model.zero_grad()
-    with ScatterOnceParallel(Detector(), 2, devices(2)) as engine:
+    # Rows that are looked at together would be summed together.
+    with ScatterOnceParallel(Detector(), 2, devices(2), verify=False) as engine:
         batch = {"images": ROWS[:4], "targets": Rows(entries)}
         actual = engine.forward_backward(batch, reduction="sum")
     assert_close(actual, loss.detach(), "loss")
@@ -497,6 +498,11 @@ REFUSED = {
         r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
     ),
     "strings": (["a", "b"], ValueError, r"no tensor with rows: inputs is list.*Rows\(entries\)"),
+    "graphs in one": (
+        type("DataBatch", (), {"__module__": "torch_geometric.data.batch"})(),
+        ValueError,
+        r"inputs: a DataBatch of graphs cannot be split.*Rows\(graphs, Batch.from_data_list\)",
+    ),
     "no entries": (Rows([]), ValueError, r"batch is empty: inputs with 0 \(Rows\(0 x nothing\)\)"),
     "all replicated": (Replicated(ROWS), ValueError, "no tensor with rows: inputs is Replicated"),
     "entries that require grad": (

@@ -363,7 +363,7 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
     entered = [threading.Event() for _ in range(4)]
 
     def first():
-        with untouched([], [], []):
+        with untouched([], []):
             entered[0].set()
             assert entered[1].wait(60)
             function(rows)
@@ -371,7 +371,7 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
 
     def second():
         assert entered[0].wait(60)
-        with untouched([], [], []):
+        with untouched([], []):
             entered[1].set()
             assert entered[2].wait(60)
             assert entered[3].wait(60)
@@ -401,7 +401,7 @@ def test_nothing_compiles_for_a_look(graphs):
         _, engine = compiled("option", graphs, ["cpu:0", "cpu:1"], verify=verify)
         with engine:
             engine.forward_backward(*batch(), torch.compile(criterion, backend=graphs))
-            assert bool(engine._verifier._agreed) == verify
+            assert bool(engine._verifier._kinds) == verify
         counts.append((graphs.count, sum(graphs.calls.values())))
         torch._dynamo.reset()
     (first, calls), (both, all_calls) = counts

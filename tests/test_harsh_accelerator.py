@@ -39,6 +39,8 @@ FIRST, SECOND = f"{NAME}:0", f"{NAME}:1"
 
 @pytest.fixture
 def late():
+    for index in range(torch.accelerator.device_count()):
+        torch.accelerator.synchronize(index)
     with control.ordered("late"):
         yield
 
@@ -487,7 +489,7 @@ def test_flags_and_counts_go_through_the_host_and_gradients_do_not(two_backends,
         assert large[0][2] >= sum(p.numel() for p in model.parameters()) * 4
 
 
-# ---- shares that do not fit ----------------------------------------------------------------------
+# ---- rows that arrive ----------------------------------------------------------------------------
 
 WIDE, MANY = 256, 2048
 
@@ -502,28 +504,32 @@ def wide_problem():
     return model.to(FIRST), inputs, targets, [p.grad.float() for p in expected.parameters()]
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_share_that_does_not_fit_arrives_in_parts(pinned):
+@pytest.mark.parametrize("accum", [16, "auto"])
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
     """Half of the batch is 1 MiB, and the second device has room for a quarter of that."""
     model, inputs, targets, expected = wide_problem()
-    if pinned:
+    batch = inputs.nbytes + targets.nbytes
+    if place == "pinned":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    with ScatterOnceParallel(model, "auto", [FIRST, SECOND]) as engine:
+    if place == "device":
+        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    with ScatterOnceParallel(model, accum, [FIRST, SECOND]) as engine:
         engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
         assert engine.last_step.retries == 0
         model.zero_grad()
-        with control.limited(1, 2**18):
-            with pytest.warns(UserWarning, match="arrive micro-batch by micro-batch"):
-                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-            for _ in range(2):
+        with control.limited(1, 2**18), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):
                 before = control.counters()
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 moved = control.counters() - before
                 inputs.add_(1).sub_(1)  # the step has ended: the caller's memory is the caller's
         assert engine.last_step.retries == 0
-        batch = inputs.nbytes + targets.nbytes
-        assert engine.last_step.bytes["scatter"] == batch
-        assert batch <= moved.bytes_to_device < 1.1 * batch  # weights of the losses, too
+        crossed = batch // 2 if place == "device" else batch
+        assert engine.last_step.bytes["scatter"] == crossed
+        sent = moved.bytes_between_devices if place == "device" else moved.bytes_to_device
+        assert crossed <= sent < 1.1 * crossed  # weights of the losses, too
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad.cpu(), 3 * gradient, rtol=1e-4, atol=1e-5)
 
@@ -532,18 +538,89 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     """While a sub-step is queued and not begun, the next one's rows can arrive."""
     kept = torch.arange(1.0, 33.0).view(8, 4).pin_memory()
     ahead = Ahead(torch.device(SECOND))
-    first = ahead.copy(kept, torch.device(SECOND), "scatter")
-    ahead.arrive()
+    first = sent(ahead, kept, 0)
+    ahead.arrive(0)
     computed = first * 2  # waits in the queue of the stream that computes
-    second = ahead.copy(kept, torch.device(SECOND), "scatter")
+    second = sent(ahead, kept, 1)
     third = first * 3
     ahead.settle()  # the copies, and what came before them
     assert control.queued() > 0
     kept.zero_()
     torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
-    ahead.arrive()
+    ahead.arrive(1)
     torch.testing.assert_close(second.cpu() * 2, computed.cpu())
     assert ahead.bytes["scatter"] == 2 * kept.nbytes
+
+
+def sent(ahead, tensor, number):
+    """A copy of a tensor on the second device, which has set out."""
+    target = ahead.copy(tensor, torch.device(SECOND), "scatter")
+    ahead.depart(number)
+    return target
+
+
+def test_a_sub_step_waits_for_its_own_rows_and_not_for_the_next_ones(late):
+    kept = torch.ones(8, 4).pin_memory()
+    ahead = Ahead(torch.device(SECOND))
+    first = sent(ahead, kept, 0)
+    sent(ahead, kept, 1)
+    ahead.arrive(0)
+    assert first.sum().item() == 32
+    assert control.queued() > 0
+
+
+def test_no_more_than_two_micro_batches_are_staged(late):
+    """What is not pinned is copied to memory that is; torch keeps that until it was read."""
+    pageable, kept = torch.ones(8, 4), torch.ones(8, 4).pin_memory()
+    for tensor, waits in ((pageable, 2), (kept, 0)):
+        ahead = Ahead(torch.device(SECOND))
+        torch.accelerator.synchronize(1)
+        copies = []
+        before = control.counters().synchronizations
+        for number in range(4):
+            copies.append(sent(ahead, tensor, number))
+        assert control.counters().synchronizations - before == waits
+        ahead.settle()
+        assert all(copy.sum().item() == 32 for copy in copies)
+
+
+def test_what_comes_from_another_card_leaves_its_computation_alone(late):
+    """Torch puts a copy between cards on the current streams of both: sub-steps of the first card
+    waited for the rows of the others."""
+    rows = torch.ones(8, 4, device=FIRST)
+    torch.accelerator.synchronize(0)
+    ahead = Ahead(torch.device(SECOND), [torch.device(FIRST)])
+    computed = torch.zeros(4, device=FIRST) + 1  # queued, and not begun
+    copied = sent(ahead, rows, 0)
+    ahead.settle()
+    assert control.queued() > 0
+    ahead.arrive(0)
+    assert copied.sum().item() == 32
+    assert computed.sum().item() == 4
+
+
+def test_a_worker_sleeps_until_its_losses_are_there(late, monkeypatch):
+    """In a copy to the host CUDA may keep a core busy, which the other workers need."""
+    waited = []
+
+    class Event:
+        def __init__(self, *, blocking):
+            assert blocking
+
+        def record(self, stream):
+            self.event = stream.record_event()
+
+        def synchronize(self):
+            waited.append(control.queued() > 0)
+            self.event.synchronize()
+
+    module = torch.get_device_module(NAME)
+    monkeypatch.setattr(module, "Event", Event, raising=False)
+    monkeypatch.setattr(module, "current_stream", torch.accelerator.current_stream, raising=False)
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 1, [FIRST, SECOND], verify=False) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert waited.count(True) >= 2
 
 
 def test_memory_that_a_copy_will_write_is_not_let_go(late):
@@ -552,10 +629,10 @@ def test_memory_that_a_copy_will_write_is_not_let_go(late):
     kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
     torch.accelerator.synchronize(1)
     ahead = Ahead(device)
-    ahead.copy(kept, device, "scatter")
+    sent(ahead, kept, 0)
     ahead.settle()  # by the caller
     assert control.queued() == 0
-    rows = ahead.copy(kept, device, "scatter")  # by the worker
+    rows = sent(ahead, kept, 1)  # by the worker
     assert control.queued() > 0
     del rows, ahead
     assert control.queued() == 0
@@ -567,13 +644,13 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     ahead, made = Ahead(device), []
 
     def copy_another():  # by the worker
-        made.append(weakref.ref(ahead.copy(kept, device, "scatter")))
+        made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    with mock.patch.object(ahead, "_stream", mock.MagicMock()) as stream:
-        stream.record_event.return_value.synchronize = copy_another
+    with mock.patch("scatterpar.devices.ahead.mark") as mark:
+        mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None
-    ahead.arrive()
+    ahead.arrive(0)
     assert made[0]() is None
 
 
@@ -587,13 +664,39 @@ def test_rows_that_nobody_came_for_are_not_written_late(late):
     def criterion(output, labels):
         raise Stops
 
-    with ScatterOnceParallel(model, "auto", [FIRST, SECOND], verify=False) as engine:
-        engine.forward_backward(inputs[:64], targets[:64], nn.CrossEntropyLoss())
-        with control.limited(1, 2**18), pytest.warns(UserWarning, match="arrive"):
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    with ScatterOnceParallel(model, 8, [FIRST, SECOND], verify=False) as engine:
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         pinned = inputs.pin_memory()
         with pytest.raises(Stops):
             engine.forward_backward(pinned, targets, criterion)
         mine = [torch.zeros(MANY // 8, WIDE, device=SECOND) for _ in range(8)]
         torch.accelerator.synchronize(1)
         assert all(not tensor.any() for tensor in mine)
+
+
+def test_the_optimizer_s_state_takes_room_from_the_second_step_on():
+    """What the first step took is all that there is, and Adam's state is made after it."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, CLASSES))
+        inputs, targets = torch.randn(MANY, WIDE), torch.randint(CLASSES, (MANY,))
+    plain = copy.deepcopy(model)
+    model.to(FIRST)
+    optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (model, plain)]
+    with ScatterOnceParallel(model, "auto", [FIRST], verify=False) as engine:
+        torch.accelerator.synchronize(0)
+        torch.accelerator.reset_peak_memory_stats(0)
+        empty = torch.accelerator.memory_allocated(0)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        needed = torch.accelerator.max_memory_allocated(0) - empty
+        model.zero_grad()
+        with control.limited(0, needed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for retries in (0, 1, 0):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                assert engine.last_step.retries == retries
+                nn.CrossEntropyLoss()(plain(inputs), targets).backward()
+                for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad.cpu(), wanted.grad, rtol=1e-3, atol=1e-5)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()

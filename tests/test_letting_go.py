@@ -38,14 +38,14 @@ def by_reference_counts_alone():
 def when_scattered(monkeypatch):
     """A list of what to call before each batch is scattered."""
     calls = []
-    scatter = scatterpar.engine.bring_batch
+    scatter = scatterpar.engine.scatter
 
     def scattering(*args):
         for call in calls:
             call()
         return scatter(*args)
 
-    monkeypatch.setattr(scatterpar.engine, "bring_batch", scattering)
+    monkeypatch.setattr(scatterpar.engine, "scatter", scattering)
     return calls
 
 

@@ -64,7 +64,7 @@ def test_averaged_buffers_travel_back_too():
 def test_few_messages_whatever_the_number_of_parameters():
     deep = build(lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(30)]))
     for report, _ in step(deep, VIRTUAL):
-        assert report.messages == {"scatter": 4 * 2, "replicate": 3, "compute": 0, "reduce": 3}
+        assert report.messages == {"scatter": 4 * 3 * 2, "replicate": 3, "compute": 0, "reduce": 3}
     for report, _ in step(with_batch_norm(), VIRTUAL):  # one more dtype: a count of batches
         assert report.messages["replicate"] == 3 * 2
         assert report.messages["reduce"] == 3

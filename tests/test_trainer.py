@@ -872,3 +872,62 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
 def test_device_ids_begin_with_the_trainer_s_device(tmp_path, monkeypatch):
     words = "must begin with the Trainer's own device, meta.*got cpu first"
     refused(tmp_path, monkeypatch, words, device=torch.device("meta"))
+
+
+def clip(kind):
+    text = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    image = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    image |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=image)
+    with seeded():
+        return getattr(transformers, f"{kind}Model")(config).double()
+
+
+def pictures_with_texts(rows):
+    texts = padded([row["text"] for row in rows])
+    texts.pop("labels")
+    if rows[0]["flat"]:  # SigLIP's texts are all as long, and have no mask
+        texts.pop("attention_mask")
+        ids = texts["input_ids"]
+        texts["input_ids"] = nn.functional.pad(ids, (0, 9 - ids.shape[1]))
+    pixels = torch.stack([row["pixel_values"] for row in rows])
+    return {**texts, "pixel_values": pixels, "return_loss": True}
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "virtual"])
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_a_contrastive_model_sees_all_rows_of_a_step(tmp_path, monkeypatch, kind, devices):
+    """It saw those of one batch, with a warning."""
+    rows = [
+        {**image, "text": text, "flat": kind == "Siglip"}
+        for image, text in zip(images(ROWS), sentences(ROWS), strict=True)
+    ]
+    trainers = []
+    for cls, size, k, extra in (
+        (ScatterOnceTrainer, 3, 2, {"device_ids": devices}),
+        (transformers.Trainer, 12, 1, {}),
+    ):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": k}
+        options |= {"remove_unused_columns": False, "optim": "sgd", "max_steps": 3}
+        trainer = cls(
+            clip(kind),
+            arguments(tmp_path, **options),
+            data_collator=pictures_with_texts,
+            train_dataset=rows,
+            eval_dataset=rows[:8],
+            **extra,
+        )
+        quietly(trainer.train)
+        trainers.append(trainer)
+    assert_same(*trainers)
+    losses = [quietly(trainer.evaluate)["eval_loss"] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_detector_s_loss_is_refused_by_name(tmp_path):
+    model = language_model()
+    model.loss_type = "ForObjectDetection"
+    refused_words = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
+    with pytest.raises(ValueError, match=refused_words):
+        ScatterOnceTrainer(model, arguments(tmp_path), device_ids=["cpu"] * 2)

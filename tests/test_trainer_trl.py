@@ -115,6 +115,12 @@ CASES = {
     ),
     "DPO": (trl.DPOTrainer, trl.DPOConfig, {}, language_model),
     "DPO LoRA": (trl.DPOTrainer, trl.DPOConfig, {}, lambda: adapted(language_model())),
+    "DPO LoRA recomputed": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        {"activation_checkpointing": True},
+        lambda: adapted(language_model()),
+    ),
     "DPO ipo": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["ipo", "hinge"]}, language_model),
     "DPO exo": (
         trl.DPOTrainer,

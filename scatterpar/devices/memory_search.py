@@ -8,13 +8,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["BESIDE", "IN_VAIN", "TOO_LARGE", "MemorySearch", "is_in_vain", "is_out_of_memory"]
+__all__ = ["IN_VAIN", "MemorySearch", "is_in_vain", "is_out_of_memory"]
 
-# In notes on an error, each ends the search. The first says that nothing helps; the others, that
-# shares must not be there as a whole.
-IN_VAIN = "more sub-steps do not help"
-TOO_LARGE = "do not fit there when they are scattered"
-BESIDE = "beside the rows that were scattered there"
+IN_VAIN = "more sub-steps do not help"  # in a note on an error, this ends the search
 
 _Result = TypeVar("_Result")
 
@@ -41,10 +37,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
-def is_in_vain(error: BaseException, *words: str) -> bool:
-    """Whether a note on ``error`` says one of ``words``, by default that nothing helps."""
-    notes = getattr(error, "__notes__", ())
-    return any(word in note for note in notes for word in words or (IN_VAIN,))
+def is_in_vain(error: BaseException) -> bool:
+    """Whether a note on ``error`` says that nothing helps."""
+    return any(IN_VAIN in note for note in getattr(error, "__notes__", ()))
 
 
 class MemorySearch(Generic[_Result]):
@@ -76,10 +71,6 @@ class MemorySearch(Generic[_Result]):
         self._trial = trial
         self._release = release
         self._results: list[_Result] = []
-
-    def require_any(self) -> None:
-        """Raise what running out of memory raises, if no number of sub-steps fits."""
-        self._tried(self._most)
 
     def smallest(self, start: int) -> tuple[int, _Result]:
         """That number, ``start`` at least, and what ``attempt`` returned.
@@ -131,8 +122,6 @@ class MemorySearch(Generic[_Result]):
             if not is_out_of_memory(error) or is_in_vain(error):
                 raise
             self.retries += 1
-            if is_in_vain(error, TOO_LARGE, BESIDE):
-                raise
             if number >= self._most:
                 error.add_note(
                     f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is '

@@ -23,6 +23,7 @@ __all__ = [
     "at_once",
     "current_streams",
     "empty",
+    "finish",
     "keep_memory",
     "mark",
     "on",
@@ -179,4 +180,24 @@ def reads_late(tensor: Tensor, device: torch.device) -> bool:
 
 def mark(device: torch.device) -> torch.Event:
     """An event that has happened once ``device`` has done what its current stream was given."""
-    return torch.accelerator.current_stream(device).record_event()
+    return _sleepy_mark(device) or torch.accelerator.current_stream(device).record_event()
+
+
+def finish(device: torch.device) -> None:
+    """Sleep until ``device`` has done what its current stream was given, where one can sleep."""
+    event = None if device.type == "cpu" else _sleepy_mark(device)
+    if event is not None:
+        event.synchronize()
+
+
+def _sleepy_mark(device: torch.device) -> torch.Event | None:
+    """CUDA has events for which a thread waits asleep. Waiting for others, and for copies, keeps a
+    core busy, which launches may need.
+    """
+    module = torch.get_device_module(device.type)
+    try:
+        event: torch.Event = module.Event(blocking=True)
+    except (AttributeError, TypeError):
+        return None
+    event.record(module.current_stream(device))
+    return event

@@ -105,14 +105,14 @@ class AllReplicas(_Base):
         finally:
             self.accelerator.device_placement = placing
 
-    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """The Trainer's own. With ``dataloader_drop_last`` the last step of an epoch is whole.
 
         As on one device whose batches have the rows of a step.
         """
         if args.dataloader_drop_last and isinstance(dataloader, Sized):
             dataloader = _WholeSteps(dataloader, args.gradient_accumulation_steps)
-        return super().set_initial_training_values(args, dataloader)
+        return super().set_initial_training_values(args, dataloader, *more)
 
     # Random numbers of the other devices, which the Trainer does not save.
 

@@ -60,6 +60,13 @@ class Losses(AllReplicas):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_of_trl(self)
+        kind = str(getattr(self.model, "loss_type", None))
+        if "Detection" in kind and self.args.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"ScatterOnceTrainer does not go together with {type(self.model).__name__} "
+                f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
+                f"is divided by the boxes of a whole batch; use the stock Trainer"
+            )
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
         parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))
@@ -144,8 +151,9 @@ class Losses(AllReplicas):
 
     def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
         """What the Trainer says, or what a few rows told; looked at again while they did not."""
-        if _is_trl(self) and self.loss_is_scaled_for_ga is not None:
-            return Combination(SUM if self.loss_is_scaled_for_ga else ROWS)
+        scaled = self._is_scaled()
+        if _is_trl(self) and scaled is not None:
+            return Combination(SUM if scaled else ROWS)
         known = self._combination
         if known is None or not (known.decisive or self._tries >= _TRIES):
             self._tries += 1
@@ -164,6 +172,10 @@ class Losses(AllReplicas):
             return Combination(LABELS)
         return self._combination
 
+    def _is_scaled(self) -> bool | None:
+        """Whether ``compute_loss`` divides by the window already, where the Trainer says so."""
+        return getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+
     def _try_out(self, window: Sequence[Any]) -> Combination | None:
         """On the Trainer's model, in eval mode and without a trace."""
         batch = next((b for b in window if rows_of(b) > 1), window[0])
@@ -179,7 +191,7 @@ class Losses(AllReplicas):
             loss: Any = twin.compute_loss(model, rows, num_items_in_batch=items)
             return torch.as_tensor(loss).detach()
 
-        with untouched([model], (), [self.args.device]), torch.no_grad():
+        with untouched([model], [self.args.device]), torch.no_grad():
             model.eval()
             return try_out(loss_of, batch, self._terms, self._tolerance())
 

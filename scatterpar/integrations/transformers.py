@@ -105,8 +105,10 @@ class ScatterOnceMixin(Losses):
 
     def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
         """One step of a window of batches, which are dealt out to the replicas as they are."""
+        if any(batch.get("return_loss") for batch in window) and _towers(self._module()):
+            return self._step_of_towers(window)
         combination = self._how_losses_combine(window, items)
-        if not self.loss_is_scaled_for_ga:
+        if not self._is_scaled():
             self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
         weights = torch.tensor(
             [float(self._weight_of(batch, combination.kind)) for batch in window],
@@ -136,6 +138,30 @@ class ScatterOnceMixin(Losses):
         self._collect(ours, weights.tolist())
         return loss
 
+    def _step_of_towers(self, window: Sequence[Any]) -> Tensor:
+        """One step of a model that compares images with texts, as CLIP does: of all rows.
+
+        Its towers run on the replicas, and the rest of it once, with what they gave.
+        """
+        model = self._module()
+
+        def criterion(found: list[dict[str, Tensor]], _: Any) -> Any:
+            pooled = {name: torch.cat([one[name] for one in found]) for name in _TOWERS}
+            with _answering(model, pooled):
+                return self.compute_loss(model, dict(window[0]))
+
+        engine = self._engine_of_the_model()
+        engine.accum = len(window)
+        with self.compute_loss_context_manager():
+            loss: Tensor = engine.forward_backward(
+                {"work": _pooled, "batch": Rows(window, operator.itemgetter(0))},
+                None,
+                criterion,
+                scaler=self.accelerator.scaler,
+                whole_batch=True,
+            )
+        return loss
+
     # Evaluation and prediction: on all replicas where the outputs have rows, else on the master.
 
     def prediction_step(
@@ -149,6 +175,7 @@ class ScatterOnceMixin(Losses):
         """The Trainer's own, with a model that runs on all replicas."""
         alone = self._predicts_alone or not self._evaluates_on_all()
         alone = alone or getattr(self.args, "predict_with_generate", False)
+        alone = alone or bool(inputs.get("return_loss"))  # it compares rows
         own = unwrapped(model)[0] is self.model  # the Trainer compiles it, too
         if own and not alone and len(self._replicas()) > 1 and rows_of(inputs) > 1:
             model = _OnAllReplicas(self._module(), self)
@@ -280,6 +307,59 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
         outputs["loss"] = loss
         return outputs
     return (loss, *outputs[1:])
+
+
+# What a contrastive model has of its own for images and for texts.
+_TOWERS = ("vision_model", "text_model")
+
+
+def _towers(model: nn.Module) -> nn.Module | None:
+    """The part of a model that has them."""
+    parts = model.modules()
+    return next((part for part in parts if all(name in part._modules for name in _TOWERS)), None)
+
+
+def _pooled(work: Any, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """What the towers of a replica make of a batch: an entry of the window, and so in a list."""
+    model = work.parts[0]
+    found: dict[str, Tensor] = {}
+    owner = _towers(model)
+    assert owner is not None
+    hooks = [
+        owner.get_submodule(name).register_forward_hook(
+            lambda _, __, output, name=name: found.__setitem__(name, output.pooler_output)
+        )
+        for name in _TOWERS
+    ]
+    try:
+        model(**{**batch, "return_loss": False})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [found]
+
+
+class _Gives(nn.Module):
+    """In a tower's place: what the replicas' towers gave for all rows."""
+
+    def __init__(self, pooled: Tensor) -> None:
+        super().__init__()
+        self._pooled = pooled
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=self._pooled)
+
+
+@contextlib.contextmanager
+def _answering(model: nn.Module, pooled: Mapping[str, Tensor]) -> Iterator[None]:
+    owner = _towers(model)
+    assert owner is not None
+    before = {name: owner._modules[name] for name in _TOWERS}
+    owner._modules.update({name: _Gives(pooled[name]) for name in _TOWERS})
+    try:
+        yield
+    finally:
+        owner._modules.update(before)
 
 
 def _weight(inputs: Any, _: Any) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from scatterpar.plan import Plan
-from scatterpar.step.task import Task, noted
+from scatterpar.plan import Plan, Share
+from scatterpar.step.task import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
@@ -38,6 +38,14 @@ def require_eager(module: Any) -> None:
 NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
+class _Call(NamedTuple):
+    """What one replica is given to do."""
+
+    share: Share
+    function: Callable[..., Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+
 def run_each(
     workers: Workers,
     plan: Plan,
@@ -50,12 +58,12 @@ def run_each(
     What ``around`` raises at its end ends the call likewise, without a trace.
     """
 
-    def apply(task: Task, *, proceed: Callable[[], None]) -> Any:
-        args, kwargs = task.inputs
-        with noted(task.share):
-            return task.module(*args, **kwargs)
+    def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
+        args, kwargs = call.inputs
+        with noted(call.share):
+            return call.function(*args, **kwargs)
 
-    tasks = [Task(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
+    tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
         results = attempt.run(apply, tasks)
     attempt.streams.commit()

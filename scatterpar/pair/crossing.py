@@ -27,11 +27,11 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
 from scatterpar.replicas.replica import is_state, survey_tensors
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches
+from scatterpar.step.markers import Batches, all_tensors
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import is_borrowed, scatter
-from scatterpar.step.slices import micro_batch
+from scatterpar.step.scatter import Delivery
+from scatterpar.step.slices import copied, opened, take
 
 __all__ = ["Crossing", "PassingReplica", "combine", "replicate", "scatter_owned"]
 
@@ -150,10 +150,14 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
             "Rows.from_batches is one step of several batches, for ScatterOnceParallel; call the "
             "pair for each of the batches"
         )
-    return [
-        micro_batch(piece, 0, share.rows, dim, copy=is_borrowed(batch, share.device))
-        for piece, share in zip(scatter(batch, plan, dim, crossing), plan.shares, strict=True)
-    ]
+    homes = {tensor.device for tensor in [*all_tensors(batch)]}
+    delivery, shares = Delivery(crossing), []
+    for share in plan.shares:
+        rows = take(batch, share.start, share.stop, dim)
+        here = nested.transform(partial(delivery.bring, share.device), rows)
+        is_home = share.device in homes
+        shares.append(opened(copied(here)) if is_home else opened(here, copy=True))
+    return shares
 
 
 def combine(

@@ -16,9 +16,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.workers import note
 
 __all__ = [
-    "captured_tensors",
     "filled_by_hooks",
     "ignored_values",
+    "may_read",
     "note_strangers",
     "other_leaves",
     "set_by_forward",
@@ -29,7 +29,7 @@ __all__ = [
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
 _PLAIN = (int, float, complex, str, bytes, types.NoneType)
-_FEW = 4  # numbers that may be labels: every step looks for each of them
+_FEW = 8  # numbers that may be labels
 
 
 def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,11 +45,6 @@ def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str
     }
     of_file = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
     return own, of_file
-
-
-def captured_tensors(function: Any) -> list[Tensor]:
-    """The tensors that a function brings along, where they can be seen."""
-    return [value for value in _captured(function).values() if isinstance(value, Tensor)]
 
 
 def other_leaves(function: Any, parts: Sequence[Replicas]) -> list[Tensor]:
@@ -119,29 +114,39 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {} if isinstance(value, nn.Module) else dict(getattr(value, "__dict__", {}))
 
 
-def set_by_forward(function: Any, module: nn.Module) -> str | None:
-    """An attribute that a forward pass of ``module`` has set, and ``function`` reads elsewhere.
+def set_by_forward(function: Any, module: nn.Module, replica: nn.Module) -> str | None:
+    """An attribute that a forward pass of ``replica`` has set, and ``function`` reads elsewhere.
 
     A replica's attributes stay the replica's: of the module that a criterion closes over, it
     reads what was there before.
 
     Args:
         function: the criterion.
-        module: a replica whose forward pass has run.
+        module: the user's.
+        replica: a replica of it whose forward pass has run.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    brought = [v for v in _captured(function).values() if isinstance(v, nn.Module)]
-    if code is None or not brought:
+    if not may_read(function, module):
         return None
-    has_it = {type(part) for value in brought for part in value.modules()}
-    for part in module.modules():
+    names = _code_of(function).co_names
+    for part in replica.modules():
         for name, value in vars(part).items():
-            is_read = name in code.co_names and type(part) in has_it
-            if is_read and isinstance(value, Tensor) and value.grad_fn is not None:
+            if name in names and isinstance(value, Tensor) and value.grad_fn is not None:
                 return name
     return None
+
+
+def may_read(function: Any, module: nn.Module) -> bool:
+    """Whether ``function`` brings along ``module`` or a part of it, by whatever name."""
+    own = [v for v in _captured(function).values() if isinstance(v, nn.Module)]
+    if _code_of(function) is None or not own:
+        return False
+    return not set(map(id, own)).isdisjoint(map(id, module.modules()))
+
+
+def _code_of(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None)
 
 
 def filled_by_hooks(function: Any, module: nn.Module) -> str | None:
@@ -169,24 +174,12 @@ def note_strangers(error: BaseException, function: Any, device: torch.device) ->
             )
 
 
-def ignored_values(function: Any) -> set[int]:
-    """The labels that ``function`` may leave out.
-
-    These are -100, 255 (as in pictures), what it, or a loss that it is made of, says of
-    ``ignore_index``, and a few numbers that it brings along: one of them may be a label.
-    """
-    brought = {v for v in _captured(function).values() if type(v) is int and v >= 0}
-    found = {-100, 255} | (brought if len(brought) <= _FEW else set())
-    while isinstance(function, functools.partial):
-        found.add(function.keywords.get("ignore_index", -100))
-        function = function.func
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    found.add(getattr(owner, "ignore_index", -100))
-    losses = owner.children() if isinstance(owner, nn.Module) else _captured(function).values()
-    found.update(vars(v).get("ignore_index", -100) for v in losses if isinstance(v, nn.Module))
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        names = [code.co_names, *(c for c in code.co_consts if isinstance(c, tuple))]
-        if any("ignore_index" in each for each in names):
-            found.update(c for c in code.co_consts if type(c) is int)
-    return {value for value in found if type(value) is int}
+def ignored_values(function: Any) -> list[int]:
+    """Numbers that ``function`` brings along or names: it may leave out labels of that value."""
+    found: list[Any] = [-100]
+    for value in (function, *_captured(function).values()):
+        modules = value.modules() if isinstance(value, nn.Module) else [value]
+        found += [getattr(each, "ignore_index", None) for each in modules]
+        found += [value, *_attributes(value).values()]
+    found += getattr(_code_of(function), "co_consts", ())
+    return list(dict.fromkeys(v for v in found if type(v) is int))[:_FEW]

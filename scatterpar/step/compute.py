@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Result, loss_at, prepare_autograd, train
 from scatterpar.step.task import Task
-from scatterpar.step.two_passes import train_whole
+from scatterpar.step.two_passes import output_at, train_whole
 from scatterpar.step.whole_batch import Peers
 from scatterpar.threads.attempt import Attempt
 
 __all__ = ["compute"]
-
-
-class _Look(Protocol):
-    """Looks at some of the sub-steps: do their losses combine as they should?"""
-
-    def see(self, replica: int, number: int, output: Any) -> None:
-        """Is shown each output, before the criterion has it."""
-
-    def judge(self, attempt: Attempt, tasks: Sequence[Task], results: Sequence[Result]) -> None:
-        """Raises what the user has to know."""
 
 
 def compute(
@@ -34,7 +24,7 @@ def compute(
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
     criterion: Any,
-    look: _Look | None,
+    look: Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None],
     peers: Peers | None,
 ) -> list[Result]:
     """Every replica's sub-steps, each by its worker.
@@ -45,7 +35,7 @@ def compute(
         tasks: what each replica is given to do.
         parts: the replicas of the model, and those of the criterion.
         criterion: as it is on the master.
-        look: looks at some of them.
+        look: looks at a few rows first; raises what the user has to know.
         peers: other processes, whose outputs the criterion of a whole batch sees too.
 
     Returns:
@@ -54,12 +44,9 @@ def compute(
     prepare_autograd()
     with guarded(parts):
         if request.whole_batch:
-            rehearse(attempt, tasks, parts, Task.output_of)
+            rehearse(attempt, tasks, parts, output_at)
             peers = None if request.most else peers  # a trial is this process's own
             return train_whole(attempt, request, tasks, parts, criterion, peers)
         rehearse(attempt, tasks, parts, loss_at)
-        work = partial(train, request=request, see=look.see if look else None)
-        results = attempt.run(work, tasks)
-        if look:
-            look.judge(attempt, tasks, results)
-        return results
+        look(attempt, request, tasks, parts, peers)
+        return attempt.run(partial(train, request=request), tasks)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
 
 from scatterpar.devices.readout import Readout
 from scatterpar.replicas.bound import owner_of
@@ -24,7 +27,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     Raises:
         ValueError: anything else, ``"none"`` in particular.
     """
-    own = _option(criterion, "reduction", None)
+    own = _option(_as_function(criterion), "reduction", None)
     if reduction is None and isinstance(own, str):
         reduction = "mean" if own == "batchmean" else own
     if reduction is None:
@@ -73,6 +76,7 @@ def class_counts(
         dim: the dimension that holds the rows.
         readout: brings counts to the host.
     """
+    criterion = _as_function(criterion)
     if not _averages_classes(criterion):
         return None
     if isinstance(targets, Tensor) and list(spans) == sorted(spans):
@@ -80,14 +84,30 @@ def class_counts(
     return [_count_piece(criterion, piece) for piece in labels]
 
 
+def _as_function(criterion: Any) -> Any:
+    """A loss of torch's that was scripted or traced as the function it is; all else as it is."""
+    functions = {"CrossEntropyLoss": F.cross_entropy, "NLLLoss": F.nll_loss}
+    if getattr(criterion, "original_name", None) in functions:  # TorchScript's
+        options = {n: getattr(criterion, n) for n in ("weight", "ignore_index", "reduction")}
+        return partial(functions[criterion.original_name], **options)
+    if isinstance(criterion, GraphModule):
+        calls = [n for n in criterion.graph.nodes if n.op.startswith("call_")]
+        if len(calls) == 1 and calls[0].target in functions.values():
+            options = {
+                name: attrgetter(str(value.target))(criterion) if isinstance(value, Node) else value
+                for name, value in calls[0].kwargs.items()
+            }
+            function: Any = calls[0].target
+            return partial(function, **options)
+    return criterion
+
+
 def _averages_classes(criterion: Any) -> bool:
     """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
     function = criterion.func if isinstance(criterion, partial) else criterion
     owner, _ = unwrapped(owner_of(function))
-    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
-        nn.functional.cross_entropy,
-        nn.functional.nll_loss,
-    )
+    of_torch = (F.cross_entropy, F.nll_loss)
+    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
 
 
 def _count_classes(

@@ -13,7 +13,6 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.batch_norm import running
 from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
-from scatterpar.step.arriving import bring_batch
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
@@ -21,6 +20,7 @@ from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
 from scatterpar.step.rows import batch_sizes, count_rows
+from scatterpar.step.scatter import scatter
 from scatterpar.step.task import Task, hand_out, noted
 from scatterpar.threads.crew import Crew
 
@@ -58,9 +58,9 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
     """
     with crew.attempt(plan) as attempt:
         ledger = attempt.ledger
-        scattered = bring_batch(request, plan, ledger)
+        arrivals = scatter(request.batch, plan, request.dim, ledger)
         parts, criteria = crew.refresh(module, None, ledger)
-        tasks = hand_out(request, plan, parts, scattered, criteria)
+        tasks = hand_out(request, plan, parts, arrivals, criteria)
         with guarded(parts):
             rehearse(attempt, tasks, parts, _predicted)
             lists = has_entries(request.batch)
@@ -92,7 +92,7 @@ def _infer_share(task: Task, *, lists: bool, proceed: Callable[[], None]) -> Any
 def _predicted(task: Task, number: int) -> Any:
     """The module's output for one micro-batch of inference."""
     with torch.no_grad():
-        args, kwargs = task.rows_of(task.inputs, number)
+        (args, kwargs), _ = task.rows_of(number)
         output = task.module(*args, **kwargs)
         nested.refuse_generators(output)
         return output

@@ -9,6 +9,7 @@ replica, each in its own worker, without a trace. The step itself then finds eve
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -52,6 +53,7 @@ def rehearse(
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
+        task = dataclasses.replace(task, keeps_rows=True)  # the step itself will ask for them
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()

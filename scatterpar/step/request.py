@@ -27,7 +27,7 @@ class Request:
     """What the user asked of one step, and what the engine was told at construction.
 
     Attributes:
-        one_by_one: shares arrive micro-batch by micro-batch.
+        keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
         rows: how many the batch has. This and what follows is known once it is ``checked``.
         sizes: those of each batch, where it is made of several.
@@ -45,7 +45,7 @@ class Request:
     dim: int = 0
     check_finite: bool = False
     verify: bool = True
-    one_by_one: bool = False
+    keeps_rows: bool = True
     most: int | None = None
     rows: int = 0
     sizes: tuple[int, ...] = ()

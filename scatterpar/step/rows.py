@@ -129,6 +129,11 @@ def _refuse_foreign(name: str, leaf: Any) -> None:
             f"{name} is a DataLoader, not a batch: iterate the loader, "
             f"for inputs, targets in loader: …"
         )
+    if any(kind.__module__.startswith("torch_geometric.data") for kind in type(leaf).__mro__):
+        raise ValueError(
+            f"{name}: a {type(leaf).__name__} of graphs cannot be split into rows; pass "
+            f"Rows(graphs, Batch.from_data_list)"
+        )
     shape = getattr(leaf, "shape", None)
     if type(leaf).__module__ == "numpy" and shape:
         raise ValueError(

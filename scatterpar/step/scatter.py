@@ -1,97 +1,154 @@
-"""A batch to the devices, every byte once."""
+"""A batch to the devices, every byte once: micro-batch by micro-batch, one ahead::
+
+    computed    sub-step 0   sub-step 1   sub-step 2
+    copied      rows of 1    rows of 2    rows of 3
+
+Every worker brings its own rows. What has no rows goes once to each memory, at the start.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices.ahead import Ahead
 from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.memory_search import TOO_LARGE, is_out_of_memory
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors
-from scatterpar.step.slices import of_share
-from scatterpar.threads.workers import note
+from scatterpar.step.slices import copied, opened, own, take
 
-__all__ = ["Crossing", "is_borrowed", "scatter"]
+__all__ = ["Arrival", "Delivery", "scatter"]
 
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
-def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Any]:
-    """Each share's rows of ``batch`` on its device, every byte copied once.
+def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
+    """Each share's rows, which have not left yet. What has no rows is where it is needed.
 
-    Where the batch already is in the share's memory, nothing moves and the share is views
-    of the caller's tensors, which must then not be written. What is replicated comes once to
-    each memory, however many replicas are there.
+    Args:
+        batch: inputs and targets, nested at will.
+        plan: the shares.
+        dim: the dimension that holds the rows.
+        ledger: copies what has no rows, and follows those who copy the rest.
     """
-    crossing = Crossing(ledger)
-
-    def hand_over(share: Share, leaf: Any) -> Any:
-        return crossing.bring(share.device, of_share(leaf, share, dim))
-
-    scattered = []
+    homes = {tensor.device for tensor in [*all_tensors(batch)]}
+    rowless = Delivery(ledger, rows=False)
+    arrivals = []
     for share in plan.shares:
-        with _noted(share):
-            scattered.append(nested.transform(partial(hand_over, share), batch))
-    return scattered
+        if homes <= {share.device}:
+            arrivals.append(Arrival(batch, share, dim))
+            continue
+        ahead = Ahead(share.device, homes)
+        ledger.follow(ahead)
+        here = nested.transform(partial(rowless.bring, share.device), batch)
+        arrivals.append(Arrival(here, share, dim, ahead, share.device in homes))
+    return arrivals
 
 
-@contextlib.contextmanager
-def _noted(share: Share) -> Iterator[None]:
-    """Note on memory that runs out in the body that it is the share that does not fit."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            rows = share.stop - share.start
-            note(error, f"the {rows} rows of replica {share.replica} on {share.device} {TOO_LARGE}")
-        raise
+class Arrival:
+    """The rows of one share, which come to its device as they are asked for.
+
+    Each micro-batch is the sub-step's own: it begins where its memory does, and may be written.
+
+    Args:
+        batch: the whole batch, where the caller has it.
+        share: which rows these are, and how they are cut into micro-batches.
+        dim: the dimension that holds the rows.
+        ahead: copies them; ``None`` where all of them are in the share's memory already.
+        is_partly_here: some of them are.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        share: Share,
+        dim: int,
+        ahead: Ahead | None = None,
+        is_partly_here: bool = False,
+    ) -> None:
+        self._batch = batch
+        self._share = share
+        self._dim = dim
+        self._ahead = ahead
+        self._is_partly_here = is_partly_here
+        self._arrived: dict[int, Any] = {}
+
+    def at_home(self, number: int) -> Any:
+        """The rows of one micro-batch where the caller has them."""
+        return take(self._batch, *self._share.micro_batches[number], self._dim)
+
+    def rows_of(self, number: int, *, keep: bool = False) -> Any:
+        """The rows of one micro-batch as module and criterion see them; the next ones set out.
+
+        Args:
+            number: of the sub-step.
+            keep: the same rows will be asked for again: keep them, and give a copy.
+        """
+        if self._ahead is None:
+            return own(self._batch, *self._share.micro_batches[number], self._dim)
+        self._set_out(number, self._ahead)
+        self._ahead.arrive(number)
+        if number + 1 < len(self._share.micro_batches):
+            self._set_out(number + 1, self._ahead)
+        rows = self._arrived[number] if keep else self._arrived.pop(number)
+        return opened(copied(rows)) if keep or self._is_partly_here else opened(rows, copy=True)
+
+    def _set_out(self, number: int, ahead: Ahead) -> None:
+        if number not in self._arrived:
+            bring = partial(Delivery(ahead, rowless=False).bring, self._share.device)
+            self._arrived[number] = nested.transform(bring, self.at_home(number))
+            ahead.depart(number)
+
+    def let_go(self) -> None:
+        """Keep no rows; they come again if they are asked for."""
+        self._arrived.clear()
 
 
-class Crossing:
-    """Brings a batch to devices. (Nested functions that call each other would be a cycle, and keep
+class Delivery:
+    """Brings values to devices. (Nested functions that call each other would be a cycle, and keep
     what arrived until the garbage collector runs.)
 
     Args:
         ledger: copies.
-        takes: which leaves are to be brought, by default all.
+        rows: bring what has rows.
+        rowless: bring what has none, once to each device.
     """
 
-    def __init__(self, ledger: Ledger, takes: Callable[[Any], bool] | None = None) -> None:
+    def __init__(self, ledger: Ledger, *, rows: bool = True, rowless: bool = True) -> None:
         self._ledger = ledger
-        self._takes = takes
+        self._rows = rows
+        self._rowless = rowless
         self._arrived: dict[tuple[int, torch.device], Any] = {}
 
     def bring(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``."""
+        if isinstance(leaf, Tensor):
+            if leaf.ndim:
+                return self._bring_one(device, leaf) if self._rows else leaf
+            return self._bring_once(device, leaf) if self._rowless else leaf
         if isinstance(leaf, Batches):
             entries = nested.transform(partial(self.bring, device), leaf.entries)
             return Batches(entries, leaf.sizes)
-        if self._takes is not None and not self._takes(leaf):
-            return leaf
-        if isinstance(leaf, Rows):
+        if isinstance(leaf, Rows) and self._rows:
             return Rows(_bring_entries(leaf.entries, device, self._ledger), leaf.collate)
-        if isinstance(leaf, Replicated):
+        if isinstance(leaf, Replicated) and self._rowless:
             return Replicated(nested.transform(partial(self._bring_once, device), leaf.value))
-        return self._bring_one(device, leaf)
+        return leaf
 
     def _bring_once(self, device: torch.device, leaf: Any) -> Any:
         key = (id(leaf), device)
         if key not in self._arrived:
-            self._arrived[key] = self._bring_one(device, leaf)
+            is_tensor = isinstance(leaf, Tensor)
+            self._arrived[key] = self._bring_one(device, leaf) if is_tensor else leaf
         return self._arrived[key]
 
-    def _bring_one(self, device: torch.device, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device == device:
-            return leaf
-        return self._ledger.copy(leaf, device, "scatter")
+    def _bring_one(self, device: torch.device, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else self._ledger.copy(tensor, device, "scatter")
 
 
 def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> list[Any]:
@@ -113,9 +170,3 @@ def _bring_entries(entries: list[Any], device: torch.device, ledger: Ledger) -> 
         return arrived.get(id(leaf), leaf)
 
     return [nested.transform(one, entry) for entry in entries]
-
-
-def is_borrowed(value: Any, device: torch.device) -> bool:
-    """Whether some tensor of a batch is in the memory of ``device`` already, and not copied."""
-    devices = [tensor.device for tensor in all_tensors(value)]  # no generator: see nested.py
-    return device in devices

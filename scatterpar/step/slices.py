@@ -1,4 +1,4 @@
-"""Some rows of a batch: those of a share, or a micro-batch's as a module gets to see them."""
+"""Some rows of a batch, and how a module gets to see them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Plan
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, Replicated, Rows
+from scatterpar.step.markers import Batches, Replicated, Rows, transform
 from scatterpar.step.rows import sizes_of
 
-__all__ = ["micro_batch", "micro_batches", "of_share", "opened", "take", "together"]
+__all__ = ["copied", "micro_batches", "opened", "own", "take", "together"]
 
 
-def take(value: Any, start: int, stop: int, dim: int, *, copy: bool = False) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views, or with ``copy`` copies.
+def take(value: Any, start: int, stop: int, dim: int) -> Any:
+    """Rows ``start:stop`` of every tensor in ``value``: views.
 
     0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
     """
-    return nested.transform(lambda leaf: _slice(leaf, start, stop, dim, copy), value)
+    return nested.transform(lambda leaf: _slice(leaf, start, stop, dim), value)
 
 
-def micro_batch(value: Any, start: int, stop: int, dim: int, *, copy: bool) -> Any:
-    """What a module or criterion sees of rows ``start:stop``: taken, and their markers gone.
-
-    What is replicated is copied always: no two sub-steps share it.
-    """
-    if isinstance(value, Tensor):  # as nearly always: every sub-step of every replica asks
-        return _slice(value, start, stop, dim, copy)
+def own(value: Any, start: int, stop: int, dim: int) -> Any:
+    """Copies of rows ``start:stop``, as a module or criterion sees them, which may be written."""
 
     def one(leaf: Any) -> Any:
-        rows = _slice(leaf, start, stop, dim, copy)
-        return rows if isinstance(rows, Tensor) else _opened(rows, copy=True)
+        rows = _slice(leaf, start, stop, dim)
+        return rows.clone() if isinstance(rows, Tensor) else opened(copied(rows))
 
     return nested.transform(one, value)
+
+
+def copied(value: Any) -> Any:
+    """``value`` with copies of all its tensors; markers stay."""
+    return transform(_clone, value)
 
 
 def opened(value: Any, *, copy: bool = False) -> Any:
@@ -49,32 +49,30 @@ def opened(value: Any, *, copy: bool = False) -> Any:
     return nested.transform(lambda leaf: _opened(leaf, copy=copy), value)
 
 
-def _slice(leaf: Any, start: int, stop: int, dim: int, copy: bool) -> Any:
+def _slice(leaf: Any, start: int, stop: int, dim: int) -> Any:
     if isinstance(leaf, Tensor):
-        if not leaf.ndim:
-            return leaf.clone()
-        piece = leaf.narrow(dim, start, stop - start)
-        return piece.clone() if copy else piece
+        return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
     if isinstance(leaf, Batches):
-        return _slice_batches(leaf, start, stop, dim, copy)
+        return _slice_batches(leaf, start, stop, dim)
     if isinstance(leaf, Rows):
-        entries = leaf.entries[start:stop]
-        return Rows(nested.transform(_clone, entries) if copy else entries, leaf.collate)
+        return Rows(leaf.entries[start:stop], leaf.collate)
     return leaf
 
 
-def _slice_batches(leaf: Batches, start: int, stop: int, dim: int, copy: bool) -> Batches:
+def _slice_batches(leaf: Batches, start: int, stop: int, dim: int) -> Batches:
     pieces, sizes, first = [], [], 0
     for batch, size in zip(leaf.entries, sizes_of(leaf, dim), strict=True):
         low, high = max(start - first, 0), min(stop - first, size)
         if low < high:
-            pieces.append(take(batch, low, high, dim, copy=copy))
+            pieces.append(take(batch, low, high, dim))
             sizes.append(high - low)
         first += size
     return Batches(pieces, sizes)
 
 
 def _opened(leaf: Any, *, copy: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf
     if isinstance(leaf, Batches):
         (batch,) = leaf.entries  # no micro-batch reaches over the end of a batch
         return opened(batch, copy=copy)
@@ -83,19 +81,6 @@ def _opened(leaf: Any, *, copy: bool) -> Any:
     if isinstance(leaf, Replicated):
         return nested.transform(_clone, leaf.value) if copy else leaf.value
     return leaf
-
-
-def of_share(leaf: Any, share: Share, dim: int) -> Any:
-    """A leaf's rows of a share. Where they are not in a row, a tensor becomes several batches."""
-    pieces = [_slice(leaf, start, stop, dim, copy=False) for start, stop in share.spans]
-    if isinstance(leaf, Batches):
-        sizes = [size for piece in pieces for size in piece.sizes]
-        return Batches([batch for piece in pieces for batch in piece.entries], sizes)
-    if isinstance(leaf, Rows):
-        return Rows([entry for piece in pieces for entry in piece.entries], leaf.collate)
-    if isinstance(leaf, Tensor) and leaf.ndim and len(pieces) > 1:
-        return Batches(pieces, [piece.size(dim) for piece in pieces])
-    return pieces[0]
 
 
 def together(pieces: Sequence[Any], dim: int) -> Any:

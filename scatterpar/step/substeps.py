@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.verbs import finish
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.join import join_rows
@@ -42,13 +43,11 @@ class Result:
     Attributes:
         loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
         dtype: the dtype of the losses.
-        losses: those of the micro-batches.
         outputs: the module's outputs, detached and joined, where they were asked for.
     """
 
     loss: float = 0.0
     dtype: torch.dtype = torch.float32
-    losses: Sequence[float] = ()
     outputs: Any = None
 
 
@@ -63,7 +62,6 @@ def train(
     task: Task,
     *,
     request: Request,
-    see: Callable[[int, int, Any], None] | None = None,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -71,7 +69,6 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        see: is shown the replica, the sub-step and its output, before the criterion has it.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
@@ -83,13 +80,13 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            output = task.output_of(number)
-            if see is not None:
-                see(share.replica, number, output)
-            loss = judged(task, number, output)
+            inputs, targets = task.rows_of(number)
+            output = task.output_of(inputs)
+            del inputs
+            loss = judged(task, output, targets)
             if keep:
                 outputs.append(kept(output, keep))
-            del output
+            del output, targets
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -107,7 +104,7 @@ def train(
         values = _on_the_host(losses)
     if request.check_finite:
         _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, values, joined)
+    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -124,12 +121,12 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    return judged(task, number, task.output_of(number))
+    inputs, targets = task.rows_of(number)
+    return judged(task, task.output_of(inputs), targets)
 
 
-def judged(task: Task, number: int, output: Any) -> Tensor:
-    """The loss of one micro-batch with this output, in turn; what it reaches is set aside."""
-    targets = task.rows_of(task.targets, number)
+def judged(task: Task, output: Any, targets: Any) -> Tensor:
+    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
     if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
         return loss_of(output, targets, task.criterion)
     nodes = nodes_of(nested.tensors(output))
@@ -204,7 +201,9 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
     """In double precision, with one transfer: what went wrong on the device is known by then."""
-    values: list[float] = torch.stack(list(losses)).cpu().double().tolist()
+    together = torch.stack(list(losses))
+    finish(together.device)
+    values: list[float] = together.cpu().double().tolist()
     return values
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.step.arriving import Arriving
-from scatterpar.step.markers import all_tensors
 from scatterpar.step.request import Request
-from scatterpar.step.slices import micro_batch, opened
+from scatterpar.step.scatter import Arrival
+from scatterpar.step.slices import opened
 from scatterpar.threads.sharing import Aside
 from scatterpar.threads.workers import note
 
@@ -27,49 +26,37 @@ class Task:
     Attributes:
         share: which rows these are, and how they are cut into micro-batches.
         module: the replica.
-        inputs: the share's rows of the inputs, on the replica's device.
-        targets: likewise the targets.
+        arrival: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         dim: the dimension that holds the rows.
-        copies: micro-batches are copies of their rows: where these are the caller's own, which
-            must not be written, where a second forward pass must find what the first one did, and
-            where compiled code would be made anew for every view.
+        keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
         aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
     share: Share
     module: Callable[..., Any]
-    inputs: Any
-    targets: Any = None
+    arrival: Arrival
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
     dim: int = 0
-    copies: bool = False
+    keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
     aside: Aside | None = None
 
-    def rows_of(self, value: Any, number: int) -> Any:
-        """The rows of one micro-batch, of the inputs or of the targets."""
-        start, stop = self.share.cuts[number : number + 2]
-        if isinstance(value, Arriving):
-            value, start, stop = value.here(number), 0, stop - start
-        return micro_batch(value, start, stop, self.dim, copy=self.copies)
+    def rows_of(self, number: int) -> tuple[Any, Any]:
+        """Inputs and targets of one micro-batch, on the replica's device: the sub-step's own."""
+        inputs, targets = self.arrival.rows_of(number, keep=self.keeps_rows)
+        return inputs, targets
 
-    def glimpse(self, number: int) -> list[Any]:
+    def glimpse(self, number: int) -> Any:
         """Inputs and targets of one micro-batch, wherever they are, to look at and not to keep."""
-        start, stop = self.share.cuts[number : number + 2]
-        return [
-            opened(value.at_home(number))
-            if isinstance(value, Arriving)
-            else micro_batch(value, start, stop, self.dim, copy=False)
-            for value in (self.inputs, self.targets)
-        ]
+        return opened(self.arrival.at_home(number))
 
-    def output_of(self, number: int) -> Any:
-        """The module's output for one micro-batch."""
-        args, kwargs = as_call(self.rows_of(self.inputs, number))
+    def output_of(self, inputs: Any) -> Any:
+        """The module's output for the inputs of one micro-batch."""
+        args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
     def substep(self, number: int) -> noted:
@@ -113,7 +100,7 @@ def hand_out(
     request: Request,
     plan: Plan,
     parts: Sequence[Replicas],
-    scattered: Sequence[tuple[Any, Any]],
+    arrivals: Sequence[Arrival],
     criteria: Sequence[Any],
     weights: Sequence[Sequence[float]] | None = None,
     aside: Aside | None = None,
@@ -124,33 +111,25 @@ def hand_out(
         request: what the user asked for.
         plan: the shares.
         parts: the replicas of the model, and those of the criterion.
-        scattered: the inputs and targets of each share.
+        arrivals: bring the rows of each share.
         criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
         aside: what a step takes off the user's leaves.
     """
-    # A compiled module's graphs hold for rows that begin where the memory does.
-    compiled = any(part.compiler.is_used for part in parts)
-    borrowed = {tensor.device for tensor in [*all_tensors(request.batch)]}
-
-    def is_seen_twice(share: Share) -> bool:
-        return request.whole_batch and len(share.micro_batches) > 1
-
+    seen_twice = request.whole_batch and request.keeps_rows
     tasks = []
     for i, share in enumerate(plan.shares):
         own = [(part, part.replicas[i]) for part in parts if i < len(part.replicas)]
         replicas = [replica for _, replica in own]
-        inputs, targets = scattered[i]
         tasks.append(
             Task(
                 share,
                 module=replicas[0].roots[0],
-                inputs=inputs,
-                targets=targets,
+                arrival=arrivals[i],
                 criterion=None if request.whole_batch else criteria[i],
                 weights=weights[i] if weights else (),
                 dim=request.dim,
-                copies=compiled or share.device in borrowed or is_seen_twice(share),
+                keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
                 aside=aside,
             )

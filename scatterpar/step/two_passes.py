@@ -28,19 +28,17 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from scatterpar.devices.memory_search import BESIDE, IN_VAIN, is_out_of_memory
+from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.registration import Registry
 from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
-from scatterpar.step.arriving import Arriving
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
-from scatterpar.step.markers import all_tensors, has_entries
+from scatterpar.step.markers import has_entries
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.repetition import differences, require_unchanged
 from scatterpar.step.request import Request
@@ -53,7 +51,7 @@ from scatterpar.threads.context import autocast_types
 from scatterpar.threads.streams import Position, RandomStreams
 from scatterpar.threads.workers import Workers, note
 
-__all__ = ["train_whole"]
+__all__ = ["output_at", "train_whole"]
 
 Criterion = Callable[[Any, Any], Any]
 
@@ -111,7 +109,7 @@ def train_whole(
     judge = partial(batch.judge, criterion, aside.reach, request.scale, request.check_finite)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
-            loss = _judged(attempt.workers, judge, tasks, seen, request)
+            loss = _judged(attempt.workers, judge, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             aside.forget()  # the criterion's: rank 0 has them too, and they count once
@@ -126,6 +124,12 @@ def train_whole(
     value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
     losses = [value] + [0.0] * (len(seen) - 1)
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
+
+
+def output_at(task: Task, number: int) -> Any:
+    """The module's output for one micro-batch."""
+    inputs, _ = task.rows_of(number)
+    return task.output_of(inputs)
 
 
 def first_pass(
@@ -147,7 +151,7 @@ def first_pass(
         with noted(share, number):
             positions.append(streams.now(share.replica))
             with task.substep(number):
-                output = task.output_of(number)
+                output = output_at(task, number)
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -166,12 +170,11 @@ def _judged(
     judge: Callable[[], Tensor],
     tasks: Sequence[Task],
     seen: Sequence[Seen],
-    request: Request,
 ) -> Tensor:
     """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
 
     It shares the memory with the graphs that were kept, which are smaller with more sub-steps, and
-    with rows, of which fewer are there where they arrive micro-batch by micro-batch.
+    with rows that were kept, which may come again.
     """
     master = tasks[0].share.device
     try:
@@ -183,27 +186,17 @@ def _judged(
         for one in seen:
             one.last = None
         for task in tasks:
-            if isinstance(task.inputs, Arriving):
-                task.inputs.let_go()
+            task.arrival.let_go()
         workers.release()
         try:
             workers.parallel_apply([judge], [()], devices=[master])
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
-            if not request.one_by_one and _came_to(master, request.inputs):
-                way_out = 'accum="auto" lets them arrive micro-batch by micro-batch'
-                note(error, f"it does not fit on {master} {BESIDE}, without any graph; {way_out}")
-            else:
-                note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
+            note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
         raise
     result: Tensor = loss
     return result
-
-
-def _came_to(master: torch.device, inputs: Any) -> bool:
-    """Whether tensors of the batch had to be copied to the master's memory."""
-    return {tensor.device for tensor in [*all_tensors(inputs)]} != {master}
 
 
 def second_pass(
@@ -240,7 +233,7 @@ def second_pass(
         proceed()
         with task.substep(number):
             streams.rewind(share.replica, own.positions[number])
-            output = task.output_of(number)
+            output = output_at(task, number)
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)

@@ -19,7 +19,7 @@ from scatterpar.plan import Plan
 from scatterpar.step.criteria import class_counts
 from scatterpar.step.request import Request
 
-__all__ = ["weigh"]
+__all__ = ["counts_of", "weigh"]
 
 
 def weigh(
@@ -42,14 +42,14 @@ def weigh(
     spans = [span for share in plan.shares for span in share.micro_batches]
     weights, total = [1.0] * len(spans), 1.0
     if request.is_mean:
-        counts = _counts(request, spans, pieces, readout)
+        counts = counts_of(request, spans, pieces, readout)
         total = sum(counts)  # where nothing counts, all weights are zero
         weights = [count / total if count else 0.0 for count in counts]
     remaining = iter(weights)
     return [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
 
 
-def _counts(
+def counts_of(
     request: Request,
     spans: Sequence[tuple[int, int]],
     pieces: Iterable[tuple[Any, Any]],

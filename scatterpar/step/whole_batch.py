@@ -13,9 +13,9 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Share
 from scatterpar.step import nested
 from scatterpar.step.join import join, join_rows
-from scatterpar.step.markers import Batches
-from scatterpar.step.scatter import Crossing, is_borrowed
-from scatterpar.step.slices import opened, take
+from scatterpar.step.markers import Batches, all_tensors
+from scatterpar.step.scatter import Delivery
+from scatterpar.step.slices import copied, opened, take
 from scatterpar.step.substeps import pull, scalar_loss
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import note
@@ -140,17 +140,17 @@ class WholeBatch:
 
     def _whole(self, targets: Any) -> Any:
         """All targets, for the criterion to write to if it likes."""
-        master, rows = self._shares[0].device, sum(self._rows)
-        here = nested.transform(partial(Crossing(self._ledger).bring, master), targets)
+        master = self._shares[0].device
+        here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, Batches) and leaf.sizes is not None:
-                batches = [opened(batch, copy=True) for batch in leaf.entries]
-                return join(batches, self._dim, leaf.sizes)
-            return opened(leaf, copy=True)
+                return join([*map(opened, leaf.entries)], self._dim, leaf.sizes)
+            return opened(leaf)
 
-        copied = take(here, 0, rows, self._dim, copy=is_borrowed(targets, master))
-        return nested.transform(one, copied)
+        is_home = master in [tensor.device for tensor in all_tensors(targets)]
+        rows = take(here, 0, sum(self._rows), self._dim)
+        return nested.transform(one, copied(rows) if is_home else rows)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.bound import owner_of
-from scatterpar.step.captured import captured_tensors
 from scatterpar.step.markers import transform
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
@@ -23,7 +22,7 @@ from scatterpar.step.substeps import loss_of, prepare_autograd
 from scatterpar.step.task import as_call
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
-from scatterpar.verify.kinds import has_batch_statistics
+from scatterpar.verify.rehearsal import has_batch_statistics
 from scatterpar.verify.untouched import untouched
 
 __all__ = ["GradientCheck", "compare", "relative_difference"]
@@ -101,9 +100,8 @@ def compare(
     tensors = [tensor for tensor, _ in outcome.gradients]
     owner = owner_of(request.criterion)
     roots = [module] if owner is None else [module, owner]
-    captured = captured_tensors(request.criterion)
     with (
-        untouched(roots, captured, [device], parameters=True) as traces,
+        untouched([*roots, request.criterion], [device], parameters=True) as traces,
         torch_private.hooks_taken_off(tensors),
     ):
         plain = partial(_plain, module, request, device, tensors)
@@ -115,9 +113,7 @@ def compare(
     dtypes = {dtype, *(torch.get_autocast_dtype(kind) for kind in autocast_types())}
     dtypes |= {tensor.dtype for tensor in tensors}
     limit = max((_LIMITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return GradientCheck(
-        request.rows, worst, place, limit, _meaning(module, drawn or traces.random)
-    )
+    return GradientCheck(request.rows, worst, place, limit, _meaning(module, drawn or traces.drawn))
 
 
 def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, int]:

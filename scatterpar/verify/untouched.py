@@ -2,80 +2,140 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from scatterpar.replicas.closures import contents
 from scatterpar.replicas.mirror import Snapshot, Survey
+from scatterpar.step.captured import surroundings
 from scatterpar.torch_private import uncompiled
 
-__all__ = ["Traces", "untouched"]
+__all__ = ["untouched"]
+
+_MOST = 1000  # entries of a container; longer ones are data
+_FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
+
+Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
 
 
-@dataclass
-class Traces:
-    """What had to be put back when the body was through.
-
-    Attributes:
-        random: a generator had moved: torch's, Python's or NumPy's.
-        state: a tensor had been written, or an attribute rebound.
-    """
-
-    random: bool = False
-    state: bool = False
-
-    @property
-    def any(self) -> bool:
-        """Whether anything had to be put back."""
-        return self.random or self.state
-
-
-@contextlib.contextmanager
-def untouched(
-    roots: Sequence[nn.Module],
-    tensors: Sequence[Tensor],
-    devices: Sequence[torch.device],
-    *,
-    parameters: bool = False,
-) -> Iterator[Traces]:
-    """Put back, after the body, what it changed; and tell that it did.
+class untouched:
+    """Put back, after the body and whenever it is asked for, what the user's code has changed.
 
     Args:
-        roots: modules whose attributes and buffers the body may change.
-        tensors: others that it may write.
-        devices: those whose random numbers it may draw.
+        roots: modules, and functions with all that they lead to: what they close over or name of
+            their file, objects, containers, modules.
+        devices: those whose random numbers may be drawn.
         parameters: put back parameters too; takes a copy of them.
+
+    Attributes:
+        drawn: whether a generator of torch's had moved when it was last put back.
+        generators: how to get and set the state of these.
     """
-    survey = Survey(roots)
-    snapshot = Snapshot(survey.containers)
-    watched = [t for t in survey.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
-    kept = [(tensor, tensor.detach().clone()) for tensor in (*watched, *tensors)]
-    generators = _generators(devices)
-    before = [get() for get, _ in generators]
-    traces = Traces()
-    try:
-        with uncompiled():  # for rows that come once
-            yield traces
-    finally:
-        for tensor, value in kept:
+
+    def __init__(
+        self, roots: Iterable[Any], devices: Sequence[torch.device], *, parameters: bool = False
+    ) -> None:
+        self.drawn = False
+        reach = _Reach(roots)
+        self._snapshot = Snapshot(reach.containers)
+        own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in own]
+        self._places = [(put, get, get()) for get, put in reach.variables]
+        self.generators = _generators_of_torch(devices)
+        others = _generators_of_others() + reach.generators
+        self._states = [(put, get, get()) for get, put in self.generators + others]
+        self._stance: Any = None
+
+    def __enter__(self) -> Self:
+        self._stance = uncompiled()  # for rows that come once
+        self._stance.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._stance.__exit__(*error)
+        finally:
+            self.put_back()
+
+    def put_back(self) -> bool:
+        """Make everything what it was; whether random numbers had been drawn."""
+        for tensor, value in self._kept:
             if not _same_bits(tensor.detach(), value):
                 with torch.no_grad():
                     tensor.detach().copy_(value)
-                traces.state = True
-        if not snapshot.unchanged():
-            snapshot.restore()
-            traces.state = True
-        for (get, put_back), state in zip(generators, before, strict=True):
-            if not _same(get(), state):
-                put_back(state)
-                traces.random = True
+        if not self._snapshot.unchanged():
+            self._snapshot.restore()
+        for put, get, value in self._places:
+            if get() is not value:
+                put(value)
+        moved = [not _same(get(), state) for _, get, state in self._states]
+        for (put, _, state), has_moved in zip(self._states, moved, strict=True):
+            if has_moved:
+                put(state)
+        self.drawn = any(moved[: len(self.generators)])
+        return any(moved)
+
+
+class _Reach(Survey):
+    """What modules hold, and what functions and objects of the user's lead to."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.variables: list[Variable] = []
+        self.generators: list[Variable] = []
+        super().__init__(roots)
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, (dict, list, deque, set)):
+            if id(value) not in self._seen and len(value) <= _MOST:
+                self._visit_container(value)
+            return
+        super()._visit(value)
+        if isinstance(value, (Tensor, nn.Module, type, tuple)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if isinstance(value, types.MethodType):
+            self._visit((value.__func__, value.__self__))
+        elif isinstance(value, random.Random):
+            self.generators.append((value.getstate, value.setstate))
+        elif isinstance(value, torch.Generator):
+            self.generators.append((value.get_state, value.set_state))
+        elif hasattr(value, "bit_generator"):  # NumPy's
+            source = value.bit_generator
+            self.generators.append((lambda: source.state, partial(setattr, source, "state")))
+        elif isinstance(home, str) and home.split(".")[0] not in _FOREIGN:
+            if isinstance(value, types.FunctionType):
+                self._visit_function(value)
+            elif not _has_lock(value):  # else other threads use it too
+                self._visit(getattr(value, "__dict__", None))
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        own, of_file = surroundings(function)
+        space = function.__globals__
+        for cell in function.__closure__ or ():
+            if contents(cell) is not cell:
+                self.variables.append((partial(contents, cell), partial(setattr, cell, _CONTENTS)))
+        for name, value in of_file.items():
+            if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+                self.variables.append((partial(space.get, name), partial(space.__setitem__, name)))
+        self._visit((*own.values(), *of_file.values(), vars(function)))
+
+
+_CONTENTS = "cell_contents"
+
+
+def _has_lock(value: Any) -> bool:
+    kinds = {type(v).__module__ for v in getattr(value, "__dict__", {}).values()}
+    return not kinds.isdisjoint({"_thread", "threading", "queue"})
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -86,32 +146,21 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)  # NumPy's have arrays in them
 
 
-def _generators(
-    devices: Sequence[torch.device],
-) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """How to get and set the state of each generator that code may draw from."""
-    generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-        (torch.default_generator.get_state, torch.default_generator.set_state),
-        (random.getstate, random.setstate),
-    ]
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        generators.append(
-            (
-                lambda: pickle.dumps(numpy.get_state()),
-                lambda state: numpy.set_state(pickle.loads(state)),
-            )
-        )
+def _generators_of_torch(devices: Sequence[torch.device]) -> list[Variable]:
+    found: list[Variable] = [(torch.default_generator.get_state, torch.default_generator.set_state)]
     for device in dict.fromkeys(device for device in devices if device.type != "cpu"):
-        generators.append(_of_accelerator(device))
-    return generators
+        module = torch.get_device_module(device)
+        get, put = module.get_rng_state, module.set_rng_state
+        found.append((partial(get, device), partial(put, device=device)))
+    return found
 
 
-def _of_accelerator(
-    device: torch.device,
-) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    module = torch.get_device_module(device)
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+def _generators_of_others() -> list[Variable]:
+    numpy: Any = sys.modules.get("numpy.random")
+    found: list[Variable] = [(random.getstate, random.setstate)]
+    return found if numpy is None else [*found, (numpy.get_state, numpy.set_state)]

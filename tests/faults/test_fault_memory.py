@@ -378,11 +378,8 @@ def test_a_criterion_that_does_not_fit_says_so_at_once(devices, accum):
         assert differences(before, capture(model)) == []
     notes = "\n".join(caught.value.__notes__)
     assert "in the criterion, with the outputs of all 24 rows" in notes
-    whole_shares = devices(2)[0] != "cpu"  # of copies, which need not be there as a whole
-    is_in_vain = "with nothing else: more sub-steps do not help" in notes
-    assert is_in_vain == (accum == "auto" or not whole_shares)
-    searches = 2 if accum == "auto" and whole_shares else 1
-    assert calls == [24, 24] * searches  # the second time without the graphs that were kept
+    assert "with nothing else: more sub-steps do not help" in notes
+    assert calls == [24, 24]  # the second time without the graphs and the rows that were kept
 
 
 def test_a_criterion_that_fits_beside_smaller_graphs(devices):

@@ -1,0 +1,553 @@
+"""A handful of rows before the step: is the loss of them what the engine makes of their parts'?
+
+On one replica, in the dtype that the user computes in, and without a trace. With a criterion the
+module computes outputs once, without a graph, and what is compared are the gradients of these::
+
+    d criterion(all outputs, all targets) / d outputs
+    weight * d criterion(outputs, targets) / d outputs         of each part
+
+Gradients, since wrong weights may not show in a loss: that of a model at initialisation is the same
+for all rows. Where outputs do not tell (the module computes the loss; the criterion asks for more
+than outputs) the gradients of the module's smallest parameters are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.memory_search import is_out_of_memory
+from scatterpar.devices.readout import Readout
+from scatterpar.replicas.replicas import Replicas
+from scatterpar.step import nested
+from scatterpar.step.captured import set_by_forward
+from scatterpar.step.request import Request
+from scatterpar.step.substeps import loss_of
+from scatterpar.step.task import Task, as_call
+from scatterpar.step.weights import counts_of
+from scatterpar.threads.context import autocast_types
+from scatterpar.verify.rows import Parts, pick
+from scatterpar.verify.untouched import untouched
+
+__all__ = ["Finding", "Rehearsal", "Unsure", "has_batch_statistics"]
+
+# Right gradients agree to 2e-16, 1.2e-7, 1e-3 and 8e-3, and wrong ones are off by 1e-2 and more.
+_TOLERANCES = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 3e-2,
+}
+_ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
+_MOST_BYTES = 2**26  # of outputs
+_MOST_PARAMETERS = 2**20  # elements
+
+Loss = Callable[[Sequence[int]], Tensor]  # of some rows
+Slopes = Sequence[Tensor]
+
+
+class Unsure(Exception):
+    """It cannot be told.
+
+    Args:
+        why: in words.
+        lasting: nor will it be in the next step, because of what the module or criterion is.
+        rows: so few rows may tell it.
+    """
+
+    def __init__(self, why: str, *, lasting: bool = False, rows: int = 0) -> None:
+        super().__init__(why)
+        self.lasting = lasting
+        self.rows = rows
+
+
+class _Needed(Unsure):
+    """Outputs alone do not tell; perhaps parameters do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, lasting=True)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far the engine's arithmetic is off, and what the loss of all is of that of the parts.
+
+    Attributes:
+        off: the relative difference; zero for what is right.
+        parts: the rows.
+        factors: what the engine multiplies the parts' losses with.
+        weights: what they have to be multiplied with; ``None`` where no numbers do.
+        of_losses: the losses differ, and no gradient does.
+        certain: it was computed as the step computes.
+        tolerance: what rounding may do.
+        stale: an attribute that the criterion reads where no forward pass sets it.
+    """
+
+    off: float = 0.0
+    parts: Parts = ()
+    factors: Sequence[float] = ()
+    weights: Sequence[float] | None = None
+    of_losses: bool = False
+    certain: bool = True
+    tolerance: float = 0.0
+    stale: str | None = None
+
+
+class Rehearsal:
+    """One look, by one replica.
+
+    Args:
+        request: the step's.
+        task: what the replica is given to do.
+        parts: the replicas of the model, and those of the criterion.
+    """
+
+    def __init__(self, request: Request, task: Task, parts: Sequence[Replicas]) -> None:
+        self._request = request
+        self._task = task
+        self._parts = parts
+        self._module = cast(nn.Module, task.module)
+        self._user = untouched([task.criterion, request.count], [task.share.device])
+        self._stale: str | None = None
+
+    def run(self, *choices: Parts) -> Finding:
+        """What the rows of the first choice say and, if that is anything, those of the second.
+
+        Without any, only whether the criterion reads what no forward pass sets.
+
+        Raises:
+            Unsure: it cannot be told.
+        """
+        with self._user, torch.inference_mode(False), torch.enable_grad():
+            try:
+                if not choices:
+                    self._output([0])
+                found = self._confirmed(*choices) if choices else Finding()
+                return found if self._stale is None else Finding(math.inf, stale=self._stale)
+            finally:
+                self._put_back()
+
+    def _confirmed(self, first: Parts, second: Parts) -> Finding:
+        by = self._by_outputs
+        try:
+            found = _verdict(by, first)
+        except _Needed:
+            by = self._by_parameters
+            found = _verdict(by, first)
+        if isinstance(found, Unsure):
+            found, first, second = by(second), second, first
+        if found.off and by == self._by_outputs:
+            # What a module merely passes on, such as a mask beside the logits, has a gradient that
+            # no parameter ever gets. They overrule where they could have seen the difference.
+            with contextlib.suppress(Unsure):
+                its = self._by_parameters(found.parts)
+                if not its.off and its.tolerance < found.off / 4:
+                    return its
+        other = _verdict(by, second) if found.off else found
+        if isinstance(other, Finding) and bool(other.off) != bool(found.off):
+            raise Unsure("other rows say something else")
+        return found
+
+    def _by_outputs(self, parts: Parts) -> Finding:
+        if self._task.criterion is None:
+            raise _Needed("the module computes the loss")
+        rows, few = [*chain(*parts)], parts[-1]
+        part = self._output(few)  # with a graph: which outputs have one
+        each = 4 * sum(t.numel() for t in nested.tensors(part)) // len(few)
+        if len(rows) > 2 and len(rows) * each > _MOST_BYTES:
+            raise Unsure("outputs are too large", lasting=True, rows=max(2, _MOST_BYTES // each))
+        self._put_back()
+        with torch.no_grad():
+            whole = self._output(rows)
+        self._put_back()
+        outputs = _Outputs(whole, part, len(rows), len(few), self._request.dim)
+        del whole, part
+
+        def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
+            targets = self._bring(self._request.targets, some)
+            given = outputs.of([*map(rows.index, some)], wide)
+            return self._loss(given, nested.transform(_wider, targets) if wide else targets)
+
+        own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
+        leaves = outputs.leaves + _small(own)
+        found = None
+        if outputs.halved and self._request.count is None:  # which rounds, too
+            with contextlib.suppress(_Needed):  # of a criterion with half precision of its own
+                found = self._compared(partial(loss, wide=True), leaves, parts)
+        found = found or self._compared(loss, leaves, parts)
+        if not found.off and len(rows) > 3:  # parts that differ may not have a class in common
+            found = self._compared(loss, leaves, [rows[::2], rows[1::2]])
+        if not found.off and outputs.are_tied:
+            raise _Needed("outputs without rows may be losses of their own")
+        return found
+
+    def _by_parameters(self, parts: Parts) -> Finding:
+        normed = [layer for layer in self._module.modules() if _has_statistics(layer)]
+        if any(layer.running_mean is None for layer in normed):
+            raise Unsure("batch normalisation ties rows to each other", lasting=True)
+
+        def loss(rows: Sequence[int]) -> Tensor:
+            for layer in normed:
+                layer.training = False
+            return self._loss(self._output(rows), self._bring(self._request.targets, rows))
+
+        leaves = _small(p for p in self._module.parameters() if p.requires_grad)
+        found = self._compared(loss, leaves, parts, by_module=True)
+        return replace(found, certain=found.certain and not normed)
+
+    def _compared(
+        self, loss: Loss, leaves: Sequence[Tensor], parts: Parts, *, by_module: bool = False
+    ) -> Finding:
+        """Compare gradients of all rows with those of the parts, times their factors."""
+        factors = self._factors(parts)
+        rows = [*chain(*parts)]
+        counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
+        few, used = counted[0], [factor for factor in factors if factor]
+        dtypes: set[torch.dtype] = set()
+        draws: _Draws | None = None
+        certain = True
+
+        def evaluate(rows: Sequence[int]) -> tuple[float, Slopes]:
+            nonlocal certain
+            if draws is not None:
+                draws.begin(len(rows))
+            with draws or contextlib.nullcontext():
+                value = loss(rows)
+                slopes = _gradients(value, leaves, dtypes)
+            drawn = self._put_back()
+            certain = certain and not drawn
+            return float(value.detach()), slopes
+
+        total, joined = evaluate(rows)
+        if not certain and self._user.drawn:
+            draws = _Draws(self._user.generators)
+            shapes = []
+            for some in (rows, few):
+                evaluate(some)
+                shapes.append(draws.shapes)
+            draws.align(shapes[0], shapes[1], len(rows) / len(few))
+            total, joined = evaluate(rows)
+        values, apart = zip(*map(evaluate, counted), strict=True)
+        if not all(slope.isfinite().all() for slope in joined):
+            raise Unsure("a gradient is NaN or infinite")
+        if not any(slope.any() for own in (joined, *apart) for slope in own):
+            raise Unsure("all gradients are zero")
+        floor = 1e-2 if by_module else 1e-6
+        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
+        off = _difference(joined, _combined(used, apart), floor)
+        if off > tolerance:
+            _, again = evaluate(few)
+            if _difference(again, apart[0], floor) > tolerance:
+                raise Unsure("it gives another result each time", lasting=True)
+            if by_module and off < 1:
+                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
+                # is how kernels round that go by the number of rows.
+                _, twice = evaluate([*few, *few])
+                noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
+                tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
+        found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
+        if off > tolerance:
+            weights = None
+            if math.isfinite(off) and len(counted) == len(parts):
+                weights = _weights(joined, apart, 10 * tolerance)
+            return replace(found, weights=weights)
+        if self._request.is_mean:
+            return replace(found, off=0.0)
+        if not all(any(slope.any() for slope in own) for own in apart):
+            raise Unsure("a mean of one thing alone is its sum")
+        off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
+        return replace(found, off=off if off > tolerance else 0.0, of_losses=True)
+
+    def _factors(self, parts: Parts) -> list[float]:
+        """What the engine would multiply the losses of the parts with."""
+        request = self._request
+        if not request.is_mean:
+            return [1.0] * len(parts)
+        with _users_code():
+            few = replace(request, targets=pick(request.targets, [*chain(*parts)], request.dim))
+            pieces = [tuple(pick(v, part, request.dim) for v in request.batch) for part in parts]
+            spans = [*pairwise([0, *accumulate(map(len, parts))])]
+            counts = counts_of(few, spans, pieces, Readout())
+        self._put_back()
+        if not sum(counts):
+            raise Unsure("none of the rows adds anything")
+        return [count / sum(counts) for count in counts]
+
+    def _output(self, rows: Sequence[int]) -> Any:
+        args, kwargs = as_call(self._bring(self._request.inputs, rows))
+        with _users_code():
+            output = self._module(*args, **kwargs)
+        master = self._parts[0].roots[0]
+        self._stale = self._stale or set_by_forward(self._request.criterion, master, self._module)
+        return output
+
+    def _loss(self, output: Any, targets: Any) -> Tensor:
+        with _users_code():
+            return loss_of(output, targets, self._task.criterion)
+
+    def _bring(self, value: Any, rows: Sequence[int]) -> Any:
+        """These rows of the caller's batch on the replica's device; nobody else has them."""
+        with _users_code():
+            picked = pick(value, rows, self._request.dim)
+        copied = partial(_copied, Ledger(), self._task.share.device)  # of which nobody will hear
+        return nested.transform(copied, picked)
+
+    def _put_back(self) -> bool:
+        """Make everything what it was; whether random numbers were drawn."""
+        for part in self._parts:
+            part.rewind(self._task.share.replica)
+        torch.clear_autocast_cache()  # which may have met parameters without a graph
+        return self._user.put_back()
+
+
+def _verdict(by: Callable[[Parts], Finding], parts: Parts) -> Finding | Unsure:
+    """What these rows say, or that they say nothing."""
+    try:
+        return by(parts)
+    except Unsure as error:
+        if error.lasting:
+            raise
+        return error
+
+
+class _Outputs:
+    """A module's outputs for all rows, to be cut.
+
+    Args:
+        whole: for all of them, without a graph.
+        part: for some of them, with one: that tells what trains, and where rows are.
+        rows: how many there are.
+        few: how many the part has.
+        dim: the dimension that holds rows.
+
+    Attributes:
+        leaves: what gradients are asked for.
+        halved: some are in half precision; the leaves are in single precision then.
+        are_tied: some that have no rows train.
+    """
+
+    def __init__(self, whole: Any, part: Any, rows: int, few: int, dim: int) -> None:
+        self._rows, self._few, self._dim = rows, few, dim
+        self.leaves: list[Tensor] = []
+        self.halved = self.are_tied = False
+        self._cuts = nested.merge(self._cut, [whole, part])
+
+    def of(self, rows: Sequence[int], wide: bool) -> Any:
+        """Those of some rows; ``wide`` in the leaves' precision."""
+        return nested.transform(lambda f: f(rows, wide) if callable(f) else f, self._cuts)
+
+    def _cut(self, pair: list[Any]) -> Any:
+        whole, part = pair
+        if not isinstance(whole, Tensor):
+            if type(whole) is not type(part) or hasattr(whole, "__dict__") or callable(whole):
+                raise _Needed("outputs of the user's own class")  # which may hold anything
+            return whole
+        n, dim = self._rows, self._dim
+        size, its = (t.size(dim) if t.ndim > dim else 0 for t in (whole, part))
+        block = 0 if size == its else size // n
+        if block * n != size * bool(block) or (size != its and block * self._few != its):
+            raise _Needed("outputs without rows")
+        leaf = _wider(whole.detach())
+        if part.requires_grad:
+            self.leaves.append(leaf.requires_grad_())
+            self.halved = self.halved or leaf.dtype != whole.dtype
+            self.are_tied = self.are_tied or not block
+
+        def cut(rows: Sequence[int], wide: bool) -> Tensor:
+            own = [leaf.narrow(dim, row * block, block) for row in rows] if block else []
+            given = torch.cat(own, dim) if own else leaf.clone()  # may be written
+            return given if wide else given.to(whole.dtype)
+
+        return cut
+
+
+class _Draws(TorchDispatchMode):
+    """Random numbers that are the same for every row, once it is known where rows are.
+
+    Each row is drawn by itself, from the same state of the generators.
+
+    Args:
+        generators: how to get and set the state of each.
+
+    Attributes:
+        shapes: of what was drawn.
+    """
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = generators
+        self._where: list[int | None] | None = None
+        self.begin(0)
+
+    def begin(self, rows: int) -> None:
+        """Now for so many rows."""
+        self._rows = rows
+        self.shapes: list[torch.Size] = []
+
+    def align(self, many: list[torch.Size], few: list[torch.Size], ratio: float) -> None:
+        """Find the rows: where ``ratio`` times as many numbers are drawn."""
+        self._where = []
+        for one, other in zip(many, few, strict=False):
+            differ = [d for d, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+            if len(differ) > 1 or any(one[d] != other[d] * ratio for d in differ):
+                raise Unsure("what is drawn depends on the rows", lasting=True)
+            self._where.append(differ[0] if differ else None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        sized = next((a for a in args if isinstance(a, (Tensor, list, tuple))), ())
+        shape = sized.shape if isinstance(sized, Tensor) else torch.Size(sized)
+        self.shapes.append(shape)
+        if self._where is None:
+            return func(*args, **kwargs)
+        if len(self.shapes) > len(self._where):
+            raise Unsure("what is drawn depends on the rows", lasting=True)
+        dim = self._where[len(self.shapes) - 1]
+        return (
+            func(*args, **kwargs) if dim is None else self._by_row(func, args, kwargs, dim, shape)
+        )
+
+    def _by_row(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, dim: int, shape: torch.Size
+    ) -> Any:
+        states = [(put, get()) for get, put in self._generators]
+        block = shape[dim] // self._rows
+        found = []
+        for start in range(0, shape[dim], block):
+            for put, state in states:
+                put(state)
+            own = [_narrowed(arg, dim, shape[dim], start, block) for arg in args]
+            found.append(func(*own, **kwargs))
+        if func._schema.name.endswith("_"):
+            return args[0]
+        if isinstance(found[0], Tensor):
+            return torch.cat(found, dim)
+        return tuple(torch.cat(each, dim) for each in zip(*found, strict=True))
+
+
+def _narrowed(arg: Any, dim: int, size: int, start: int, count: int) -> Any:
+    if isinstance(arg, Tensor) and arg.ndim > dim and arg.size(dim) == size:
+        return arg.narrow(dim, start, count)
+    if isinstance(arg, (list, tuple)) and len(arg) > dim and arg[dim] == size:
+        return [*arg[:dim], count, *arg[dim + 1 :]]
+    return arg
+
+
+@contextlib.contextmanager
+def _users_code() -> Iterator[None]:
+    """What the user's code makes of rows that it never met is no fault of ours."""
+    try:
+        yield
+    except Unsure:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise Unsure("memory ran out", lasting=True, rows=2) from error
+        raise _Needed(f"{type(error).__name__}: {error}") from error
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Slopes:
+    """Those of ``leaves``; the dtypes that they go through on their way are added to ``dtypes``."""
+    dtypes.add(loss.dtype)
+
+    def look(gradients: Sequence[Tensor | None]) -> None:
+        dtypes.update(gradient.dtype for gradient in gradients if gradient is not None)
+
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            node.register_prehook(look)
+            nodes += [following for following, _ in node.next_functions]
+    with _users_code(), contextlib.ExitStack() as stack:
+        for kind in autocast_types():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [_wider(slope.detach().to_dense()) for slope in found]
+
+
+def _combined(factors: Sequence[float], apart: Sequence[Slopes]) -> Slopes:
+    return [
+        cast(Tensor, sum(f * slope for f, slope in zip(factors, own, strict=True)))
+        for own in zip(*apart, strict=True)
+    ]
+
+
+def _difference(one: Slopes, other: Slopes, floor: float) -> float:
+    """The largest relative difference of a tensor, each measured by its own size.
+
+    Tensors smaller than ``floor`` times the largest are measured by that.
+    """
+    if not all(slope.isfinite().all() for slope in (*one, *other)):
+        return math.inf
+    sizes = [max(_norm(a), _norm(b)) for a, b in zip(one, other, strict=True)]
+    least = floor * max(sizes, default=0.0)
+    pairs = zip(one, other, sizes, strict=True)
+    return max((_norm(a - b) / max(size, least) for a, b, size in pairs if size), default=0.0)
+
+
+def _weights(joined: Slopes, apart: Sequence[Slopes], tolerance: float) -> list[float] | None:
+    """The numbers that the parts are multiplied with to give all, where there are such."""
+
+    def dot(one: Slopes, other: Slopes) -> float:
+        pairs = zip(one, other, strict=True)
+        return sum(float((a.conj() * b).real.sum(dtype=torch.float64)) for a, b in pairs)
+
+    gram = torch.tensor([[dot(a, b) for b in apart] for a in apart], dtype=torch.float64)
+    right = torch.tensor([dot(a, joined) for a in apart], dtype=torch.float64)
+    found: list[float] = (torch.linalg.pinv(gram, rtol=1e-9, hermitian=True) @ right).tolist()
+    off = min(abs(sum(found) - 1), max(abs(weight - 1) for weight in found))
+    if max(off, _difference(joined, _combined(found, apart), 1e-2)) > tolerance:
+        return None  # it is neither a mean of something nor a sum
+    return found
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _wider(leaf: Any) -> Any:
+    """In single precision, where it is half: what wrong weights do is not lost in rounding."""
+    half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if half else leaf
+
+
+def _copied(ledger: Ledger, device: torch.device, leaf: Any) -> Any:
+    return ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf
+
+
+def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The smallest of them, and one at least: every layer has some."""
+    ordered = sorted(tensors, key=Tensor.numel)
+    sizes = accumulate(map(Tensor.numel, ordered))
+    return [
+        t
+        for k, (t, n) in enumerate(zip(ordered, sizes, strict=True))
+        if not k or n <= _MOST_PARAMETERS
+    ]
+
+
+def _has_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
+        layer.training or layer.running_mean is None
+    )
+
+
+def has_batch_statistics(module: Any) -> bool:
+    """Whether batch normalisation, in its present mode, ties rows to each other."""
+    return any(map(_has_statistics, module.modules()))

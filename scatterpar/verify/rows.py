@@ -1,0 +1,195 @@
+"""Which rows of a batch tell most about how losses combine, and what its labels range over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from scatterpar.devices.readout import Readout
+from scatterpar.step import nested
+from scatterpar.step.markers import Batches, Replicated, Rows
+from scatterpar.step.request import Request
+from scatterpar.step.rows import sizes_of
+
+__all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
+
+_SIZES = {9: (4, 3, 2), 8: (3, 3, 2), 7: (4, 2, 1), 6: (3, 2, 1), 5: (3, 2), 4: (3, 1), 3: (2, 1)}
+_EXTREMES = 6  # rows that are taken for being the first or last in something
+_LARGEST = 2**22  # tensors of more elements are not searched
+
+Parts = Sequence[Sequence[int]]
+
+
+def is_label(tensor: Tensor) -> bool:
+    """Whether it may hold labels."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def telling(request: Request) -> list[Tensor]:
+    """What may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
+
+    Of several batches, those of the largest one. Floating-point inputs are looked at where there
+    are no targets.
+    """
+    dim, (first, rows) = request.dim, _widest(request.sizes)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Batches):
+            return nested.transform(whole, leaf.entries[request.sizes.index(rows)])
+        return whole(leaf.narrow(dim, first, rows) if _is_dense(leaf) else leaf)
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, Rows):
+            return torch.tensor([sum(t.numel() for t in nested.tensors(e)) for e in leaf.entries])
+        return leaf.detach().movedim(dim, 0) if _is_dense(leaf) else None
+
+    targets, inputs = (
+        [*nested.tensors(nested.transform(one, value))]
+        for value in (request.targets, request.inputs)
+    )
+    few = [t for t in inputs if t.ndim <= (3 if is_label(t) else 2)]
+    found = targets + [t for t in few if not (targets and t.is_floating_point())]
+    found.sort(key=is_label, reverse=True)
+    return [t for t in found if not t.is_complex() and 0 < t.numel() <= _LARGEST]
+
+
+def _is_dense(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided and leaf.ndim > 0
+
+
+def _widest(sizes: Sequence[int]) -> tuple[int, int]:
+    """Where the largest of several batches begins, and how many rows it has."""
+    widest = max(range(len(sizes)), key=sizes.__getitem__)
+    return sum(sizes[:widest]), sizes[widest]
+
+
+def range_of(tensors: Iterable[Tensor]) -> list[float]:
+    """How far each tensor's numbers go, down and up; and whether rows of labels end in repetition.
+
+    As padding does. Numbers that are not whole count by their sign and power of two.
+    """
+    asked: list[Tensor] = []
+    labels: list[bool] = []
+    for tensor in tensors:
+        low, high = tensor.aminmax()
+        ends = [torch.zeros((), device=tensor.device)] * 2
+        if is_label(tensor) and tensor.ndim == 2 and tensor.size(1) > 1:
+            ends = [(tensor[:, k] == tensor[:, k + 1]).any() for k in (0, -2)]
+        asked += [low, high, *ends]
+        labels.append(is_label(tensor))
+    numbers = [float(value) for value in Readout().ask(asked)()]
+    reach: list[float] = []
+    for k, whole in enumerate(labels):
+        lowest, highest, *repeats = numbers[4 * k : 4 * k + 4]
+        reach += [-lowest, highest] if whole else [_roughly(-lowest), _roughly(highest)]
+        reach += repeats
+    return reach
+
+
+def _roughly(value: float) -> float:
+    if math.isnan(value):
+        return math.inf
+    if not value or math.isinf(value):
+        return value
+    return math.copysign(math.frexp(value)[1] + 1100, value)
+
+
+def choose(
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    most: int,
+    ignored: Iterable[int],
+    turn: int,
+    again: bool,
+) -> Parts:
+    """A handful of rows in parts of different sizes, which differ as much as they can.
+
+    Args:
+        tensors: those that tell something.
+        sizes: of the batches that the batch is made of; the rows are the largest one's.
+        most: so many rows at most.
+        ignored: labels that may be left out.
+        turn: each starts from something else that tells rows apart.
+        again: the same with other rows, as far as others are as telling.
+    """
+    first, rows = _widest(sizes)
+    if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
+        return [[first], [first]]
+    wanted = min(max(_SIZES), most, rows)
+    generator = torch.Generator().manual_seed(2 * turn + again)
+    jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
+    features = [each for tensor in tensors for each in _features(tensor, ignored)]
+    numbers = [n for _, n in sorted(features, key=lambda each: each[0]) if n.max() > n.min()]
+    turn %= max(1, len(numbers))
+    numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[turn:] + numbers[:turn]]
+    score = jitter * 1e-9
+    for position, n in enumerate(numbers[:8]):
+        score += n / 10**position
+    order = score.argsort().tolist()
+    taken: list[int] = []
+    for n in numbers:
+        by_this = (n + score * 1e-6).argsort().tolist()
+        taken += [by_this[-1], by_this[0]]
+    taken = list(dict.fromkeys(taken))[: min(_EXTREMES, max(2, wanted - 2))]
+    spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
+    taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
+    place = {row: k for k, row in enumerate(order)}
+    taken.sort(key=place.__getitem__, reverse=again)
+    a, *others = _SIZES.get(wanted, (1, 1))
+    parts = [taken[:a]]
+    parts += [taken[a + sum(others[k + 1 :]) :][: others[k]] for k in range(len(others))]
+    return [[first + row for row in part] for part in parts]
+
+
+def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    """A number of each row, and how telling it is: the least most."""
+    own = tensor.reshape(len(tensor), -1)
+
+    def share(mask: Tensor) -> Tensor:
+        return mask.cpu().double().mean(1)
+
+    if is_label(tensor):
+        yield 0, share((own < 0) | (own == 255))
+        yield 3, share(own == own[:, -1:])
+        yield 4, share(own == own[:, :1])
+        for value in ignored:
+            yield 1, share(own == value)
+    elif tensor.is_floating_point():
+        yield 0, share(own.isnan())
+        yield 3, share(own < 0)
+    yield 2, own.cpu().double().nan_to_num().mean(1)
+    yield 5, share(own == 0)
+
+
+def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
+    """Copies of these rows of every tensor in ``value``, as a module or criterion sees them."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            given = leaf.detach()
+            if not leaf.ndim:
+                return given.clone()
+            return torch.cat([given.narrow(dim, row, 1) for row in rows], dim)
+        if isinstance(leaf, Batches):
+            first = 0
+            for batch, size in zip(leaf.entries, sizes_of(leaf, dim), strict=True):
+                if first <= rows[0] < first + size:
+                    return pick(batch, [row - first for row in rows], dim)
+                first += size
+        if isinstance(leaf, Rows):
+            few = nested.transform(_copied, [leaf.entries[row] for row in rows])
+            return few if leaf.collate is None else leaf.collate(few)
+        if isinstance(leaf, Replicated):
+            return nested.transform(_copied, leaf.value)
+        return leaf
+
+    return nested.transform(one, value)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

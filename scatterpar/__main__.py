@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import NoReturn
 
-_USAGE = "usage: python -m scatterpar {train, predict, doctor} [options] (each has a --help)"
+import torch
+
+import scatterpar
+
+_USAGE = (
+    "usage: python -m scatterpar {train, predict, doctor} [options] (each has a --help); --version"
+)
 
 
 def main(arguments: list[str]) -> int:
     """Run the command named by the first argument and return the process's exit code."""
     match arguments:
         case ["train", *options]:
-            from scatterpar.train.cli import main as train
-
-            return train(options)
+            return _tool("run", options)
         case ["predict", *options]:
-            from scatterpar.train.predict import main as predict
-
-            return predict(options)
+            return _tool("predict", options)
         case ["doctor", *options]:
-            from scatterpar.checkup.cli import main as doctor
+            from scatterpar.checkup.doctor import main as doctor
 
             return doctor(options)
+        case ["--version", *_]:
+            print(f"scatterpar {scatterpar.__version__}, torch {torch.version.__version__}")
+            return 0
         case ["-h" | "--help", *_]:
             print(_USAGE)
             return 0
@@ -33,6 +39,24 @@ def main(arguments: list[str]) -> int:
         case _:
             print(f"scatterpar: error: a command is missing; {_USAGE}", file=sys.stderr)
             return 2
+
+
+def _tool(command: str, options: list[str]) -> int:
+    """Run a command of the training tool, which needs more than the engine to be installed."""
+    if "--version" in options:
+        return main(["--version"])
+    try:
+        for name in ("matplotlib", "PIL", "tqdm", "tyro"):
+            importlib.import_module(name)
+    except ImportError as error:
+        print(
+            f"scatterpar: error: {error.name} is not installed, which the training tool needs: "
+            "pip install scatterpar[train]",
+            file=sys.stderr,
+        )
+        return 2
+    code: int = importlib.import_module(f"scatterpar.train.{command}").main(options)
+    return code
 
 
 def leave(code: int) -> NoReturn:

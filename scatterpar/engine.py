@@ -29,7 +29,7 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
-from scatterpar.step.captured import other_leaves, statistics
+from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.criteria import Count
@@ -279,9 +279,10 @@ class ScatterOnceParallel(Wrapper):
                 parts, criteria = self._crew.refresh(
                     self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
                 )
-            attempt.keep(statistics(request.criterion))
-            named = other_leaves(request.criterion, parts) if self._ranks else ()
-            with Aside(self._crew.claims, parts, named, closed=self._ranks is not None) as aside:
+            brought = brought_along(request.criterion)
+            attempt.keep(statistics(brought))
+            named = other_leaves(brought, parts) if self._ranks else None
+            with Aside(self._crew.claims, parts, named) as aside:
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
                     look = self._verifier.look
@@ -294,7 +295,7 @@ class ScatterOnceParallel(Wrapper):
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss
                         spread = measure(request, parts, plan, weights, terms, aside.others)
                     gradients = reduce_gradients(parts, len(results), ledger)
-                    gradients += [(leaf, leaf.grad) for leaf in aside.others]
+                    gradients += aside.others
                     buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
                     layers = reduce_moments(parts, len(results), ledger)
             return Outcome(

@@ -103,12 +103,14 @@ def crossed(plan, model, batch):
     row = sum(tensor.nbytes // rows for tensor in batch)
     here = batch[0].device
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    others = {share.device for share in plan.shares if share.device.index != 0}
+    places = [share.device for share in plan.shares]
+    others = {*places} - {places[0]}
+    pairs = [pair for pairs in chunks.rounds(len(places)) for pair in pairs]
     return {
         "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
         "replicate": weights * len(others),
         "compute": 0,
-        "reduce": weights * len(others),
+        "reduce": weights * sum(places[near] != places[far] for near, far in pairs),
     }
 
 
@@ -670,6 +672,57 @@ def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devic
         assert_arrives_from_everywhere(
             lambda: engine.forward_backward(inputs, targets, nn.functional.cross_entropy)
         )
+
+
+class Noisy(nn.Module):
+    """On the accelerator and on the CPU, also in what a backward pass computes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.4)
+        self.mix = nn.Linear(16, 16)
+
+    def middle(self, inputs):
+        noise = torch.rand(len(inputs), 1, dtype=inputs.dtype).to(inputs.device)
+        return self.dropout(self.mix(inputs)) + noise
+
+    def forward(self, inputs):
+        return checkpoint(self.middle, inputs, use_reentrant=False)
+
+
+LAYOUTS = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 1], [0, 1, 0, 1]]
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("accum", [1, 3])
+def test_the_same_bits_on_any_number_of_cards(accum):
+    layouts = [ids for ids in LAYOUTS if max(ids) < torch.accelerator.device_count()]
+    found = [steps_on(ids, accum) for ids in layouts]
+    for ids, other in zip(layouts[1:], found[1:], strict=True):
+        for number, (one, another) in enumerate(zip(found[0], other, strict=True)):
+            assert torch.equal(one, another), f"value {number} on {ids}"
+
+
+def steps_on(ids, accum):
+    """The losses, parameters and random states that some steps leave."""
+    with seeded():
+        noisy = Noisy()
+    model, inputs, targets = problem(noisy, dtype=torch.float32)
+    torch.manual_seed(3)
+    module = torch.get_device_module(kind())
+    others = [module.get_rng_state(torch.device(kind(), i)) for i in sorted({*ids} - {0})]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    with ScatterOnceParallel(model, accum, ids) as engine:
+        for rows in (ROWS, 5, 3, ROWS):
+            optimizer.zero_grad()
+            batch = inputs[:rows], targets[:rows]
+            losses.append(engine.forward_backward(*batch, nn.CrossEntropyLoss()))
+            optimizer.step()
+    for before, i in zip(others, sorted({*ids} - {0}), strict=True):
+        assert torch.equal(module.get_rng_state(torch.device(kind(), i)), before)
+    masters = module.get_rng_state(torch.device(kind(), 0))
+    return [*losses, *model.parameters(), torch.get_rng_state(), masters]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])

@@ -14,6 +14,7 @@ from helpers.oracle import assert_close, assert_gradients, assert_step, build, g
 from helpers.oracle import whole_batch as plain_step
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import (
     DataParallelCriterion,
@@ -204,6 +205,28 @@ def test_ranks_that_share_a_criterion_count_what_it_closes_over_once():
         assert_close(of_scale, scale.grad, "scale")
         for name, gradient in gradients(model).items():
             assert_close(grads[name], gradient, name)
+
+
+def checkpointed(group):
+    model, net = mlp(), build(lambda: nn.Linear(CLASSES, CLASSES))
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
+
+    def loss(outputs, targets):
+        return F.mse_loss(checkpoint(net, outputs, use_reentrant=True), targets)
+
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group, verify=False) as engine:
+        engine.forward_backward(INPUTS[rows], TARGETS[rows], loss)
+    return gradients(model), gradients(net)
+
+
+def test_ranks_add_up_what_a_reentrant_checkpoint_hides():
+    """The graph does not show what is inside; with ranks the criterion is searched too."""
+    model, net = mlp(), build(lambda: nn.Linear(CLASSES, CLASSES))
+    F.mse_loss(net(model(INPUTS)), TARGETS).backward()
+    for found in gang()(2, checkpointed):
+        for grads, module in zip(found, (model, net), strict=True):
+            for name, gradient in gradients(module).items():
+                assert_close(grads[name], gradient, name)
 
 
 def test_ranks_refuse_what_cannot_be_told_apart():

@@ -17,10 +17,9 @@ from torch import nn
 import scatterpar
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main
-from scatterpar.checkup import copies, exactness, problems, speed
+from scatterpar.checkup import copies, training
 from scatterpar.checkup.copies import Route
-from scatterpar.checkup.exactness import Step
-from scatterpar.checkup.speed import ENGINE, ONE, PER_CALL, Speed
+from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, Step
 from scatterpar.checkup.verdicts import judge
 from scatterpar.devices.ledger import Ledger
 
@@ -32,11 +31,11 @@ CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
 def brief(monkeypatch):
     """Examinations of a moment; what they find is the same."""
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
-    monkeypatch.setattr(speed, "BUDGET", 0)
-    monkeypatch.setattr(speed, "_FEWEST", 1)
-    monkeypatch.setattr(speed, "_ROWS_ON_CPU", 1)
-    monkeypatch.setattr(speed, "ACCUM", 2)
-    monkeypatch.setattr("scatterpar.checkup.doctor.PROBLEMS", problems.PROBLEMS[:1])
+    monkeypatch.setattr(training, "BUDGET", 0)
+    monkeypatch.setattr(training, "_FEWEST", 1)
+    monkeypatch.setattr(training, "_ROWS_ON_CPU", 1)
+    monkeypatch.setattr(training, "ACCUM", 2)
+    monkeypatch.delitem(training.NETWORKS, "small transformer")
 
 
 @pytest.fixture
@@ -135,13 +134,13 @@ def test_a_wrong_gradient_is_wrong(monkeypatch):
         return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
 
     monkeypatch.setattr(Ledger, "copy", copy)
-    for problem in problems.PROBLEMS:
-        found = exactness.examine(problem, VIRTUAL)
+    for name in training.NETWORKS:
+        found = training.take_step(name, VIRTUAL)
         assert not found.is_exact
         assert 1e-5 < found.worst < 1e-2
         (verdict,) = judge(VIRTUAL, [], [found], [])
         assert verdict.kind == "WRONG"
-        assert f"the gradient of the {problem.name} on all devices differs" in verdict.text
+        assert f"the gradient of the {name} on all devices differs" in verdict.text
         assert found.parameter in verdict.text
 
 
@@ -150,8 +149,8 @@ def test_a_step_that_fails_is_a_finding(monkeypatch):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(Ledger, "copy", copy)
-    found = exactness.examine(problems.PROBLEMS[0], VIRTUAL)
-    timed = speed.examine(problems.PROBLEMS[0], VIRTUAL)
+    found = training.take_step("small CNN", VIRTUAL)
+    timed = training.measure("small CNN", VIRTUAL)
     verdicts = judge(VIRTUAL, [], [found], [timed])
     assert [verdict.kind for verdict in verdicts] == ["WRONG", "WRONG"]
     assert all("RuntimeError: an illegal memory access" in v.text for v in verdicts)
@@ -193,7 +192,8 @@ def test_an_unknown_option_is_code_2(capsys):
 
 def test_the_function_stays_a_function_whatever_is_imported():
     for module in pkgutil.walk_packages(scatterpar.__path__, "scatterpar."):
-        if not module.name.endswith("__main__"):
+        needs_others = module.name.startswith("scatterpar.integrations.")
+        if not (needs_others or module.name.endswith("__main__")):
             importlib.import_module(module.name)
     assert callable(scatterpar.doctor)
 
@@ -266,12 +266,21 @@ def test_slow_is_not_wrong_and_fast_is_fine():
 
 
 def test_a_busy_machine_is_noted_and_so_is_what_the_engine_warned_of():
-    step = Step("small CNN", "torch.float64", 19, 1e-16, "weight", 1e-10, ("a copy brought",))
+    step = Step("small CNN", "float64", 19, 1e-16, "weight", 1e-10, ("a copy brought",))
     slow = timed(1.0, 0.5, cuda_0=10.0, cuda_1=4.0)
     ways = [route("host", f"cuda:{i}", speed=12.0 if i else 1.0) for i in range(3)]
     found = judge(CARDS, ways, [step], [slow], load_per_core=4.0)
     assert kinds(found) == ["fine", "fine", "note", "note"]
     assert "4.0 processes for each core" in found[-1].text
+
+
+@pytest.mark.parametrize("load", [0.0, 4.0])
+def test_a_busy_machine_gets_no_ratio(brief, monkeypatch, load):
+    """It printed how much of others' time the engine takes, and then that no speed is judged."""
+    monkeypatch.setattr("scatterpar.checkup.machine.load_per_core", lambda: load)
+    page = str(scatterpar.doctor(["cpu:0", "cpu:1"]))
+    assert ("(the engine takes " in page) == (load < 1)
+    assert ("no speed is judged" in page) == (load > 1)
 
 
 # ---- the engine looks for itself -----------------------------------------------------------------

@@ -125,3 +125,21 @@ def test_the_messages_under_troubleshooting_are_ours():
         if not any(word in message for word in THEIRS):
             for part in filter(None, (part.strip() for part in message.split("…"))):
                 assert part in source, part
+
+
+@pytest.mark.draws
+def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(read("docs/same-bits.md"), "python")
+    run(code, {})
+    assert capsys.readouterr().out == "True\n"
+
+
+def test_how_often_gradients_cross():
+    """The table of the page is what was counted."""
+    counted = read("benchmarks/traffic/README.md").partition("<!-- layouts -->")[2]
+    numbers = re.findall(r"` \| (\d+) \| (\d+) \|$", counted, re.MULTILINE)
+    shown = re.findall(
+        r"^\| [^|]*[a-z+][^|]* \| (\d+) \| (\d+) \|$", read("docs/same-bits.md"), re.M
+    )
+    assert shown == numbers[1:]  # on one card nothing crosses

@@ -22,7 +22,7 @@ from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.checkup import copies, exactness, problems
+from scatterpar.checkup import copies, training
 from scatterpar.devices import chunks, fingerprints
 from scatterpar.devices.ahead import Ahead
 
@@ -440,7 +440,7 @@ def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
     devices = [torch.device(FIRST), torch.device(SECOND)]
     with control.broken_link(1, 0, kind):
         found = list(copies.examine(devices))
-        step = exactness.examine(problems.PROBLEMS[0], devices)
+        step = training.take_step("small CNN", devices)
     assert len(found) == 10
     broken = [route for route in found if not route.arrives]
     assert [(route.source, route.target) for route in broken] == [(SECOND, FIRST)]

@@ -116,13 +116,49 @@ def test_the_sum_runs_in_pairs():
             assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
 
 
-def test_a_gradient_comes_back_once_for_each_other_device():
-    """Replicas that share a memory are added up there: theirs came one by one."""
+CROSSINGS = {
+    "00000000": 0,
+    "00001111": 1,
+    "00112233": 3,
+    "01234567": 7,
+    "00112234": 4,
+    "00011122": 3,
+    "01111111": 3,
+    "01010101": 4,
+}
+
+
+@pytest.mark.parametrize("layout", CROSSINGS)
+def test_gradients_cross_as_often_as_their_pairs_are_apart(layout):
+    """Of the fixed tree over replicas: once for each other device, where blocks are even."""
     model = mlp()
     size = sum(p.nbytes for p in model.parameters())
-    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]) as engine:
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in layout]) as engine:
         assert_step(engine, *BATCH, CRITERION)
-        assert engine.last_step.bytes["reduce"] == size
+        assert engine.last_step.bytes["reduce"] == CROSSINGS[layout] * size
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_tensors_begin_where_allocations_do(devices, accum):
+    """A kernel that finds one at 60 of 64 bytes may go about the same sum in another order."""
+    places = []
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, 7)
+            self.register_buffer("three", torch.ones(3))
+            self.last = nn.Linear(7, CLASSES)
+
+        def forward(self, inputs):
+            given = [inputs, *self.parameters(), *self.buffers()]
+            places.extend(tensor.data_ptr() % 64 for tensor in given)
+            return self.last(self.linear(inputs))
+
+    with ScatterOnceParallel(build(Odd).float(), accum, devices(3)) as engine:
+        engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)
+    assert len(places) >= 6 * 3 * accum
+    assert set(places) == {0}
 
 
 def test_the_way_of_every_copy_is_looked_at(monkeypatch):
@@ -133,11 +169,13 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
         return True
 
     monkeypatch.setattr(links, "_arrives", arrives)
-    memories = [torch.device(f"cpu:{i}") for i in range(5)]
-    links.check_links(memories)
-    used = {pair for pairs in chunks.rounds(5) for pair in pairs}
-    used |= {(far, near) for near, far in used}
-    assert looked_at >= used | {(0, i) for i in range(1, 5)} | {(i, 0) for i in range(1, 5)}
+    places = (0, 1, 2, 3, 4, 1, 0, 2)
+    links.check_links([torch.device(f"cpu:{i}") for i in places])
+    out = {pair for pairs in chunks.rounds(5) for pair in pairs}
+    back = {(places[near], places[far]) for pairs in chunks.rounds(8) for near, far in pairs}
+    used = {(one, other) for one, other in out | back if one != other}
+    used |= {(0, i) for i in range(1, 5)}
+    assert looked_at == used | {(other, one) for one, other in used}
 
 
 # ---- fingerprints: what tells that bits have changed unseen -------------------------------------

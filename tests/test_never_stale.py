@@ -270,7 +270,7 @@ def test_a_rebound_parameter_is_followed(devices):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
-    """Matrices, then biases, from the start of a storage: elsewhere each pass copies them."""
+    """As the master's, that ``flatten_parameters`` has put together from the start of a storage."""
     model = build(
         lambda: nn.ModuleList(
             [
@@ -280,11 +280,20 @@ def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
             ]
         )
     )
+
+    def weights_of(layer):  # matrices first
+        return [w for _, w in sorted(layer.named_parameters(), key=lambda item: "bias" in item[0])]
+
+    for layer in model[:2]:
+        weights = weights_of(layer)
+        flat = torch.cat([weight.detach().flatten() for weight in weights])
+        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+            weight.data = part.view_as(weight)
     with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
         for layer in engine.replicas[1][:2]:
-            weights = sorted(layer.named_parameters(), key=lambda item: "bias" in item[0])
-            start = weights[0][1].untyped_storage().data_ptr()
-            for _, weight in weights:
+            weights = weights_of(layer)
+            start = weights[0].untyped_storage().data_ptr()
+            for weight in weights:
                 assert weight.data_ptr() == start
                 start += weight.numel() * weight.element_size()
         for one, other in zip(*[r.parameters() for r in engine.replicas], strict=True):

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+import scatterpar
 from scatterpar.__main__ import main as command
 from scatterpar.train import data, machines
-from scatterpar.train.cli import main, parse
 from scatterpar.train.errors import UsageError
 from scatterpar.train.loop import Batches
+from scatterpar.train.options import parse
+from scatterpar.train.run import main
 
 pytestmark = pytest.mark.draws
 SMALL = ["--model", "helpers.torchrun:Small"]  # a run of the default network takes seconds
@@ -22,43 +24,75 @@ TWO_CPUS = ["--devices", "cpu:0,cpu:1", "--accum", "4", "--epochs", "1"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch", "0"], "argument --batch: '0' is not a whole number above zero"),
-        (["--batch", "many"], "argument --batch: 'many' is not a whole number above zero"),
-        (["--accum", "-1"], "argument --accum: "),
-        (["--epochs", "1.5"], "argument --epochs: '1.5' is not a whole number above zero"),
-        (["--replicas", "0"], "argument --replicas: "),
-        (["--warmup-epochs", "-1"], "'-1' is not a whole number, zero or above"),
-        (
-            ["--warmup-epochs", "9", "--epochs", "9"],
-            "--warmup-epochs 9 must be less than --epochs 9",
-        ),
-        (["--base-lr", "0"], "argument --base-lr: '0' is not a number above 0"),
-        (["--base-lr", "nan"], "argument --base-lr: 'nan' is not a number above 0"),
-        (["--base-lr", "inf"], "argument --base-lr: 'inf' is not a number above 0"),
-        (["--momentum", "1"], "'1' is not a number at least 0 and below 1"),
-        (["--weight-decay", "-1"], "argument --weight-decay: '-1' is not a number at least 0"),
-        (["--seed", str(2**31)], "2147483648 is too large: seeds are below 2"),
-        (["--accum", "4", "--micro-batch-size", "8"], "say the same thing twice"),
-        (["--devices", "cpu", "--replicas", "2"], "drop --replicas"),
-        (["--devices", "gpu"], "'gpu' is not a device"),
-        (["--data", "/no/such/folder"], "--data /no/such/folder: there is no such folder"),
-        (["--model", "transformer"], "--model transformer: neither built in"),
-        (["--batch", "64"], "a batch of 64 rows makes micro-batches of one row"),
-        (["--batch", "4095"], "a batch of 2 rows makes micro-batches of one row"),
-        (["--resume"], "--resume goes on from a checkpoint: name the folder it is in with --out"),
-        (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-        (["--batch"], "argument --batch: expected one argument"),
-        (["--out", "/dev/null/runs"], "--out: /dev/null/runs/metrics.jsonl cannot be written"),
+        ("--batch 0", "parsing --batch: '0' is not auto, or a whole number above zero"),
+        ("--accum -1", "parsing --accum: '-1' is not a whole number above zero"),
+        ("--epochs 1.5", "parsing --epochs: '1.5' is not a whole number above zero"),
+        ("--warmup-epochs -1", "'-1' is not a whole number, zero or above"),
+        ("--base-lr 0", "parsing --base-lr: '0' is not a number above 0"),
+        ("--base-lr nan", "'nan' is not a number above 0"),
+        ("--base-lr inf", "'inf' is not a number above 0"),
+        ("--momentum 1", "'1' is not a number at least 0 and below 1"),
+        ("--erase 1.5", "'1.5' is not a number at least 0 and at most 1"),
+        ("--drop-at 3,x", "'3,x' is not whole numbers above zero, such as 30,60"),
+        ("--shares 2,0", "'2,0' is not auto, or numbers such as 2,1"),
+        (f"--seed {2**31}", "'2147483648' is not a whole number below 2**31"),
+        ("--autocast float8", "float8"),
+        ("--epoch 3", "Unrecognized options: --epoch"),
+        ("--batch", "Missing value for argument '--batch'"),
     ],
 )
-def test_a_bad_argument_is_one_line_and_exit_code_2(
+def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, arguments, words):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--warmup-epochs 9 --epochs 9", "--warmup-epochs 9 must be less than --epochs 9"),
+        ("--accum 4 --micro-batch-size 8", "say the same thing twice"),
+        ("--devices cpu --replicas 2", "drop --replicas"),
+        ("--devices gpu", "'gpu' is not a device"),
+        ("--data /no/such/folder", "--data /no/such/folder: there is no such folder"),
+        ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
+        ("--model transformer", "--model transformer: neither built in"),
+        ("--batch 64", "a batch of 64 rows makes micro-batches of one row"),
+        ("--batch 4095", "a batch of 2 rows makes micro-batches of one row"),
+        ("--resume", "--resume goes on from a checkpoint: name the folder it is in with --out"),
+        ("--out /dev/null/runs", "--out: /dev/null/runs/metrics.jsonl cannot be written"),
+        ("--optimizer-option beta", "'beta' is not of the form name=value"),
+        ("--optimizer-option beta=3", "unexpected keyword argument 'beta'"),
+        ("--drop-at 2,2 --epochs 3 --warmup-epochs 0", "--drop-at: 2 must be after the 2 before"),
+        ("--drop-at 3 --epochs 3", "and below --epochs 3"),
+        ("--zero-init-residual", "--zero-init-residual: cnn has no residual blocks"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line_and_exit_code_2(
     capsys, tmp_path, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert words in printed.err
     assert re.fullmatch("scatterpar train: error: .*\n", printed.err)
+
+
+def test_options_come_from_a_file_and_those_of_the_line_after_it(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'epochs = 9\ndrop_at = [3, 6]\nbatch = "auto"\ncompile = true\ndownload = false\n'
+        'optimizer-option = ["betas=(0.9, 0.95)", "eps=1e-6"]\nclip = 0.5\n'
+    )
+    given = parse(["--epochs", "12", "--config", str(file), "--clip", "2"])
+    assert (given.epochs, given.drop_at, given.batch, given.clip) == (12, (3, 6), "auto", 2.0)
+    assert (given.compile, given.download) == (True, False)
+    assert given.optimizer_option == ("betas=(0.9, 0.95)", "eps=1e-6")
+    file.write_text("epoch = 9\n")
+    with pytest.raises(SystemExit):
+        parse([f"--config={file}"])
+    assert "Unrecognized options: --epoch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -70,14 +104,22 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(capsys, arguments, words):
     assert re.fullmatch(f"scatterpar: error: {words}.*usage: .*\n", capsys.readouterr().err)
 
 
-def test_help_says_what_the_defaults_are(capsys):
+def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     assert command(["--help"]) == 0
     with pytest.raises(SystemExit) as caught:
         command(["train", "--help"])
     assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # where lines end
-    for words in ("default 4096", "default 16", "dataset-fashion-mnist", "pip", "resnet20"):
-        assert (words in text) == (words != "pip")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("default: 4096", "default: 16", "dataset-fashion-mnist", "resnet20", "examples:"):
+        assert words in text
+    assert "python -m scatterpar train --config photos.toml --epochs 90" in text
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"]])
+def test_the_version_is_said(capsys, arguments):
+    assert command(arguments) == 0
+    said = f"scatterpar {scatterpar.__version__}, torch {torch.__version__}\n"
+    assert capsys.readouterr().out == said
 
 
 def test_a_short_run_needs_no_warmup_of_its_own():
@@ -99,9 +141,9 @@ def test_a_run_reports_what_it_did(capsys, tmp_path, monkeypatch):
         f"(all of Fashion-MNIST is installed in {tmp_path}: --data fashion-mnist trains on it)",
         "8,192 images to train on, 1,808 to test",
         "cpu:1   512:1024  4 x 128",
-        "checking the gradients of the first 1,024 images ...\ncheck: ",
+        "checking the gradients of the first 1,024 images ...\ncheck, in float64",
         "largest relative difference",
-        "exact (limit 1e-10)",
+        "only rounding differs (limit 1e-10)",
         "epoch 1/1: loss",
         "finished after 1 of 1 epochs, 8 steps",
         "test accuracy: ",
@@ -164,7 +206,7 @@ def test_a_failed_check_ends_the_run_with_exit_code_1(tmp_path, capsys):
     arguments = ["--model", "test_train_cli:BatchCentred", "--out", str(tmp_path), "--check"]
     assert main([*arguments, *TWO_CPUS]) == 1
     printed = capsys.readouterr().out
-    assert "NOT EXACT" in printed
+    assert "NOT the same" in printed
     assert "epoch 1/1" not in printed
 
 
@@ -174,7 +216,7 @@ def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path)
 
     monkeypatch.setattr(Batches, "order", interrupted)
     assert main([*TWO_CPUS, "--check", "--out", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "scatterpar train: interrupted\n"
+    assert capsys.readouterr().err == "scatterpar train: interrupted before training began\n"
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])

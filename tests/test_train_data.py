@@ -11,10 +11,8 @@ import torch
 
 import scatterpar.train
 from scatterpar.train import data as data_module
-from scatterpar.train.data import load, make_dataset
+from scatterpar.train.data import Split, load, make_dataset, read_idx
 from scatterpar.train.errors import UsageError
-from scatterpar.train.idx import read_images, read_labels
-from scatterpar.train.split import Split
 
 EMBEDDED = Path(scatterpar.train.__file__).parent / "embedded"
 PIXELS = [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
@@ -154,16 +152,16 @@ PACKED = gzip.compress(GOOD, mtime=0)  # the same in every process that collects
 )
 def test_a_wrong_file_is_named_with_what_is_off(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    refused(words, read_images, tmp_path / name)
+    refused(words, read_idx, tmp_path / name, 3)
 
 
 def test_images_where_labels_are_expected_are_named(tmp_path):
     (tmp_path / "x").write_bytes(GOOD)
-    refused("x holds images where labels are expected", read_labels, tmp_path / "x")
+    refused("x holds images where labels are expected", read_idx, tmp_path / "x", 1)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    refused("cannot be read: Is a directory", read_images, tmp_path)
+    refused("cannot be read: Is a directory", read_idx, tmp_path, 3)
 
 
 def test_labels_and_images_must_be_as_many(tmp_path):

@@ -15,17 +15,17 @@ import torch
 from helpers.pictures import write_folder
 from helpers.torchrun import differences, steps
 from test_train_runs import Stop, stop_after
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
-from scatterpar.train import ending
-from scatterpar.train.cli import main, parse
-from scatterpar.train.data import load
-from scatterpar.train.ending import what_it_means
+from scatterpar.recipe import gradual_warmup
+from scatterpar.train import run
+from scatterpar.train.data import TRAIN, load
 from scatterpar.train.feed import Feed, Request
-from scatterpar.train.growth import Growth
 from scatterpar.train.loop import Batches
-from scatterpar.train.opening import Reading, open_data
-from scatterpar.train.schedule import make_growing_scheduler, make_scheduler
-from scatterpar.train.source import TRAIN
+from scatterpar.train.options import parse
+from scatterpar.train.pictures import Reading, open_data
+from scatterpar.train.run import main
+from scatterpar.train.schedule import Growth, make_scheduler, what_it_means
 
 pytestmark = pytest.mark.draws
 
@@ -36,7 +36,7 @@ GROWING += ["--devices", "cpu:0,cpu:1", "--base-lr", "0.05", "--micro-batch-size
 
 @pytest.fixture(autouse=True)
 def _no_drawing(monkeypatch):
-    monkeypatch.setattr(ending, "draw_curves", lambda records, path: path.touch())
+    monkeypatch.setattr(run, "draw_curves", lambda records, path: path.touch())
 
 
 def test_sizes_end_where_an_epoch_would_run_out_of_updates():
@@ -76,14 +76,18 @@ def rates(make, rows, epochs):
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("drops", [(), (3, 4)])
 def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drops):
+    """That of torch's own schedulers, which go by steps."""
     epochs, a_step = 6, 4  # updates of an epoch
 
     def fixed(optimizer, batches):
-        at = [drop * a_step for drop in drops]
-        return make_scheduler(optimizer, epochs * a_step, warmup * a_step, at)
+        rest = CosineAnnealingLR(optimizer, (epochs - warmup) * a_step)
+        if drops:
+            rest = MultiStepLR(optimizer, [(drop - warmup) * a_step for drop in drops])
+        steps = warmup * a_step
+        return gradual_warmup(optimizer, steps, 0.1 / (steps + 1), rest) if steps else rest
 
     def growing(optimizer, batches):
-        return make_growing_scheduler(optimizer, batches, epochs, warmup, drops)
+        return make_scheduler(optimizer, batches, epochs, warmup, drops)
 
     assert rates(growing, 1024, epochs) == pytest.approx(rates(fixed, 1024, epochs), abs=1e-9)
 
@@ -91,7 +95,7 @@ def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drop
 def test_the_rate_is_scaled_with_the_batch():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     batches = Batches(2048, 256, seed=0)
-    scheduler = make_growing_scheduler(optimizer, batches, epochs=4, warmup_epochs=0)
+    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup_epochs=0)
     batches.consumed, batches.batch = 2 * 2048, 1024
     optimizer.step()
     scheduler.step()

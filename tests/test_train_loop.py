@@ -1,23 +1,22 @@
 """The loop's order, evaluation, the check, and the arithmetic beside the counted bytes."""
 
 import json
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.__main__ import main as command
 from scatterpar.plan import make_plan
-from scatterpar.train.check import check_gradients, largest_difference
-from scatterpar.train.curves import draw_curves
-from scatterpar.train.data import make_dataset
+from scatterpar.train.data import Split, make_dataset
 from scatterpar.train.errors import UsageError
 from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training, train_epoch
-from scatterpar.train.model_choice import OnPixels
-from scatterpar.train.records import Metrics, require_extras
-from scatterpar.train.split import Split
+from scatterpar.train.models import OnPixels
+from scatterpar.train.records import Metrics, draw_curves
 from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
 pytestmark = pytest.mark.draws
@@ -101,56 +100,6 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches():
     assert found.confusion.diag().sum() == 10 - len(wrong)
 
 
-def check(model, rows=9):
-    generator = torch.Generator().manual_seed(0)
-    images, labels = torch.rand(rows, 1, 2, 2, generator=generator), torch.arange(rows) % 2
-    return check_gradients(model, images, labels, nn.CrossEntropyLoss(), 3, None, VIRTUAL)
-
-
-def test_the_check_passes_with_batch_normalisation_and_dropout_and_leaves_the_model_alone():
-    model = toy_model(nn.BatchNorm1d(3), nn.Dropout())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    outcome = check(model)
-    assert outcome.passed
-    assert "first step's 9 images" in str(outcome)
-    assert "exact (limit 1e-10)" in str(outcome)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class BatchCentred(nn.Module):
-    def forward(self, features):
-        return features - features.mean(0)
-
-
-def test_the_check_fails_for_a_model_whose_rows_depend_on_each_other():
-    outcome = check(toy_model(BatchCentred()))
-    assert not outcome.passed
-    assert "NOT EXACT" in str(outcome)
-
-
-def test_a_difference_is_relative_to_the_parameters_own_gradient():
-    found, expected = toy_model(), toy_model()
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
-    assert largest_difference(found, expected)[0] == 0
-    expected[1].bias.grad.mul_(0.01)
-    found[1].bias.grad.mul_(0.01)
-    found[1].bias.grad[1] *= 1.5
-    difference, place = largest_difference(found, expected)
-    assert place == "1.bias"
-    assert difference == pytest.approx(0.5)
-    found[2].weight.grad[0, 0] = float("nan")
-    assert largest_difference(found, expected)[1] == "2.weight"
-
-
-def test_a_gradient_that_only_one_side_has_is_a_difference():
-    found, expected = toy_model(), toy_model()
-    expected[1].bias.grad = torch.ones(3)
-    assert largest_difference(found, expected) == (float("inf"), "1.bias")
-
-
 def test_data_parallel_moves_parameters_and_gradients_once_a_call():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model[0].bias.requires_grad_(False)
@@ -212,9 +161,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         Metrics(tmp_path / "file" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("package", ["tqdm", "matplotlib"])
-def test_a_missing_package_names_the_extra(monkeypatch, package):
+@pytest.mark.parametrize("package", ["tqdm", "tyro"])
+def test_a_missing_package_names_the_extra(monkeypatch, capsys, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     words = rf"{package} is not installed.*pip install scatterpar\[train\]"
-    with pytest.raises(UsageError, match=words):
-        require_extras()
+    assert command(["train"]) == 2
+    assert re.search(words, capsys.readouterr().err)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scatterpar.train.meeting import backend, of_this_attempt
+from scatterpar.train.machines import backend, of_this_attempt
 
 LIMIT = timedelta(seconds=120)
 

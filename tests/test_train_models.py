@@ -5,13 +5,15 @@ import types
 
 import pytest
 import torch
+from helpers.pictures import needs_timm
 from torch import nn
 
 from scatterpar.recipe import zero_init_residual
-from scatterpar.train.device_choice import choose_devices
 from scatterpar.train.errors import UsageError
-from scatterpar.train.model_choice import build_model
-from scatterpar.train.models import ResidualBlock, ResNet20, SmallCNN
+from scatterpar.train.machines import choose_devices
+from scatterpar.train.models import ResidualBlock, ResNet20, SmallCNN, build_model
+from scatterpar.train.options import parse
+from scatterpar.train.preparation import make_optimizer
 
 pytestmark = pytest.mark.draws
 GREY = (1, 28, 28)
@@ -25,7 +27,7 @@ def test_built_in_models_take_any_size_from_8(model_class, shape):
 
 @pytest.mark.parametrize("name", ["cnn", "resnet20"])
 def test_smaller_images_are_refused(name):
-    words = f"--model {name} takes images of 8 x 8 pixels or more, but these are 7 x 28"
+    words = f"--model {name}: {name} takes images of 8 x 8 pixels or more, but these are 7 x 28"
     with pytest.raises(UsageError, match=words):
         build_model(name, (1, 7, 28), 10)
 
@@ -78,12 +80,34 @@ def test_a_callable_without_num_classes_is_called_with_nothing(zoo):
     assert build_model("zoo:nets.plain", GREY, 10)(torch.zeros(2, *GREY)).shape == (2, 10)
 
 
+@needs_timm
+def test_a_model_and_an_optimizer_of_timms(tmp_path):
+    model = build_model("timm:test_vit", (1, 32, 32), 7)  # for grey images of that size
+    assert model.network.patch_embed.proj.in_channels == 1
+    assert model.network.pos_embed.shape[1] == 1 + 2 * 2
+    given = ["--optimizer", "lamb", "--layer-decay", "0.5", "--base-lr", "0.1"]
+    optimizer = make_optimizer(model, parse(given))
+    assert type(optimizer).__name__ == "Lamb"
+    rates = sorted({group["lr"] for group in optimizer.param_groups})
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[0] == pytest.approx(0.1 * 0.5 ** (len(rates) - 1))
+    sgd = make_optimizer(model, parse(["--layer-decay", "0.5"]))
+    assert sgd.param_groups[0]["nesterov"]
+    with pytest.raises(
+        UsageError, match=r"^--optimizer nonsense, with .*not found .*torch.optim has .*AdamW, "
+    ):
+        make_optimizer(model, parse(["--optimizer", "nonsense"]))
+
+
 def failing():
     raise RuntimeError("no\nluck")
 
 
 FAULTS = {
-    "resnet": (None, r"neither built in \(cnn, resnet20\) nor package.module:callable"),
+    "resnet": (
+        None,
+        r"neither built in \(cnn, resnet20\) nor timm:NAME nor package.module:callable",
+    ),
     "zoo:": (None, "neither built in"),
     "no_such_zoo:net": (None, "cannot import no_such_zoo: ModuleNotFoundError: No module named"),
     "zoo:absent": (None, "zoo has no absent"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import sys
@@ -12,22 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.pictures import CLASSES, truncate, write_folder
+from helpers.pictures import CLASSES, needs_timm, needs_torchvision, truncate, write_folder
 from PIL import Image
 
-from scatterpar.train import feed, transforms
+from scatterpar.train import feed, pictures
+from scatterpar.train.data import TEST, TRAIN
 from scatterpar.train.errors import UsageError
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
-from scatterpar.train.folder import Files, find_images
-from scatterpar.train.library import open_torchvision
 from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
-from scatterpar.train.opening import Reading, open_data
-from scatterpar.train.pictures import PictureData
+from scatterpar.train.pictures import Augmentation, Files, Reading, find_files, open_data
 from scatterpar.train.schedule import foresee
-from scatterpar.train.source import TEST, TRAIN
-from scatterpar.train.transforms import Augmentation
 
+pytestmark = needs_torchvision
 NONE = Augmentation(kind="none")
 
 
@@ -56,22 +52,24 @@ def grey(file):
 
 def test_names_of_files_are_kept_whatever_they_are(tmp_path):
     names = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg"]
-    files = Files(tmp_path, names, [0, 1, 1])
-    assert [files.name(row) for row in range(3)] == [f"{tmp_path}/{name}" for name in names]
+    files = Files([(name, label) for label, name in enumerate(names)])
+    assert [files.name(row) for row in range(3)] == names
 
 
-def test_names_take_little_memory(tmp_path):
+def test_names_take_little_memory_once():
     names = [f"n{i // 1000:08d}/n{i // 1000:08d}_{i}.JPEG" for i in range(100_000)]
-    files = Files(tmp_path, names, [0] * len(names))
-    assert len(files._bytes) + 8 * len(files._ends) + 4 * len(files.labels) < 4.5e6
-    assert files.name(99_999).endswith(names[-1])
+    files = Files([(name, 0) for name in names])
+    assert files._names.numel() < 3.5e6
+    assert files.name(99_999) == names[-1]
 
 
 def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
     for name in ("b.PNG", "a.jpeg", "._a.jpeg", "notes.txt", ".cache/x.png", "deep/er/c.webp"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert list(find_images(tmp_path)) == ["a.jpeg", "b.PNG", "deep/er/c.webp"]
+        (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "x" / name).touch()
+    files = find_files(tmp_path, ["x"])
+    found = [os.path.relpath(files.name(row), tmp_path) for row in range(len(files))]
+    assert found == ["x/a.jpeg", "x/b.PNG", "x/deep/er/c.webp"]
 
 
 def refused(words, folder, **reading):
@@ -85,7 +83,7 @@ def test_a_class_without_pictures_is_named(tmp_path):
     for part in ("train", "test"):
         (tmp_path / part / "Hat").mkdir()
     (tmp_path / "train" / "Hat" / "readme.txt").touch()
-    refused(r"train: no images in the class folders Hat; images end in \.jpg, .*Remove", tmp_path)
+    refused(r"train: Found no valid file for the classes Hat. Pictures end in \.jpg, ", tmp_path)
     (tmp_path / "train" / "Hat").rename(tmp_path / "train" / "Cap")
     refused(r"train and test have different classes \(Cap, Hat\)", tmp_path)
 
@@ -97,7 +95,7 @@ def test_a_class_may_lack_test_pictures_but_not_all_classes(tmp_path):
     assert len(open_data(str(tmp_path), Reading()).test) == 2
     for file in list((tmp_path / "val").rglob("*.png")):
         file.unlink()
-    refused("val: no images in any class folder", tmp_path)
+    refused("val holds no pictures", tmp_path)
 
 
 def test_a_side_without_class_folders_is_refused(tmp_path):
@@ -107,8 +105,8 @@ def test_a_side_without_class_folders_is_refused(tmp_path):
 
 
 def test_sets_in_memory_take_no_options_of_pictures():
-    refused("embedded is used as it is: --image-size, --augment", "embedded", image_size=32)
-    refused("embedded is used as it is", "embedded", augmentation=Augmentation("trivial"))
+    refused("embedded: it is used as it is: --image-size, --augment", "embedded", image_size=32)
+    refused("embedded: it is used as it is", "embedded", augmentation=Augmentation("trivial"))
 
 
 def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path):
@@ -189,13 +187,13 @@ def test_what_was_not_foreseen_is_refused(folder):
 def test_a_broken_picture_names_itself(tmp_path, workers):
     data, file = broken_folder(tmp_path)
     rows = torch.arange(36)
-    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken leaves such files"
+    words = rf"{file} cannot be read as an image: .*truncated.* \(--skip-broken 1 or .*--check-data"
     with (
         Feed(data, [Request(TRAIN, rows)], workers) as feed,
         pytest.raises(FeedError, match=words),
     ):
         feed.batch(TRAIN, rows)
-    with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=True, warn=[].append) as feed:
+    with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=1, warn=[].append) as feed:
         for _ in range(2):
             found = feed.batch(TRAIN, rows)
         assert found.rows.tolist() == [0, *range(2, 36)]
@@ -225,7 +223,7 @@ def test_whatever_is_no_picture_is_broken(tmp_path, content):
 
 def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
     data, _ = broken_folder(tmp_path)
-    with Feed(data, skip_broken=True, warn=[].append) as feed:
+    with Feed(data, skip_broken=1, warn=[].append) as feed:
         found = feed.batch(TRAIN, torch.tensor([1]))
     assert len(found.labels) == len(found.rows) == 0
 
@@ -262,9 +260,9 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
         yield
 
     ahead = object.__new__(feed._Ahead)
-    ahead._closed, ahead._pieces = False, broken_off()
+    ahead._closed = False
     with pytest.raises(seen, match=words):
-        ahead._piece()
+        ahead._piece(broken_off())
 
 
 def test_what_is_foreseen_is_what_is_asked_for():
@@ -281,44 +279,6 @@ def test_what_is_foreseen_is_what_is_asked_for():
     batches.consumed = 20  # stopped between the last step of an epoch and its test
     found = list(foresee(batches, 1, epochs=2, **rest))
     assert [(r.part, len(r.rows)) for r in found] == [(TEST, 4), (TEST, 1)]
-
-
-def gradient_picture(width, height):
-    x = torch.arange(width).repeat(height, 1) * 255 // width
-    y = torch.arange(height)[:, None].repeat(1, width) * 255 // height
-    pixels = torch.stack([x, y, 255 - x], 2).to(torch.uint8)
-    return Image.frombytes("RGB", (width, height), pixels.numpy().tobytes())
-
-
-def test_the_centre_crop_takes_the_middle():
-    picture = gradient_picture(60, 40)
-    found = transforms.CentreCrop(40)(picture)
-    assert torch.equal(found, transforms.pixels(picture)[:, :, 10:50])
-    assert transforms.CentreCrop(224)(gradient_picture(300, 500)).shape == (3, 224, 224)
-    assert (transforms.resized(224), transforms.resized(32)) == (256, 32)
-
-
-@pytest.mark.draws
-def test_random_crops_show_allowed_parts_and_mirror_half_of_them():
-    crop = transforms.RandomCrop(16, smallest=0.3)
-    boxes = [crop._box(90, 60) for _ in range(300)]
-    for left, top, right, bottom in boxes:
-        assert 0 <= left < right <= 90
-        assert 0 <= top < bottom <= 60
-        assert 0.28 < (right - left) * (bottom - top) / 5400 <= 1
-        assert 0.7 < (right - left) / (bottom - top) < 1.4
-    assert len(set(boxes)) > 250
-    mirrored = [crop(gradient_picture(90, 60))[0, 8].int().diff().sum() < 0 for _ in range(200)]
-    assert 60 < sum(mirrored) < 140
-    assert crop._box(1000, 10) == (493, 0, 506, 10)  # no such part fits: the middle
-
-
-def test_what_needs_torchvision_says_so_where_it_is_missing(monkeypatch, folder):
-    """Mixing pictures that are not varied otherwise once ended in an AttributeError."""
-    monkeypatch.setattr(transforms, "torchvision_transforms", lambda: None)
-    alone = [Augmentation("none", **{name: 0.5}) for name in ("erase", "mixup", "cutmix")]
-    for wanted in (Augmentation("trivial"), Augmentation(mixup=0.2), *alone):
-        refused(r"need torchvision, .*scatterpar\[images\]", folder, augmentation=wanted)
 
 
 def test_torchvisions_sets_are_found_by_name(tmp_path, monkeypatch):
@@ -343,13 +303,14 @@ def test_torchvisions_sets_are_found_by_name(tmp_path, monkeypatch):
         number = 3
 
     Module.Toy = Toy
-    monkeypatch.setattr(importlib, "import_module", lambda name: Module)
+    datasets = lambda name: Module if name == "datasets" else torchvision(name)  # noqa: E731
+    torchvision = pictures.torchvision
+    monkeypatch.setattr(pictures, "torchvision", datasets)
     words = r"torchvision:Toy: Dataset not found. You can .*--data-root data; --download fetches it"
     refused(words, "torchvision:Toy")
     refused("torchvision.datasets has no Absent", "torchvision:Absent")
     refused("torchvision.datasets has no number", "torchvision:number")
-    train, test, names = open_torchvision("Toy", tmp_path, download=True)
-    data = PictureData("Toy", train, test, names, 8, NONE, 0)
+    data = open_data("torchvision:Toy", Reading(augmentation=NONE, download=True))
     found = data.read(TRAIN, torch.arange(6), 0)
     assert found.labels.tolist() == [0, 1] * 3
     assert found.images[:, 0, 0, 0].tolist() == [0, 200] * 3
@@ -357,12 +318,17 @@ def test_torchvisions_sets_are_found_by_name(tmp_path, monkeypatch):
 
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
-    def missing(name):
-        raise RuntimeError("operator torchvision::nms does not exist")
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    refused(r"needs torchvision: pip install scatterpar\[images\]", "torchvision:CIFAR10")
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+
+@needs_timm
+@pytest.mark.parametrize("name", ["nonsense"])
+def test_a_policy_that_timm_does_not_have_is_named(folder, name):
     refused(
-        r"needs torchvision: pip install scatterpar\[images\] \(operator", "torchvision:CIFAR10"
+        "is none of none, crop, trivial and rand, nor a policy",
+        folder,
+        augmentation=Augmentation(name),
     )
 
 
@@ -409,8 +375,10 @@ def test_a_data_set_of_hugging_face_that_does_not_fit_is_named(fake_datasets):
         return {"train": part, "test": part}
 
     refuse(r"datasets:toy: no network here .*--data-root data; --download fetches it", missing)
-    refuse("datasets:toy has train, other, not train and test", lambda: {"train": 1, "other": 2})
-    refuse("one column of kind Image, and has none among text, kind", without_pictures)
+    refuse(
+        "datasets:toy: it has train, other, not train and test", lambda: {"train": 1, "other": 2}
+    )
+    refuse("needs one column of kind Image, and has none among text, kind", without_pictures)
 
 
 def test_missing_datasets_names_the_extra(monkeypatch):
@@ -419,31 +387,6 @@ def test_missing_datasets_names_the_extra(monkeypatch):
     refused(r"needs Hugging Face's datasets: pip install scatterpar\[datasets\]", "datasets:toy")
 
 
-needs_torchvision = pytest.mark.skipif(
-    transforms.torchvision_transforms() is None, reason="torchvision does not import here"
-)
-
-
-@needs_torchvision
-@pytest.mark.draws
-@pytest.mark.parametrize("size", [16, 160])
-def test_the_fallback_gives_torchvisions_own_pixels(monkeypatch, size):
-    theirs = transforms.for_training(size, Augmentation())
-    ours = transforms.RandomCrop(size, Augmentation().smallest_crop)
-    v2 = transforms.torchvision_transforms()
-    plain = v2.Compose([v2.Resize(transforms.resized(size)), v2.CenterCrop(size), v2.PILToTensor()])
-    assert type(theirs) is v2.Compose
-    shapes = [(300, 200), (200, 333), (1000, 90), (17, 250), (225, 225), (256, 300)]
-    for seed, shape in enumerate(shapes * 20):
-        picture = gradient_picture(*shape)
-        torch.manual_seed(seed)
-        expected = theirs(picture)
-        torch.manual_seed(seed)
-        assert torch.equal(ours(picture), expected), (seed, shape)
-        assert torch.equal(transforms.for_testing(size)(picture), plain(picture))
-
-
-@needs_torchvision
 @pytest.mark.parametrize(
     "augmentation",
     [
@@ -452,6 +395,7 @@ def test_the_fallback_gives_torchvisions_own_pixels(monkeypatch, size):
         Augmentation("none", erase=1.0),
         Augmentation(mixup=0.2),
         Augmentation(mixup=0.2, cutmix=1.0),
+        pytest.param(Augmentation("rand-m9-mstd0.5-inc1"), marks=needs_timm),
     ],
 )
 def test_torchvisions_augmentation_is_the_same_in_any_worker(folder, augmentation):

@@ -10,21 +10,23 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from faults.processes import SILENCE, run
-from helpers.pictures import truncate, write_folder
+from helpers.pictures import needs_torchvision, truncate, write_folder
 from helpers.torchrun import differences, environment, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, ending, epochs, feed, preparation
-from scatterpar.train.cli import main
-from scatterpar.train.records import Metrics
+from scatterpar.train import checkpoint, feed, preparation
+from scatterpar.train import run as tool
+from scatterpar.train.records import Metrics, writing
+from scatterpar.train.run import main
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.draws, needs_torchvision]
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
 QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default network's time
@@ -33,7 +35,7 @@ QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default netwo
 @pytest.fixture(autouse=True)
 def _no_drawing(monkeypatch):
     """Only the run whose page is looked at draws its curves, which takes longer than to train."""
-    monkeypatch.setattr(ending, "draw_curves", lambda records, path: path.touch())
+    monkeypatch.setattr(tool, "draw_curves", lambda records, path: path.touch())
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +136,14 @@ def test_broken_pictures_can_be_left_out_and_are_counted(tmp_path, capsys):
     for part in ("train", "test"):
         truncate(min((folder / part / "Sandal").iterdir()))
     out = tmp_path / "out"
-    assert train(folder, out, "--skip-broken", "--workers", "0") == 0
-    printed = capsys.readouterr()
+    for skipped in ("1", "2"):
+        options = ["--check-data", "--skip-broken", skipped, "--workers", "0"]
+        assert train(folder, out, *options) == (2 if skipped == "1" else 0)
+        listed = (out / "broken.txt").read_text().splitlines()
+        assert [Path(line.split("\t")[0]).parts[-3] for line in listed] == ["train", "test"]
+        printed = capsys.readouterr()
+        assert f"2 of 144 pictures cannot be read; the list is in {out}/broken.txt" in printed.out
+        assert ("mend or remove them, or --skip-broken 2" in printed.err) == (skipped == "1")
     assert (printed.out + printed.err).count("left out: ") == 2
     assert "2 broken files left out" in printed.out
     assert [r["left_out"] for r in records(out, "epoch")] == [2, 4, 6]
@@ -203,12 +211,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path, capsys, monk
 
 def _written(late, metrics, record):
     """As `_append` does where the file system refuses."""
-    from scatterpar.train.records import _unwritable
-
-    try:
+    with writing(metrics._path):
         late(metrics, record)
-    except OSError as error:
-        raise _unwritable(metrics._path, error) from error
 
 
 @pytest.mark.slow
@@ -287,7 +291,7 @@ def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsy
     def refusing(*_, **keywords):
         raise ValueError(f"{keywords}")
 
-    monkeypatch.setattr(preparation, "make_engine", refusing)
+    monkeypatch.setattr(preparation, "ScatterOnceParallel", refusing)
     for option, words in [
         (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
         (["--shares", "auto"], "'shares': 'auto'"),
@@ -330,29 +334,6 @@ def test_fine_tuning_takes_what_fits_and_names_the_rest(folder, tmp_path, capsys
     assert "--init absent.pth cannot be read: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--optimizer", "Adan"], "--optimizer Adan: torch.optim has no such class, but "),
-        (["--optimizer-option", "beta=3"], "unexpected keyword argument 'beta'"),
-        (["--optimizer-option", "beta"], "'beta' is not of the form name=value"),
-        (["--drop-at", "2,2"], "--drop-at: 2 must be after the 2 before it"),
-        (["--drop-at", "3"], "and below --epochs 3"),
-        (
-            ["--zero-init-residual", "--model", "cnn"],
-            "--zero-init-residual: cnn has no residual blocks",
-        ),
-        (["--erase", "1.5"], "'1.5' is not a number at least 0 and at most 1"),
-        (["--autocast", "float8"], "invalid choice: 'float8'"),
-    ],
-)
-def test_wrong_options_are_one_line(folder, tmp_path, capsys, options, words):
-    assert train(folder, tmp_path / "out", *options) == 2
-    printed = capsys.readouterr().err
-    assert words in printed
-    assert re.fullmatch("scatterpar train: error: .*\n", printed)
-
-
 def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monkeypatch):
     read = feed.Feed._read
 
@@ -388,7 +369,7 @@ def test_whole_steps_are_compared(folder, tmp_path, capsys):
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(epochs, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--augment", "none") == 0
     line = r"^epoch 1/1, 40%: loss \d+\.\d{4}, [\d,]+ images/s, 0:00:0\d left$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
@@ -410,7 +391,7 @@ def test_a_page_shows_what_was_reached(finished):
     for words in (
         *("cnn on ", "test accuracy, 24 images", "test loss", "What was taken for what"),
         *("Worst mistakes", "Time by phase", "waiting for images", "nn.DataParallel"),
-        *("images per second", "data:image/png;base64,", "Sandal"),
+        *("images per second", "data:image/png;base64,", "Confusion matrix"),
     ):
         assert words in page, words
     assert not re.search(r"(src|href)=[\"']https?:", page)
@@ -483,4 +464,4 @@ def test_predict_says_what_is_wrong(folder, finished, tmp_path, capsys):
     truncate(min((truncate_one / "Bag").iterdir()))
     arguments = [finished / "best.pt", truncate_one, "--workers", "0"]
     refused("cannot be read as an image: .*truncated", *arguments)
-    assert len(predicted(capsys, *arguments, "--skip-broken")) == 8
+    assert len(predicted(capsys, *arguments, "--skip-broken", "1")) == 8

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.torchrun import finish, launched, steps
 
-from scatterpar.train.cli import main
+from scatterpar.train.run import main
 
 pytestmark = pytest.mark.draws
 TOOL = [

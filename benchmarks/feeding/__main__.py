@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.device_choice import choose_devices
+from scatterpar.train.data import TRAIN, Source
 from scatterpar.train.feed import Feed, Request
-from scatterpar.train.model_choice import build_model
-from scatterpar.train.opening import Reading, open_data
-from scatterpar.train.source import TRAIN, Source
+from scatterpar.train.machines import choose_devices
+from scatterpar.train.models import build_model
+from scatterpar.train.pictures import Reading, open_data
 
 Step = Callable[[Tensor, Tensor], object]
 

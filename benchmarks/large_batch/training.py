@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import load
-from scatterpar.train.growth import Growth, averaging
 from scatterpar.train.loop import Batches
 from scatterpar.train.models import SmallCNN
-from scatterpar.train.schedule import make_growing_scheduler
+from scatterpar.train.schedule import Growth, averaging, make_scheduler
 
 EPOCHS = 20
 BASE_BATCH = 256
@@ -73,7 +72,7 @@ def train(network: str, recipe: Recipe, seed: int, held_out: int = 0) -> dict[st
     optimizer = torch.optim.SGD(groups, lr=recipe.rate, momentum=0.9, nesterov=True)
     batches = Batches(len(train_images), recipe.batch, seed)
     if recipe.grows:
-        scheduler = make_growing_scheduler(optimizer, batches, recipe.epochs, recipe.warmup_epochs)
+        scheduler = make_scheduler(optimizer, batches, recipe.epochs, recipe.warmup_epochs)
     else:
         scheduler = schedule(optimizer, recipe, batches.steps_per_epoch)
     growth, noise, measured = Growth.up_to(batches.rows), NoiseScale(), recipe.noise or recipe.grows

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -27,12 +28,8 @@ Place = torch.device | str  # a device, HOST or PINNED
 class Route:
     """Copies from one memory to another.
 
-    Attributes:
-        source: a device, ``host`` or ``pinned host``.
-        target: likewise.
-        altered: how many bytes arrived other than they were sent, by the size of the copy.
-        gigabytes_per_second: of the largest copy, the best of some.
-        error: what was raised instead.
+    ``altered`` tells how many bytes arrived other than they were sent, by the size of the copy;
+    the speed is that of the largest one.
     """
 
     source: str
@@ -46,10 +43,13 @@ class Route:
         """Whether every byte arrived."""
         return self.error is None and not any(self.altered.values())
 
-    @property
-    def between_devices(self) -> bool:
-        """Whether neither end is the host."""
-        return not {self.source, self.target} & {HOST, PINNED}
+    def __str__(self) -> str:
+        way = f"{self.source:>12} to {self.target:12}"
+        if self.error is not None:
+            return f"{way} failed: {self.error}"
+        wrong = [f"{n} of {size} bytes altered" for size, n in self.altered.items() if n]
+        speed = f"{self.gigabytes_per_second:.2f} GB/s"
+        return f"{way} {speed:>12}  {'WRONG: ' if wrong else 'whole'}{', '.join(wrong)}"
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
@@ -59,7 +59,7 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     for device in memories:
         kinds = (HOST,) if device.type == "cpu" else (HOST, PINNED)  # pinned is for accelerators
         found += [way for kind in kinds for way in ((kind, device), (device, kind))]
-    return found + [(one, other) for one in memories for other in memories if one != other]
+    return [*found, *permutations(memories, 2)]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
@@ -81,17 +81,16 @@ def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
-    """A copy at ``target`` of ``tensor``, which is at ``source``, and the seconds that it took.
-
-    Made by the engine's own verbs.
-    """
-    device = torch.device("cpu") if isinstance(target, str) else target
+    """A copy at ``target`` of ``tensor``, by the engine's own verbs, and its seconds."""
     pinned = torch.empty_like(tensor, device="cpu", pin_memory=True) if target == PINNED else None
     settle([source, target])
     start = time.perf_counter()
-    if pinned is not None:
+    if pinned is None:
+        device = torch.device("cpu") if isinstance(target, str) else target
+        arrived = Ledger().copy(tensor, device, "scatter")
+    else:
+        arrived = pinned
         Ledger().copy_into(pinned, tensor, "scatter")
-    arrived = Ledger().copy(tensor, device, "scatter") if pinned is None else pinned
     settle([source, target])
     return arrived, max(time.perf_counter() - start, 1e-9)
 
@@ -110,5 +109,4 @@ def _tried(sent: Tensor, source: Place, target: Place) -> tuple[int, float]:
     else:
         there = sent if isinstance(source, str) else sent.to(physical(source))
     arrived, seconds = carry(there, source, target)
-    found = arrived.cpu()
-    return 0 if torch.equal(found, sent) else int((found != sent).sum()), seconds
+    return int((arrived.cpu() != sent).sum()), seconds

@@ -2,21 +2,80 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from json import dumps
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from scatterpar.checkup import copies, exactness, machine, report, speed
-from scatterpar.checkup.problems import PROBLEMS
-from scatterpar.checkup.report import Report, title
-from scatterpar.checkup.verdicts import judge
+from scatterpar.checkup import copies, machine, training
+from scatterpar.checkup.copies import Route
+from scatterpar.checkup.training import Speed, Step
+from scatterpar.checkup.verdicts import Verdict, judge
 from scatterpar.devices.verbs import DeviceLike, resolve
 
-__all__ = ["doctor"]
+__all__ = ["Report", "doctor", "main"]
 
 _WITHOUT_ACCELERATOR = ("cpu:0", "cpu:1")
+
+
+@dataclass
+class Report:
+    """What ``doctor()`` found; ``print`` shows the page again.
+
+    Attributes:
+        devices: one name per replica.
+        machine: what there is, in words.
+        copies: between every two memories.
+        steps: exact or not.
+        speeds: of the engine and of others.
+        verdicts: what follows.
+    """
+
+    devices: list[str]
+    machine: dict[str, str] = field(default_factory=dict)
+    copies: list[Route] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    _lines: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong; slow is not wrong."""
+        return not any(verdict.kind == "WRONG" for verdict in self.verdicts)
+
+    @property
+    def exit_code(self) -> int:
+        """0: fine; 1: something is wrong."""
+        return 0 if self.passed else 1
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines).lstrip()
+
+    def __repr__(self) -> str:
+        return f"<{'fine' if self.passed else 'WRONG'}: {len(self.verdicts)} verdicts>"
+
+    def show(self, *findings: object) -> None:
+        """Print what was found, at once: a broken machine may hang in what comes next."""
+        for finding in findings:
+            self._lines.append(str(finding))
+            print(finding, flush=True)
+
+    def title(self, words: str) -> None:
+        """The line above a section."""
+        self.show(f"{chr(10) if self._lines else ''}{words}", "-" * len(words))
+
+    def write(self, path: Path) -> None:
+        """All of it as JSON; NaN and infinity become text, which JSON does not have."""
+        content = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
+        content["exit_code"] = self.exit_code
+        path.write_text(dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
 
 
 def doctor(
@@ -65,27 +124,65 @@ def doctor(
 
 
 def _examine(places: Sequence[torch.device], found: Report) -> None:
-    """Each finding is shown as soon as it is there: a broken machine may hang in the next one."""
     from scatterpar import __version__
 
     load = machine.load_per_core()  # before this adds to it
+    found.title("what there is")
     found.machine = machine.describe(places, __version__)
-    _show(title("what there is").lstrip(), *report.machine_lines(found.machine))
-    _show(title("copies"))
+    found.show(*(f"{name + ':':22} {words}" for name, words in found.machine.items()))
+    found.title("copies")
     for route in copies.examine(places):
         found.copies.append(route)
-        _show(report.copy_line(route))
-    _show(title("one exact step"))
-    for problem in PROBLEMS:
-        found.steps.append(exactness.examine(problem, places))
-        _show(report.step_line(found.steps[-1]))
-    _show(title("speed"))
-    for problem in PROBLEMS:
-        found.speeds.append(speed.examine(problem, places))
-        _show(*report.speed_lines(found.speeds[-1]))
+        found.show(route)
+    found.title("one exact step")
+    for name in training.NETWORKS:
+        found.steps.append(training.take_step(name, places))
+        found.show(found.steps[-1])
+    found.title("speed")
+    for name in training.NETWORKS:
+        found.speeds.append(training.measure(name, places, is_judged=load <= 1))
+        found.show(found.speeds[-1])
+    found.title("verdict")
     found.verdicts = judge(places, found.copies, found.steps, found.speeds, load)
-    _show(title("verdict"), *map(str, found.verdicts))
+    found.show(*found.verdicts)
 
 
-def _show(*lines: str) -> None:
-    print(*lines, sep="\n", flush=True)
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and value - value != 0 else value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m scatterpar doctor`; returns the exit code.
+
+    0: nothing is wrong; 1: something is; 2: an argument is wrong, with one line on stderr that
+    says what; 130: interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m scatterpar doctor",
+        description="Examine this machine: what it has, whether copies between devices arrive as "
+        "they were sent, whether a step on all devices is exact, how fast it is, and what to do.",
+        epilog="exit code: 0 nothing is wrong, 1 something is, 2 an argument is wrong",
+    )
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        metavar="DEVICE",
+        help="one for each replica, such as cuda:0,cuda:1 or cpu:0 cpu:1; default: every "
+        "accelerator, or two virtual devices (cpu:0,cpu:1) without any",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
+    given = parser.parse_args(arguments)  # ends the process with 2 itself
+    names = [name.strip() for words in given.devices or () for name in words.split(",")]
+    devices = [int(name) if name.isdecimal() else name for name in names]
+    try:
+        return doctor(None if given.devices is None else devices, given.json).exit_code
+    except (ValueError, TypeError, OSError) as error:
+        print(f"scatterpar doctor: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("scatterpar doctor: interrupted", file=sys.stderr)
+        return 130

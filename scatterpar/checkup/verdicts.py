@@ -9,8 +9,7 @@ from statistics import geometric_mean, median
 import torch
 
 from scatterpar.checkup.copies import HOST, PINNED, Route
-from scatterpar.checkup.exactness import Step
-from scatterpar.checkup.speed import ACCUM, ENGINE, ONE, PER_CALL, Speed
+from scatterpar.checkup.training import ACCUM, ENGINE, ONE, PER_CALL, Speed, Step
 
 __all__ = ["Verdict", "judge"]
 
@@ -56,18 +55,18 @@ def judge(
     """The verdicts, in the order of the examination."""
     is_busy = load_per_core > 1
     found = [*_on_copies(routes), *([] if is_busy else _on_links(routes)), *_on_steps(steps)]
-    judged = [speed for speed in speeds if speed.error is not None or not is_busy]
-    found += [verdict for speed in judged for verdict in _on_speed(speed, devices)]
-    found += _on_shares(devices, judged)
+    for speed in speeds:
+        if speed.error is not None:
+            found.append(Verdict("WRONG", f"timing the {speed.problem} failed: {speed.error}"))
+        elif not is_busy:
+            found.append(_on_speed(speed, devices))
     if is_busy:
-        found.append(
-            Verdict(
-                "note",
-                f"the machine is busy with other work ({load_per_core:.1f} processes for each "
-                f"core), so no speed is judged; run this again when it is quiet.",
-            )
+        words = (
+            f"the machine is busy with other work ({load_per_core:.1f} processes for each core), "
+            f"so no speed is judged; run this again when it is quiet."
         )
-    return found
+        return [*found, Verdict("note", words)]
+    return [*found, *_on_shares(devices, speeds)]
 
 
 def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
@@ -77,7 +76,7 @@ def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
             yield Verdict("WRONG", f"{route.source} to {route.target} failed: {route.error}")
             continue
         size, altered = max(route.altered.items(), key=lambda item: item[1] / item[0])
-        advice = _LINKS if route.between_devices and not _at_host(broken) else _MEMORY
+        advice = _MEMORY if any(_ends(one) != ("card", "card") for one in broken) else _LINKS
         yield Verdict(
             "WRONG",
             f"copies from {route.source} to {route.target} bring other bytes than were sent: "
@@ -87,28 +86,24 @@ def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
         yield Verdict("fine", f"copies arrive as they were sent, on all {len(routes)} ways.")
 
 
-def _at_host(routes: Sequence[Route]) -> bool:
-    return any(not route.between_devices for route in routes)
+def _ends(route: Route) -> tuple[str, ...]:
+    """The kinds of memory at both ends."""
+    return tuple(e if e in (HOST, PINNED) else "card" for e in (route.source, route.target))
 
 
 def _on_links(routes: Sequence[Route]) -> Iterator[Verdict]:
     """A way that is much slower than others of its kind."""
-    kinds: dict[tuple[str, str], list[Route]] = {}
-    for route in routes:
-        if route.arrives and "cpu" not in f"{route.source} {route.target}":
-            ends = [e if e in (HOST, PINNED) else "card" for e in (route.source, route.target)]
-            kinds.setdefault((ends[0], ends[1]), []).append(route)
-    for alike in kinds.values():
-        usual = median(route.gigabytes_per_second for route in alike)
-        for route in alike:
-            if route.gigabytes_per_second < _LAME * usual:
-                yield Verdict(
-                    "slow",
-                    f"{route.source} to {route.target} moves "
-                    f"{route.gigabytes_per_second:.2f} GB/s, and {usual:.2f} is usual here. Look "
-                    f"at the slot and its PCIe lanes (nvidia-smi -q, lspci -vv: LnkSta), at a "
-                    f"riser cable, and at what else uses the way.",
-                )
+    judged = [r for r in routes if r.arrives and "cpu" not in f"{r.source} {r.target}"]
+    for route in judged:
+        alike = [one for one in judged if _ends(one) == _ends(route)]
+        usual = median(one.gigabytes_per_second for one in alike)
+        if route.gigabytes_per_second < _LAME * usual:
+            yield Verdict(
+                "slow",
+                f"{route.source} to {route.target} moves {route.gigabytes_per_second:.2f} GB/s, "
+                f"and {usual:.2f} is usual here. Look at the slot and its PCIe lanes (nvidia-smi "
+                f"-q, lspci -vv: LnkSta), at a riser cable, and at what else uses the way.",
+            )
 
 
 def _on_steps(steps: Sequence[Step]) -> Iterator[Verdict]:
@@ -126,42 +121,36 @@ def _on_steps(steps: Sequence[Step]) -> Iterator[Verdict]:
             yield Verdict(
                 "fine",
                 f"the gradient of the {step.problem} on all devices is that on one "
-                f"({step.worst:.1e} apart, in {step.dtype.removeprefix('torch.')}).",
+                f"({step.worst:.1e} apart, in {step.dtype}).",
             )
     for words in dict.fromkeys(words for step in steps for words in step.warned):
         yield Verdict("note", words)
 
 
-def _on_speed(speed: Speed, devices: Sequence[torch.device]) -> Iterator[Verdict]:
-    if speed.error is not None:
-        yield Verdict("WRONG", f"timing the {speed.problem} failed: {speed.error}")
-        return
+def _on_speed(speed: Speed, devices: Sequence[torch.device]) -> Verdict:
     per_call, one = speed.ratio(PER_CALL), speed.ratio(ONE)
     assert one is not None
+    start = f"with the {speed.problem}"
     if per_call is not None and per_call > _SLOWER:
-        yield Verdict(
+        return Verdict(
             "slow",
-            f"with the {speed.problem} {PER_CALL} takes less time ({1 / per_call:.2f} of the "
-            f"engine's). That should not be: please report it, with this page.",
+            f"{start} {PER_CALL} takes less time ({1 / per_call:.2f} of the engine's). That should "
+            f"not be: please report it, with this page.",
         )
     if len(devices) > 1 and one > 1 / _SLOWER:
-        yield Verdict(
+        return Verdict(
             "slow",
-            f"with the {speed.problem} {len(devices)} replicas take {one:.2f} of one device's "
-            f"time. {_why(speed, devices)}",
+            f"{start} {len(devices)} replicas take {one:.2f} of one device's time. "
+            f"{_why(speed, devices)}",
         )
-    elif one > _SLOWER:
-        yield Verdict(
+    if one > _SLOWER:
+        return Verdict(
             "slow",
-            f"with the {speed.problem} the engine takes {one:.2f} of a plain loop's time. What is "
-            f"done once a step weighs much with so little to compute: larger batches.",
+            f"{start} the engine takes {one:.2f} of a plain loop's time. What is done once a step "
+            f"weighs much with so little to compute: larger batches.",
         )
-    else:
-        against = "" if per_call is None else f" and {per_call:.2f} of {PER_CALL}'s"
-        yield Verdict(
-            "fine",
-            f"with the {speed.problem} the {ENGINE} takes {one:.2f} of one device's time{against}.",
-        )
+    against = "" if per_call is None else f" and {per_call:.2f} of {PER_CALL}'s"
+    return Verdict("fine", f"{start} the {ENGINE} takes {one:.2f} of one device's time{against}.")
 
 
 def _why(speed: Speed, devices: Sequence[torch.device]) -> str:

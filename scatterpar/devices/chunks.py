@@ -105,7 +105,7 @@ def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
 
 def bring(
     tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
-) -> Iterator[tuple[Message, Sequence[Tensor]]]:
+) -> Iterator[tuple[Message, tuple[Tensor, ...]]]:
     """1-D tensors in the memory of ``device``, message by message, and what each piece holds.
 
     There is room for one message at a time, as in ``packed``.

@@ -44,7 +44,8 @@ class LinkCheck:
 def check_links(device_ids: Sequence[torch.device]) -> None:
     """Send known bytes from the first device to each other one and back, and compare.
 
-    And between those that gradients and parameters go between, on a tree over all devices.
+    And between those that parameters and gradients go between, on a tree over all devices and on
+    one over all replicas.
 
     A megabyte, or less where all devices lie in the host's memory.
 
@@ -55,9 +56,10 @@ def check_links(device_ids: Sequence[torch.device]) -> None:
         RuntimeError: bytes change on the way through the host's memory too.
     """
     memories = list(dict.fromkeys(device_ids))
-    ways = [(0, other) for other in range(1, len(memories))]
-    for near, far in dict.fromkeys([*ways, *chain(*rounds(len(memories)))]):
-        one, other = memories[near], memories[far]
+    ways = [(memories[0], other) for other in memories[1:]]
+    for places in (memories, device_ids):
+        ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
+    for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
         for source, target in ((one, other), (other, one)):
             pair = physical(source), physical(target)
             DETOURS.discard(pair)

@@ -43,20 +43,12 @@ class Broadcast:
     Args:
         tensors: dense tensors on the master, whose objects stay the same.
         device_ids: the memories, the master's first; entries may repeat.
-        blocks: as in ``FlatCopy``.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        device_ids: Sequence[torch.device],
-        blocks: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
         self._memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
-        self._arrivals = {
-            device: FlatCopy(tensors, device, blocks) for device in self._memories[1:]
-        }
+        self._arrivals = {device: FlatCopy(tensors, device) for device in self._memories[1:]}
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
         self._versions: list[int] = []

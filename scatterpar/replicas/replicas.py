@@ -24,7 +24,6 @@ from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import is_script, script_state
 from scatterpar.replicas.mirror import Snapshot, Survey
 from scatterpar.replicas.placement import check_placement
-from scatterpar.replicas.recurrent import weight_blocks
 from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
 from scatterpar.replicas.replica import Replica, is_state, survey_tensors
 from scatterpar.replicas.sparse import pieces_of
@@ -214,8 +213,7 @@ class Replicas:
         self.batch_norms = batch_norms(modules) if self._pools else {}
         kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
         if kinds != self._kinds or not all(map(is_, self.tensors, before)):
-            blocks = weight_blocks(modules, survey.tensors)
-            self._broadcast = Broadcast(self.tensors, self.device_ids, blocks)
+            self._broadcast = Broadcast(self.tensors, self.device_ids)
             self.shared.spoilt.clear()
         sources = {device: self._broadcast.at(device) for device in self.device_ids}
         self.replicas = [

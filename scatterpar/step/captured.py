@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.chunks import is_in_memory_order
 from scatterpar.replicas.closures import contents
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.workers import note
 
 __all__ = [
+    "brought_along",
     "filled_by_hooks",
     "ignored_values",
     "may_read",
@@ -47,34 +49,43 @@ def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str
     return own, of_file
 
 
-def other_leaves(function: Any, parts: Sequence[Replicas]) -> list[Tensor]:
-    """The leaves that require grad, beside those of ``parts``, of which ``function`` may use some.
+def brought_along(function: Any) -> list[Tensor | nn.Module]:
+    """The tensors and modules that a criterion brings along, in an order that is its own.
 
-    A criterion may close over a second module, or be a method of an object that has one. In an
-    order that depends on the function alone.
+    It may close over a second module, or be a method of an object that has one.
     """
-    found: dict[int, Tensor] = {}
-    for value in _brought_along(function):
-        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
-            if tensor.requires_grad and tensor.is_leaf:
-                found.setdefault(id(tensor), tensor)
-    for leaf in (leaf for part in parts for leaf in part.trained_tensors):
-        found.pop(id(leaf), None)
-    return list(found.values())
-
-
-def statistics(function: Any) -> list[Tensor]:
-    """The buffers of modules in training mode that ``function`` brings along, and may call."""
-    modules = [value for value in _brought_along(function) if isinstance(value, nn.Module)]
-    parts = {part for module in modules for part in module.modules() if part.training}
-    return [buffer for part in parts for buffer in part.buffers(recurse=False)]
-
-
-def _brought_along(function: Any) -> list[Tensor | nn.Module]:
     found: list[Tensor | nn.Module] = []
     with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
         _find(function, _DEPTH, found, set())
     return found
+
+
+def other_leaves(brought: Sequence[Tensor | nn.Module], parts: Sequence[Replicas]) -> list[Tensor]:
+    """The leaves of those that require grad, beside those that replicas have copies of."""
+    found: dict[int, Tensor] = {}
+    for value in brought:
+        if isinstance(value, nn.Module) and any(part.contains(value) for part in parts):
+            continue
+        for tensor in value.parameters() if isinstance(value, nn.Module) else [value]:
+            if tensor.requires_grad and tensor.is_leaf:
+                found.setdefault(id(tensor), tensor)
+    for leaf in (leaf for part in parts for leaf in part.trained_tensors) if found else ():
+        found.pop(id(leaf), None)
+    return list(found.values())
+
+
+def statistics(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+    """The buffers that a call of these modules may write: where they are in training mode."""
+    modules = [value for value in brought if isinstance(value, nn.Module)]
+    found = {
+        id(buffer): buffer
+        for module in modules
+        for part in module.modules()
+        if part._buffers and part.training
+        for buffer in part.buffers(recurse=False)
+        if is_in_memory_order(buffer) and not buffer.is_inference()
+    }
+    return list(found.values())
 
 
 def _find(value: Any, depth: int, found: list[Tensor | nn.Module], seen: set[int]) -> None:

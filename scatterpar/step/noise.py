@@ -41,7 +41,7 @@ def measure(
     plan: Plan,
     weights: Sequence[Sequence[float]],
     terms: float,
-    others: Sequence[Tensor],
+    others: Sequence[tuple[Tensor, Tensor | None]],
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up.
 
@@ -51,7 +51,7 @@ def measure(
         plan: the shares.
         weights: those of each share's micro-batches.
         terms: how many terms the loss is a mean of; where it is a sum, its rows are its terms.
-        others: leaves of which the replicas have no copies.
+        others: leaves of which the replicas have no copies, and their gradients.
     """
     if request.is_mean:
         counts = [sum(own) * terms for own in weights]
@@ -67,8 +67,8 @@ def measure(
     ]
     # A criterion that closes over parameters writes past the replicas, and what the module keeps
     # that was made of them passes its gradient on later.
-    closed_over = [*others, *(t for part in parts for t in part.trained_tensors)]
-    is_whole = all(t.grad is None for t in closed_over)
+    closed_over = [g for _, g in others] + [t.grad for part in parts for t in part.trained_tensors]
+    is_whole = all(gradient is None for gradient in closed_over)
     is_whole = is_whole and not any(_uses_kept(part) for part in parts)
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 

@@ -1,18 +1,18 @@
-"""Replica gradients to the master's, summed in the same order every time, over a tree of devices.
+"""Replica gradients to the master's, summed in the same order every time, over a tree of replicas.
 
-Replicas that share a memory are added up there, then device by device, in pairs::
+In pairs, wherever they are::
 
     0   1   2   3   4        first round:  0 += 1, 2 += 3
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-Which pairs there are depends on the number of replicas and devices alone: so does each bit of the
-sum. A gradient travels once, chunk by chunk.
+Which pairs there are depends on the number of replicas alone: so does each bit of the sum. Where
+both of a pair are in one memory nothing travels; else the far one's gradients do, chunk by chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -156,73 +156,50 @@ def sum_in_order(
     With ``in_place`` gradients that are given become sums; without, nothing that is given is
     written, and autograd can follow.
     """
-    by_device: dict[torch.device, list[dict[int, Tensor]]] = {}
-    for found, device in zip(gradients, devices, strict=True):
-        by_device.setdefault(device, []).append(dict(found))
-    memories = list(by_device)
-    for sums in by_device.values():
-        for near, far in chain(*rounds(len(sums))):
-            _add(sums[near], sums[far], in_place)
-            sums[far] = {}
-    sums_of = dict(enumerate(sums[0] for sums in by_device.values()))
-    if in_place:
-        heads = {i: _Head(memories[i], sums) for i, sums in sums_of.items()}
-        for near, far in chain(*rounds(len(memories))):
-            heads[near].join(heads.pop(far), ledger)
-    else:
-        for near, far in chain(*rounds(len(memories))):
-            _add(sums_of[near], _bring(sums_of.pop(far), memories[near], ledger), in_place)
-    return sums_of[0]
+    sums = [dict(found) for found in gradients]
+    for near, far in chain(*rounds(len(sums))):
+        found, sums[far] = sums[far], {}
+        if devices[near] == devices[far]:
+            _add(sums[near], found, in_place)
+        elif in_place:
+            _take_in(sums[near], found, devices[near], ledger)
+        else:
+            _add(sums[near], _bring(found, devices[near], ledger), in_place)
+    return sums[0]
 
 
-class _Head:
-    """The sums of one device, by position, and how they lie in its memory.
-
-    Args:
-        device: whose they are.
-        sums: become the sums of several devices.
-    """
-
-    def __init__(self, device: torch.device, sums: dict[int, Tensor]) -> None:
-        self._device = device
-        self._sums = sums
-        self._flats: dict[int, Tensor] = {}  # 1-D, in the order of memory
-        self._layouts: dict[int, tuple[Any, ...]] = {}
-        for i in sums:
-            self._look_at(i)
-
-    def join(self, other: _Head, ledger: Ledger) -> None:
-        """Add what another device has, in place, with room for one chunk."""
-        alike = [i for i, layout in other._layouts.items() if self._layouts.get(i) == layout]
-        fresh = [i for i in other._flats if i not in self._sums]
-        for i in fresh:
-            self._make_room(i, other._sums[i])
-        travelling = {*alike, *fresh}
-        for i, tensor in other._sums.items():
-            if i not in travelling:
-                _add(self._sums, {i: ledger.copy(tensor, self._device, "reduce")}, in_place=True)
-                self._look_at(i)
-        self._take_in(torch._foreach_add_, {i: other._flats[i] for i in alike}, ledger)
-        self._take_in(torch._foreach_copy_, {i: other._flats[i] for i in fresh}, ledger)
-
-    def _take_in(
-        self, put: Callable[..., Any], flats: Mapping[int, Tensor], ledger: Ledger
-    ) -> None:
-        for message, arrived in bring(flats, self._device, ledger, "reduce"):
-            put(message.of(self._flats), arrived)
-            del arrived
-
-    def _look_at(self, i: int) -> None:
-        tensor = self._sums[i]
+def _take_in(
+    total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, ledger: Ledger
+) -> None:
+    """Add, in place, what another memory has, with room for one chunk."""
+    both: dict[int, Tensor] = {}
+    fresh: dict[int, Tensor] = {}
+    here: dict[int, Tensor] = {}  # 1-D, in the order of memory, as the two above
+    for i, tensor in found.items():
         flat = in_memory_order(tensor)
-        if flat is not None:
-            self._flats[i] = flat
-            self._layouts[i] = (tensor.dtype, tensor.shape, tensor.stride())
+        if flat is None or (i in total and _layout(total[i]) != _layout(tensor)):
+            _add(total, {i: ledger.copy(tensor, device, "reduce")}, in_place=True)
+            continue
+        if i in total:
+            both[i] = flat
+        else:
+            fresh[i] = flat
+            room = verbs.empty(flat.numel(), flat.dtype, device)
+            total[i] = room.as_strided(tensor.shape, tensor.stride(), 0)
+        here[i] = total[i].as_strided((flat.numel(),), (1,))
+    for message, arrived in bring(both, device, ledger, "reduce"):
+        torch._foreach_add_(message.of(here), arrived)
+        del arrived
+    for message, arrived in bring(fresh, device, ledger, "reduce"):
+        torch._foreach_copy_(message.of(here), arrived)
+        del arrived
 
-    def _make_room(self, i: int, like: Tensor) -> None:
-        flat = verbs.empty(like.numel(), like.dtype, self._device)
-        self._sums[i] = flat.as_strided(like.shape, like.stride(), 0)
-        self._look_at(i)
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What two tensors have alike whose elements lie in the same order."""
+    if tensor.layout != torch.strided:
+        return (tensor.layout,)
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def mean_buffers(

@@ -37,6 +37,7 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
         ledger: copies what has no rows, and follows those who copy the rest.
     """
     homes = {tensor.device for tensor in [*all_tensors(batch)]}
+    packed = any(isinstance(leaf, Rows) and leaf.collate is None for leaf in nested.leaves(batch))
     rowless = Delivery(ledger, rows=False)
     arrivals = []
     for share in plan.shares:
@@ -46,7 +47,7 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
         ahead = Ahead(share.device, homes)
         ledger.follow(ahead)
         here = nested.transform(partial(rowless.bring, share.device), batch)
-        arrivals.append(Arrival(here, share, dim, ahead, share.device in homes))
+        arrivals.append(Arrival(here, share, dim, ahead, packed or share.device in homes))
     return arrivals
 
 
@@ -60,7 +61,8 @@ class Arrival:
         share: which rows these are, and how they are cut into micro-batches.
         dim: the dimension that holds the rows.
         ahead: copies them; ``None`` where all of them are in the share's memory already.
-        is_partly_here: some of them are.
+        copies: what has arrived is not the sub-step's own: some of it was here, or entries that
+            travelled together begin anywhere in one memory.
     """
 
     def __init__(
@@ -69,13 +71,13 @@ class Arrival:
         share: Share,
         dim: int,
         ahead: Ahead | None = None,
-        is_partly_here: bool = False,
+        copies: bool = False,
     ) -> None:
         self._batch = batch
         self._share = share
         self._dim = dim
         self._ahead = ahead
-        self._is_partly_here = is_partly_here
+        self._copies = copies
         self._arrived: dict[int, Any] = {}
 
     def at_home(self, number: int) -> Any:
@@ -96,7 +98,7 @@ class Arrival:
         if number + 1 < len(self._share.micro_batches):
             self._set_out(number + 1, self._ahead)
         rows = self._arrived[number] if keep else self._arrived.pop(number)
-        return opened(copied(rows)) if keep or self._is_partly_here else opened(rows, copy=True)
+        return opened(copied(rows)) if keep or self._copies else opened(rows, copy=True)
 
     def _set_out(self, number: int, ahead: Ahead) -> None:
         if number not in self._arrived:

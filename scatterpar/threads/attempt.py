@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.devices.lists import copy_each
 from scatterpar.plan import Share
 from scatterpar.threads.streams import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
@@ -52,7 +53,8 @@ class Attempt:
         self.streams = RandomStreams(devices, earlier)
         self.ledger = Ledger()
         self.clock = Clock()
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def __enter__(self) -> Self:
         return self
@@ -63,14 +65,14 @@ class Attempt:
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Take a copy of what user code may write meanwhile, to be put back by ``undo``."""
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._kept = [tensor.detach() for tensor in tensors]
+        self._copies = [torch.empty_like(tensor) for tensor in self._kept]
+        copy_each(self._copies, self._kept)
 
     def undo(self) -> None:
         """Leave no trace; what is copied may be written again."""
         self.streams.rollback()
-        with torch.no_grad():
-            for tensor, value in self._kept:
-                tensor.copy_(value)
+        copy_each(self._kept, self._copies)
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.ledger.settle()
 

@@ -113,15 +113,14 @@ class Aside:
     Args:
         claims: the step's.
         parts: the replicas of the model, and those of the criterion.
-        named: leaves of which these have no copies, in an order that is every rank's.
-        closed: there may be no others, since ranks could not tell which is which.
+        named: with ranks, the leaves that the criterion may reach beside those, in an order that
+            is every rank's: without it none could tell which gradient is whose.
     """
 
     def __init__(
-        self, claims: Claims, parts: Sequence[Replicas], named: Sequence[Tensor], closed: bool
+        self, claims: Claims, parts: Sequence[Replicas], named: Sequence[Tensor] | None
     ) -> None:
-        self._claims, self._parts, self._closed = claims, parts, closed
-        self._start = [*(leaf for part in parts for leaf in part.trained_tensors), *named]
+        self._claims, self._parts, self._named = claims, parts, named
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
@@ -129,7 +128,8 @@ class Aside:
 
     def __enter__(self) -> Self:
         try:
-            self._take(self._start)
+            trained = [leaf for part in self._parts for leaf in part.trained_tensors]
+            self._take([*trained, *(self._named or ())])
         except BaseException:
             self._put_back()
             raise
@@ -139,10 +139,11 @@ class Aside:
         self._put_back()
 
     @property
-    def others(self) -> list[Tensor]:
-        """The leaves of which replicas have no copies."""
+    def others(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The leaves of which replicas have no copies, and what they were given."""
         trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
-        return [leaf for key, (leaf, _) in self._kept.items() if key not in trained]
+        others = [leaf for key, (leaf, _) in self._kept.items() if key not in trained]
+        return [(leaf, leaf.grad) for leaf in others]
 
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
@@ -160,22 +161,22 @@ class Aside:
             return
         with self._taking:
             new = [leaf for leaf in found if id(leaf) not in self._kept]
-            own = self._of_replicas() if new else ()
-            strangers = [leaf for leaf in new if id(leaf) not in own]
-            if strangers and self._closed:
+            others = [leaf for leaf in new if id(leaf) not in self._of_replicas]
+            if others and self._named is not None:
                 raise ValueError(
-                    f"the criterion reaches a parameter of shape {tuple(strangers[0].shape)} in a "
-                    f"way that cannot be seen from outside, so that ranks cannot tell whose "
-                    f"gradient is whose; bind its module with functools.partial(criterion, "
-                    f"net=net), or make the criterion an nn.Module that has it"
+                    f"the criterion reaches a parameter of shape {tuple(others[0].shape)} in a way "
+                    f"that cannot be seen from outside, so that ranks cannot tell whose gradient "
+                    f"is whose; bind its module with functools.partial(criterion, net=net), or "
+                    f"make the criterion an nn.Module that has it"
                 )
-            self._take(strangers)
+            self._take(others)
 
     def forget(self) -> None:
         """Let go of the gradients that came so far."""
         for leaf, _ in self._kept.values():
             leaf.grad = None
 
+    @functools.cached_property
     def _of_replicas(self) -> set[int]:
         pairs = [(part, replica) for part in self._parts for replica in part.replicas]
         return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained}

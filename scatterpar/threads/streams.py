@@ -1,12 +1,13 @@
-"""Random numbers of a step: reproducible, and another stream for every replica.
+"""Random numbers of a step: reproducible, another stream for every replica, on any layout.
 
-Replica 0 continues the process's own stream, as a plain loop would; the others are seeded
-from it. A step commits by moving the process's generator on, if anything was drawn.
+What a replica draws depends on its number and on the master's generators, not on where it is: so
+eight replicas draw the same numbers on one, two or eight devices. Replica 0 goes on with the
+process's own stream, as a plain loop would; the others are seeded from it. On the CPU random
+operators are led to the replica's generator (``randomness.py``). An accelerator has one generator,
+and its replicas run in turn: each puts its own state in, and takes it out when it ends.
 
-Accelerators have a generator each, all seeded alike by ``torch.manual_seed``. The master's goes
-on as in a plain loop; the others are seeded from its state and the replica's number for the
-step, and are put back after it. So who saves and restores the master's has all there is.
-Replicas that share an accelerator draw from its generator in turn, since they run in turn.
+A step commits by moving the master's generators on, if anything was drawn; others stay as they
+were. So who saves and restores the CPU's and the master's has all there is.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from scatterpar.devices.verbs import physical
 from scatterpar.threads.randomness import drawing
 
 __all__ = ["Position", "RandomStreams"]
 
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
-_CRITERION = -1  # the key of the stream that no replica draws from
+_CPU = torch.device("cpu")
+_CRITERION = -2  # the number of the stream that no replica draws from
+_NEXT = -1  # what seeds the next step, where replica 0 draws nothing
 
-Position = tuple["Tensor | None", "Tensor | None"]  # of the CPU's generator and the accelerator's
+Position = dict[torch.device, Tensor]  # the state of each generator that a replica has drawn from
 
 
 class RandomStreams:
-    """The generators of one step, one per replica, made when first drawn from.
+    """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
 
     Args:
         devices: the device of each replica that takes part.
@@ -39,19 +43,14 @@ class RandomStreams:
     """
 
     def __init__(self, devices: Sequence[torch.device], earlier: int = 0) -> None:
-        self._alone = len(devices) == 1 and not earlier
+        self._devices = [physical(device) for device in devices]
         self._earlier = earlier
-        self._before = torch.default_generator.get_state()
-        self._made: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self._devices = tuple(devices)
-        first = devices[0]
-        self._masters_seed = _seed(self._before if first.type == "cpu" else _state(first))
-        self._accelerators = [
-            _AcceleratorStream(device, self._masters_seed, earlier + replica)
-            for replica, device in enumerate(devices)
-            if device.type != "cpu" and device not in devices[:replica]
-        ]
-        self._master = self._accelerator_of(0)
+        self._before = {device: _state(device) for device in (_CPU, *self._devices)}
+        self._streams: dict[tuple[int, torch.device], _Stream] = {}
+        self._alone = len(devices) == 1 and not earlier
+        if self._alone:  # it draws from the process's own
+            for device in self._before:
+                self._stream(0, device).is_in = True
 
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
@@ -59,7 +58,7 @@ class RandomStreams:
         if self._alone:
             yield
             return
-        with drawing(partial(self._generator, replica), helpers=bool(self._accelerators)):
+        with self._drawing(replica, self._devices[replica]):
             yield
 
     @contextlib.contextmanager
@@ -74,149 +73,142 @@ class RandomStreams:
             with self.of(0):
                 yield
             return
-        make, helpers = partial(self._of_all, seed), bool(self._accelerators)
-        with drawing(make, helpers=helpers), contextlib.ExitStack() as stack:
-            for stream in self._accelerators[:1]:
-                stack.enter_context(stream.seeded(seed))
+        master = self._devices[0]
+        for device in {_CPU, master}:
+            self._streams[_CRITERION, device] = _Stream(device, seed)
+        before = _state(master)
+        with self._drawing(_CRITERION, master):
             yield
+        if master != _CPU:
+            _put(master, before)  # of the only replica, which draws from there
+
+    @contextlib.contextmanager
+    def _drawing(self, number: int, device: torch.device) -> Iterator[None]:
+        on_cpu = device == _CPU
+        taking_turns = contextlib.nullcontext() if on_cpu else self._stream(number, device).put_in()
+        with taking_turns, drawing(partial(self._routed, number), helpers=not on_cpu):
+            yield
+
+    def _routed(self, number: int) -> torch.Generator:
+        return self._stream(number, _CPU).generator
 
     def seed_of_criterion(self) -> int:
         """What the first process gives the others, so that their criteria draw alike."""
-        return (_seed(self._before) - 1) % _SEEDS  # replicas take those from the number on
+        return self._seed(_CPU, _CRITERION)
 
     def now(self, replica: int) -> Position:
         """Where the stream of ``replica`` is; ``rewind`` goes back there."""
-        generator: Tensor | None = None
-        if self._alone:
-            generator = torch.default_generator.get_state()
-        elif replica in self._made:
-            generator = self._made[replica][0].get_state()
-        stream = self._accelerator_of(replica)
-        return generator, None if stream is None else stream.now()
+        found = ((device, self._streams.get((replica, device))) for device in self._before)
+        return {device: stream.state for device, stream in found if stream is not None}
 
     def rewind(self, replica: int, position: Position) -> None:
         """Let ``replica`` draw again what it drew from ``position`` on."""
-        generator, accelerator = position
-        if self._alone:
-            assert generator is not None
-            torch.default_generator.set_state(generator)
-        elif replica in self._made:
-            made, start = self._made[replica]
-            made.set_state(start if generator is None else generator)
-        stream = self._accelerator_of(replica)
-        if stream is not None and accelerator is not None:
-            stream.rewind(accelerator)
+        for device in self._before:
+            stream = self._streams.get((replica, device))
+            if stream is not None:
+                stream.rewind(position.get(device))
 
     @property
     def drawn(self) -> bool:
         """Whether any replica drew a random number."""
-        return (
-            any(not torch.equal(g.get_state(), start) for g, start in self._made.values())
-            or not torch.equal(torch.default_generator.get_state(), self._before)
-            or any(stream.drawn for stream in self._accelerators)
-        )
+        return any(stream.drawn for stream in self._streams.values())
 
     def commit(self) -> None:
-        """Move the process's generator on if anything was drawn, so that the next step differs."""
-        moved = [k for k, (g, start) in self._made.items() if not torch.equal(g.get_state(), start)]
-        if self._alone and not torch.equal(torch.default_generator.get_state(), self._before):
-            moved = []  # the only replica moved the process's generator itself
-        stands_in = self._commit_accelerators()
-        if moved or stands_in:
-            if 0 in moved and not self._earlier:
-                following = self._made[0][0]
-            else:
-                following = torch.Generator()
-                following.set_state(self._before)
-                torch.randint(_SEEDS, (), generator=following)
-            torch.default_generator.set_state(following.get_state())
-
-    def _commit_accelerators(self) -> bool:
-        """Move the master's on if anything was drawn; whether the CPU's has to stand in for it."""
-        drawn = any(stream.drawn for stream in self._accelerators)
-        goes_on = self._master is not None and self._master.drawn and not self._earlier
-        for stream in self._accelerators:
-            if stream is not self._master or not goes_on:
-                stream.rollback()
-        if drawn and self._master is not None and not goes_on:
-            self._master.seed((self._masters_seed - 1) % _SEEDS)
-        return drawn and self._master is None
+        """Move the master's generators on if anything was drawn, so that the next step differs."""
+        after = dict(self._before)
+        for source in {_CPU, self._devices[0]}:
+            first = self._streams.get((0, source))
+            if first is not None and first.drawn and not self._earlier:
+                after[source] = first.state
+            elif any(s.drawn and self._source(s.device) == source for s in self._streams.values()):
+                after[source] = _Stream(source, self._seed(source, _NEXT)).state
+        _put_all(after)
 
     def rollback(self) -> None:
         """Leave all generators as they were before the step."""
-        if not torch.equal(torch.default_generator.get_state(), self._before):
-            torch.default_generator.set_state(self._before)
-        for stream in self._accelerators:
-            stream.rollback()
+        _put_all(self._before)
 
-    def _generator(self, replica: int) -> torch.Generator:
-        if replica not in self._made:
-            number = self._earlier + replica
-            generator = torch.Generator().manual_seed((_seed(self._before) + number) % _SEEDS)
-            if number == 0:
-                generator.set_state(self._before)
-            self._made[replica] = (generator, generator.get_state())
-        return self._made[replica][0]
+    def _stream(self, number: int, device: torch.device) -> _Stream:
+        key = number, device
+        if key not in self._streams:
+            number += self._earlier
+            start = self._before[device] if not number else self._seed(self._source(device), number)
+            self._streams[key] = _Stream(device, start)
+        return self._streams[key]
 
-    def _of_all(self, seed: int) -> torch.Generator:
-        if _CRITERION not in self._made:
-            generator = torch.Generator().manual_seed(seed)
-            self._made[_CRITERION] = (generator, generator.get_state())
-        return self._made[_CRITERION][0]
+    def _source(self, device: torch.device) -> torch.device:
+        """Which of the master's generators seeds those of ``device``."""
+        return _CPU if device == _CPU else self._devices[0]
 
-    def _accelerator_of(self, replica: int) -> _AcceleratorStream | None:
-        device = self._devices[replica]
-        return next((stream for stream in self._accelerators if stream.device == device), None)
+    def _seed(self, source: torch.device, number: int) -> int:
+        """A seed out of a generator's state, without an operator: ``vmap`` may be around us."""
+        state = self._before[source]
+        content = ctypes.string_at(state.data_ptr(), state.numel())  # a storage goes byte by byte
+        digest = hashlib.blake2b(content, digest_size=4)
+        return (int.from_bytes(digest.digest(), "big") + number) % _SEEDS
 
 
-class _AcceleratorStream:
-    """The default generator of one accelerator, for one step of the replica that lives there."""
+class _Stream:
+    """What one replica draws from on one device.
 
-    def __init__(self, device: torch.device, seed: int, replica: int) -> None:
+    Attributes:
+        generator: its own.
+        is_in: its state is in the device's own generator now, and not in this one.
+    """
+
+    def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device
-        self._before = self.now()
-        if replica > 0:
-            self.seed((seed + replica) % _SEEDS)
-        self._start = self.now()
+        self.is_in = False
+        self.generator = torch.Generator(device)
+        if isinstance(start, int):
+            self.generator.manual_seed(start)
+        else:
+            self.generator.set_state(start)
+        self._start = self.generator.get_state()
+
+    @property
+    def state(self) -> Tensor:
+        return _state(self.device) if self.is_in else self.generator.get_state()
 
     @property
     def drawn(self) -> bool:
-        """Whether anything has been drawn in the step."""
-        return not torch.equal(self.now(), self._start)
+        return not torch.equal(self.state, self._start)
 
-    def now(self) -> Tensor:
-        return _state(self.device)
-
-    def rewind(self, state: Tensor) -> None:
-        torch.get_device_module(self.device).set_rng_state(state, self.device)
-
-    def seed(self, seed: int) -> None:
-        """Draw from another stream."""
-        self.rewind(torch.Generator(self.device).manual_seed(seed).get_state())
+    def rewind(self, state: Tensor | None) -> None:
+        """Back to ``state``, or to the start."""
+        state = self._start if state is None else state
+        if self.is_in:
+            _put(self.device, state)
+        else:
+            self.generator.set_state(state)
 
     @contextlib.contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Draw from ``seed`` on in the body; what draws nothing finds its own state afterwards."""
-        before = self.now()
-        generator = torch.Generator(self.device).manual_seed(seed)
-        start = generator.get_state()
-        self.rewind(start)
-        yield
-        if torch.equal(self.now(), start):
-            self.rewind(before)
-
-    def rollback(self) -> None:
-        """Leave it as it was before the step."""
-        self.rewind(self._before)
+    def put_in(self) -> Iterator[None]:
+        """In the body the device's own generator goes on with this stream."""
+        _put(self.device, self.generator.get_state())
+        self.is_in = True
+        try:
+            yield
+        finally:  # what the device's own had is put back with the step: late threads write nothing
+            self.generator.set_state(_state(self.device))
+            self.is_in = False
 
 
 def _state(device: torch.device) -> Tensor:
+    if device == _CPU:
+        return torch.default_generator.get_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def _seed(state: Tensor) -> int:
-    """A seed out of a generator's state, without an operator: ``vmap`` may be around us."""
-    content = ctypes.string_at(state.data_ptr(), state.numel())  # a storage goes byte by byte
-    digest = hashlib.blake2b(content, digest_size=4)
-    return int.from_bytes(digest.digest(), "big")
+def _put(device: torch.device, state: Tensor) -> None:
+    if device == _CPU:
+        torch.default_generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def _put_all(states: Mapping[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if not torch.equal(_state(device), state):
+            _put(device, state)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.train.errors import UsageError
+from scatterpar.train.errors import UsageError, words_of
 from scatterpar.train.evaluation import averaged
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
-from scatterpar.train.model_choice import OnPixels
+from scatterpar.train.models import OnPixels
 from scatterpar.train.random_state import random_states, set_random_states
 
 FILE = "checkpoint.pt"
@@ -79,8 +79,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        words = " ".join(str(error).split())
-        raise UsageError(f"{path} is not a checkpoint that can be read: {words:.200}") from error
+        words = f"{words_of(error):.200}"
+        raise UsageError(f"{path} is not a checkpoint that can be read: {words}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise UsageError(f"{path} is not a checkpoint of this version of the training tool")
     return state

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from scatterpar.train.data import TEST
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
-from scatterpar.train.source import TEST
+from scatterpar.train.schedule import rows_to_test
 
 _WORST = 24  # mistakes that are kept
 
@@ -49,12 +50,6 @@ class Evaluation:
     top5: float
     confusion: Tensor
     worst: list[Mistake]
-
-
-def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]:
-    """Yield the rows that this rank tests, batch by batch: int64."""
-    mine = machines.share(torch.arange(count))
-    yield from torch.split(mine, -(-batch // machines.size)) if len(mine) else ()
 
 
 @torch.no_grad()
@@ -142,7 +137,9 @@ def _together(
     worst: list[Mistake],
 ) -> Evaluation:
     """Put together what the ranks have found."""
-    everyones = machines.everyones((loss, right, right5, images, confusion, worst))
+    everyones = machines.everyones(
+        (loss, right, right5, images, confusion, [tuple(mistake) for mistake in worst])
+    )
     losses, rights, rights5, counts, confusions, worsts = zip(*everyones, strict=True)
     total = max(1, sum(counts))
     return Evaluation(

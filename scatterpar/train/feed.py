@@ -6,7 +6,8 @@ the next batch together from them. So there are in memory, whatever the number o
 batch that the engine has, the next one, and some pieces.
 
 What will be wanted is known beforehand (`foreseen`), over the ends of epochs too: there is one
-set of workers and one stream for training and testing, which never runs dry in between.
+set of workers and one stream for training and testing, which never runs dry in between. The number
+of images that were used is all there is to a resume, with any number of workers and machines.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -30,16 +31,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from scatterpar.train.errors import UsageError
-from scatterpar.train.source import Broken, Images, Source
+from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source
+from scatterpar.train.errors import UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
 _MOST_WORKERS = 16  # by default
 
 NOTHING = Images(torch.empty(0), torch.empty(0), torch.empty(0))
-# Raised where a worker ended after it had announced a piece, and before that was fetched.
-_HALF_SENT = (EOFError, ConnectionError, FileNotFoundError)
 _Piece = tuple[str, list[int], int]  # part, rows, epoch
 
 
@@ -60,14 +59,12 @@ class Request:
         for rows in torch.split(self.rows, PIECE):
             yield self.part, rows.tolist(), self.epoch
 
+    def is_the_same(self, other: Request) -> bool:
+        """Whether the other asks for the same."""
+        return str(self) == str(other) and torch.equal(self.rows, other.rows)
+
     def __str__(self) -> str:
         return f"{len(self.rows)} {self.part} images of epoch {self.epoch}"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Request):
-            return NotImplemented
-        mine, theirs = (self.part, self.epoch), (other.part, other.epoch)
-        return mine == theirs and torch.equal(self.rows, other.rows)
 
 
 class Feed:
@@ -78,7 +75,7 @@ class Feed:
         foreseen: the requests to come, in order; needed with workers.
         workers: processes that read; 0: this one reads, when it is asked.
         pin: put batches into page-locked memory, from which accelerators copy by themselves.
-        skip_broken: leave out images that cannot be read, and count them in `broken`.
+        skip_broken: how many images may be left out that cannot be read.
         warn: called with a line for each image that is left out for the first time.
 
     Attributes:
@@ -93,7 +90,7 @@ class Feed:
         foreseen: Iterable[Request] = (),
         workers: int = 0,
         pin: bool = False,
-        skip_broken: bool = False,
+        skip_broken: int = 0,
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source = source
@@ -141,17 +138,17 @@ class Feed:
     def _read(self, wanted: Request) -> Images:
         if self.source.in_memory:
             return self.source.read(wanted.part, wanted.rows, wanted.epoch)
-        reader = _Pieces(self.source)
-        return _joined((reader[piece] for piece in wanted.pieces()), len(wanted.rows), pin=False)
+        return _joined(map(_Pieces(self.source).__getitem__, wanted.pieces()), len(wanted.rows))
 
     def _leave_out(self, problem: Broken) -> None:
-        if not self._skip_broken:
-            raise FeedError(
-                f"{problem.name} cannot be read as an image: {problem.reason} "
-                "(--skip-broken leaves such files out)"
-            )
+        said = f"{problem.name} cannot be read as an image: {problem.reason}"
         if problem.name not in self.broken:
-            self._warn(f"left out: {problem.name}: {problem.reason}")
+            if len(self.broken) >= self._skip_broken:
+                raise FeedError(
+                    f"{said} (--skip-broken {len(self.broken) + 1} or more leaves it out; "
+                    "--check-data lists all such files first)"
+                )
+            self._warn(f"left out: {said}")
         self.broken[problem.name] += 1
 
 
@@ -161,66 +158,53 @@ class _Ahead:
     def __init__(
         self, source: Source, foreseen: Iterable[Request], workers: int, pin: bool
     ) -> None:
-        self._requests, requests = tee(foreseen)
-        context = _context()
-        theirs, self._alive = context.Pipe(duplex=False)
-        self._loader = DataLoader(
-            _Pieces(source),
-            batch_size=None,
-            sampler=(piece for request in requests for piece in request.pieces()),
-            num_workers=workers,
-            prefetch_factor=PIECES_AHEAD,
-            collate_fn=_as_it_is,
-            multiprocessing_context=context,
-            worker_init_fn=partial(_end_with, theirs),
-            generator=torch.Generator(),  # so that the process's own is left alone
-        )
-        self._pin = pin
+        requests, cut = tee(foreseen)
+        pieces = (piece for request in cut for piece in request.pieces())
+        self._loader, self._alive = _loader(_Pieces(source), pieces, workers)
+        self._batches = self._assembled(requests, pin)
         self._closed = False
-        self._pieces: Iterator[Images] | None = None
         self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
-        self._next: Future[tuple[Request | None, Images]] = self._assembler.submit(self._assemble)
+        self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
 
     def take(self, wanted: Request) -> Images:
         """Return the next batch, which must be the one foreseen, and begin with the one after."""
         foreseen, found = self._next.result()
-        if foreseen != wanted:
+        if foreseen is None or not foreseen.is_the_same(wanted):
             raise RuntimeError(f"{wanted} are wanted, but {foreseen or 'no more'} were foreseen")
-        self._next = self._assembler.submit(self._assemble)
+        self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
         return found
 
     def close(self) -> None:
         """End the thread and, by dropping torch's iterator, the workers."""
         self._closed = True
         self._assembler.shutdown(wait=True)
-        self._pieces = None
+        self._batches.close()
 
-    def _assemble(self) -> tuple[Request | None, Images]:
-        """Read the next batch.
+    def _assembled(
+        self, requests: Iterator[Request], pin: bool
+    ) -> Generator[tuple[Request, Images], None, None]:
+        """Read one batch after the other.
 
         The workers are started here rather than in the main thread. There torch would install a
         signal handler that raises in the middle of anything when a worker ends by itself. Here
         it is noticed when the worker's piece does not come.
         """
-        if self._pieces is None:
-            self._pieces = iter(self._loader)
-        request = next(self._requests, None)
-        if request is None:
-            return None, NOTHING
-        pieces = (self._piece() for _ in range(-(-len(request.rows) // PIECE)))
-        return request, _joined(pieces, len(request.rows), self._pin)
+        pieces = iter(self._loader)
+        for request in requests:
+            mine = (self._piece(pieces) for _ in range(-(-len(request.rows) // PIECE)))
+            yield request, _joined(mine, len(request.rows), pin)
 
-    def _piece(self) -> Images:
-        if self._closed or self._pieces is None:
+    def _piece(self, pieces: Iterator[Images]) -> Images:
+        if self._closed:
             raise RuntimeError("the feed was closed")
         try:
-            return next(self._pieces)
-        except (RuntimeError, *_HALF_SENT) as error:
+            return next(pieces)
+        except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
             if not _is_of_an_ended_worker(error):
                 raise
-            words = " ".join(str(error).split()) or type(error).__name__
             raise FeedError(
-                f"a worker process that reads images has ended by itself ({words}); the system "
+                "a worker process that reads images has ended by itself "
+                f"({words_of(error)}); the system "
                 "ends processes where memory runs out: fewer --workers need less"
             ) from error
 
@@ -236,6 +220,32 @@ class _Pieces(Dataset[Images]):
         return self.source.read(part, torch.tensor(rows), epoch)
 
 
+class _Problems(_Pieces):
+    """What a worker does to look at pictures: no more than their names and faults come back."""
+
+    def __getitem__(self, piece: _Piece) -> Images:
+        found = super().__getitem__(piece)
+        return NOTHING._replace(rows=torch.tensor(piece[1]), broken=found.broken)
+
+
+def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
+    """Look at all pictures, in parallel; return those that cannot be read.
+
+    Args:
+        source: of pictures.
+        workers: processes that read; 0: this one does.
+        told: called with the number of pictures of each piece.
+    """
+    parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
+    pieces = (piece for part, n in parts for piece in Request(part, torch.arange(n)).pieces())
+    loader, _alive = _loader(_Problems(source), pieces, workers)
+    broken: list[Broken] = []
+    for found in loader:
+        broken += found.broken
+        told(len(found.rows))
+    return broken
+
+
 def default_workers() -> int:
     """A process for each core that this one may use, at most 16."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -243,11 +253,37 @@ def default_workers() -> int:
     return min(_MOST_WORKERS, cores)
 
 
-def _joined(pieces: Iterable[Images], rows: int, pin: bool) -> Images:
+def _loader(
+    pieces: _Pieces, sampler: Iterator[_Piece], workers: int
+) -> tuple[DataLoader[Images], Connection | None]:
+    """Make a loader, and what its workers live as long as."""
+    how: dict[str, Any] = {}
+    alive = None
+    if workers:
+        context = _context()
+        theirs, alive = context.Pipe(duplex=False)
+        how = {
+            "num_workers": workers,
+            "prefetch_factor": PIECES_AHEAD,
+            "multiprocessing_context": context,
+            "worker_init_fn": partial(_end_with, theirs),
+        }
+    generator = torch.Generator()  # so that the process's own is left alone
+    made: Any = DataLoader
+    return made(
+        pieces,
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=_as_it_is,
+        generator=generator,
+        **how,
+    ), alive
+
+
+def _joined(pieces: Iterable[Images], rows: int, pin: bool = False) -> Images:
     """Copy pieces into one batch of at most so many rows, each as soon as it is there."""
     images: Tensor | None = None
-    labels: list[Tensor] = []
-    numbers: list[Tensor] = []
+    kept: list[Images] = []
     broken: list[Broken] = []
     filled = 0
     for piece in pieces:
@@ -259,11 +295,11 @@ def _joined(pieces: Iterable[Images], rows: int, pin: bool) -> Images:
             images = torch.empty(shape, dtype=piece.images.dtype, pin_memory=pin)
         images[filled : filled + len(piece.labels)] = piece.images
         filled += len(piece.labels)
-        labels.append(piece.labels.clone())
-        numbers.append(piece.rows.clone())
+        kept.append(Images(images, piece.labels.clone(), piece.rows.clone()))
     if images is None:
         return NOTHING._replace(broken=broken)
-    return Images(images[:filled], torch.cat(labels), torch.cat(numbers), broken)
+    labels, numbers = (torch.cat(column) for column in list(zip(*kept, strict=True))[1:3])
+    return Images(images[:filled], labels, numbers, broken)
 
 
 def _context() -> Any:
@@ -274,11 +310,12 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scatterpar.train.pictures"])
+    context.set_forkserver_preload(["scatterpar.train.preloaded"])
     return context
 
 
 def _is_of_an_ended_worker(error: Exception) -> bool:
+    """Whether torch says so, or the worker ended after it had announced a piece."""
     if isinstance(error, RuntimeError):
         return "DataLoader worker (pid" in str(error)
     return not str(error).startswith("Caught ")  # that is how torch passes on a worker's own

@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from scatterpar import ScatterOnceParallel, StepReport
+from scatterpar.train.data import TRAIN
 from scatterpar.train.feed import Feed
-from scatterpar.train.growth import Growth
 from scatterpar.train.machines import Machines
-from scatterpar.train.source import TRAIN
 
 IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
@@ -133,7 +132,6 @@ class Training:
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
-    growth: Growth | None = None
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """Compute in `autocast`'s dtype where that is safe, within the context."""

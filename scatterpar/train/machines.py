@@ -1,10 +1,13 @@
-"""The machines of a run: one process each, started by torchrun, or this process alone."""
+"""Where a run computes: its devices, and its machines: one process each, started by torchrun."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,12 +15,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from scatterpar.train.errors import UsageError
-from scatterpar.train.meeting import meet
-from scatterpar.train.wire import from_bytes, to_bytes
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
+_PAUSE_SECONDS = 0.02
+_DEFAULT_CPU_REPLICAS = 4
+
+
+def choose_devices(names: str | None, replicas: int | None) -> list[torch.device]:
+    """Turn `--devices` and `--replicas` into a device for each replica, the master's first.
+
+    Without names: every accelerator, else four CPU replicas with a memory of their own each
+    (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs. With a
+    number of replicas: that many, in turn over the accelerators.
+
+    Raises:
+        UsageError: a name is no device, or the device is not there.
+
+    >>> choose_devices("cpu:0,cpu:1", replicas=None)
+    [device(type='cpu', index=0), device(type='cpu', index=1)]
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if names is not None:
+        return [_device(name.strip(), accelerator) for name in names.split(",")]
+    if accelerator is None:
+        return [torch.device("cpu", i) for i in range(replicas or _DEFAULT_CPU_REPLICAS)]
+    count = torch.accelerator.device_count()
+    return [torch.device(accelerator.type, i % count) for i in range(replicas or count)]
+
+
+def _device(name: str, accelerator: torch.device | None) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(
+            f"--devices: {name!r} is not a device; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
+        ) from error
+    if device.type == "cpu":
+        return device
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    here = accelerator is not None and accelerator.type == device.type
+    if not here or (device.index or 0) >= count:
+        present = f"{count} of type {accelerator.type}" if accelerator is not None else "none"
+        raise UsageError(f"--devices: {name} is not there; accelerators on this machine: {present}")
+    return torch.device(device.type, device.index or 0)
 
 
 class Machines:
@@ -52,26 +96,30 @@ class Machines:
         return int(found)
 
     def everyones(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order; `wire` says what can be sent."""
-        if self.group is None:
-            return [value]
-        mine = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
-        padded = torch.zeros(self.largest(len(mine)), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(received, padded, group=self.group)
-        return [from_bytes(data.numpy().tobytes()) for data in received]
+        """Return every rank's value, in rank order: numbers, strings, tensors, dicts, lists."""
+        return [self.from_rank(rank, value) for rank in range(self.size)]
 
     def from_rank(self, source: int, value: Any) -> Any:
         """Return the value of rank `source`; the others' is not looked at."""
         if self.group is None:
             return value
         mine = to_bytes(value) if self.rank == source else b""
-        length = torch.tensor(len(mine))
-        dist.broadcast(length, group=self.group, group_src=source)
-        data = torch.frombuffer(bytearray(mine or int(length)), dtype=torch.uint8)
+        length = self.largest(len(mine))
+        data = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
         dist.broadcast(data, group=self.group, group_src=source)
         return from_bytes(data.numpy().tobytes())
+
+
+def to_bytes(value: Any) -> bytes:
+    """Encode what a checkpoint may hold."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """Decode what `to_bytes` made, onto the CPU; nothing in it is executed."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 @contextlib.contextmanager
@@ -83,7 +131,11 @@ def connected() -> Iterator[Machines]:
     if not launched():
         yield Machines()
         return
-    meet(_LONGEST_WAIT)
+    store, rank, size = next(rendezvous("env://", timeout=_LONGEST_WAIT))
+    store = of_this_attempt(store, rank, size, _LONGEST_WAIT)
+    dist.init_process_group(
+        backend(), store=store, rank=rank, world_size=size, timeout=_LONGEST_WAIT
+    )
     machines = Machines(dist.group.WORLD)
     yield machines
     machines.group = None
@@ -118,3 +170,48 @@ def require_one_process(devices: list[torch.device]) -> None:
             f"torchrun started {here} processes on this machine, but one uses all its devices: "
             "launch with --nproc-per-node=1"
         )
+
+
+def backend() -> str:
+    """Gloo for tensors on the host, and the accelerator's own library those on cards.
+
+    Without a name torch takes the accelerator's alone.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return dist.Backend.GLOO
+    library = dist.get_default_backend_for_device(accelerator)
+    if library == dist.Backend.NCCL and not dist.is_nccl_available():  # Windows
+        library = dist.Backend.GLOO
+    return f"cpu:gloo,{accelerator.type}:{library}"
+
+
+def of_this_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """The part of `store` that only the processes of this attempt use.
+
+    torchrun keeps one key-value store over all its restarts, and a new process could read there the
+    address of one that has died (torch's issue 135712). So the first rank numbers the attempts, and
+    each has keys of its own. Every rank asks with a word of its own and confirms the answer; a
+    question left from an earlier attempt is answered too, but nobody confirms it.
+
+    Raises:
+        TimeoutError: a rank did not come in time.
+    """
+    if rank:
+        word = uuid.uuid4().hex
+        store.set(f"asked by {rank}", word)
+        attempt = store.get(f"answer to {word}").decode()
+        store.set(f"attempt {attempt} has {rank}", "")
+        return PrefixStore(f"attempt {attempt}", store)
+    attempt = str(store.add("attempts", 1))
+    deadline, missing = time.monotonic() + timeout.total_seconds(), set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"attempt {attempt} has {other}"]):
+                missing.discard(other)
+            elif store.check([f"asked by {other}"]):
+                store.set(f"answer to {store.get(f'asked by {other}').decode()}", attempt)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not come in time")
+        time.sleep(_PAUSE_SECONDS)
+    return PrefixStore(f"attempt {attempt}", store)

@@ -8,103 +8,66 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import torch
+import tyro
 from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.arguments import Parser, count, whole
 from scatterpar.train.checkpoint import load, load_weights
-from scatterpar.train.device_choice import choose_devices
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import TEST
+from scatterpar.train.errors import UsageError, words_of
 from scatterpar.train.feed import Feed, Request, default_workers
-from scatterpar.train.folder import Files, find_images
-from scatterpar.train.model_choice import BUILT_IN, OnPixels, build_model
-from scatterpar.train.pictures import PictureData
-from scatterpar.train.source import TEST
-from scatterpar.train.transforms import Augmentation
+from scatterpar.train.machines import choose_devices
+from scatterpar.train.models import BUILT_IN, OnPixels, build_model
+from scatterpar.train.options import Count, Folder, Name, Whole, WholeOrNone, read
+from scatterpar.train.pictures import Augmentation, PictureData, find_files
 
-_PROGRAM = "scatterpar predict"
-_KNOWN = ("torchvision.models",)  # whose callables a checkpoint may name by itself
+_KNOWN = ("torchvision.models", "timm")  # whose models a checkpoint may name by itself
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The command line's options."""
+    """Write the classes of all pictures in a folder, with their scores, as CSV: a line a file."""
 
-    checkpoint: Path
-    folder: Path
-    out: Path | None
-    top: int
-    batch: int
-    micro_batch_size: int
-    devices: str | None
-    workers: int
-    model: str | None
-    skip_broken: bool
+    examples: ClassVar[str] = """examples:
+  python -m scatterpar predict runs/photos/best.pt photos/new --out classes.csv --top 5"""
+
+    # best.pt or checkpoint.pt of a training run
+    checkpoint: tyro.conf.Positional[Path]
+    # folder of pictures, with folders in it at will
+    folder: tyro.conf.Positional[Path]
+    # write there (default: standard output)
+    out: Folder = None
+    # classes of each picture
+    top: Count = 1
+    # pictures at a time
+    batch: Count = 1024
+    # pictures of a sub-step of each device
+    micro_batch_size: Count = 64
+    # such as cuda:0,cuda:1 (default: every GPU, or the CPU)
+    devices: Name = None
+    # processes that read pictures; 0: none (default: one for each core, at most 16)
+    workers: WholeOrNone = None
+    # allow the checkpoint to call this package.module:callable, if it was trained so
+    model: Name = None
+    # leave out so many pictures that cannot be read, rather than stop
+    skip_broken: Whole = 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code: 0, 2 for a wrong argument or picture, 130 interrupted."""
     try:
-        predict(parse(arguments))
+        predict(read(Wanted, arguments, "predict"))
     except UsageError as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        print(f"scatterpar predict: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{_PROGRAM}: interrupted", file=sys.stderr)
+        print("scatterpar predict: interrupted", file=sys.stderr)
         return 130
     return 0
-
-
-def parse(arguments: Sequence[str]) -> Wanted:
-    """Turn the command line into options.
-
-    Raises:
-        UsageError: an argument is wrong.
-        SystemExit: help was asked for.
-    """
-    parser = Parser(
-        prog=f"python -m {_PROGRAM}",
-        description="Write the classes of all pictures in a folder, with their scores, as CSV: a "
-        "line for each file, in order.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="best.pt or checkpoint.pt of a training run")
-    add("folder", type=Path, help="folder of pictures, with folders in it at will")
-    add("--out", type=Path, metavar="FILE", help="write there (default: standard output)")
-    add("--top", type=count, default=1, metavar="N", help="classes of each picture (default 1)")
-    add("--batch", type=count, default=1024, metavar="N", help="pictures at a time (default 1024)")
-    add(
-        "--micro-batch-size",
-        type=count,
-        default=64,
-        metavar="N",
-        help="pictures of a sub-step of each device (default 64)",
-    )
-    add("--devices", metavar="LIST", help="such as cuda:0,cuda:1 (default: every GPU, or the CPU)")
-    add(
-        "--workers",
-        type=whole,
-        default=default_workers(),
-        metavar="N",
-        help="processes that read pictures (default: one for each core, at most 16)",
-    )
-    add(
-        "--model",
-        metavar="NAME",
-        help="allow the checkpoint to call this package.module:callable, if it was trained so",
-    )
-    add(
-        "--skip-broken",
-        action="store_true",
-        help="leave out pictures that cannot be read, rather than stop",
-    )
-    return Wanted(**vars(parser.parse_args(arguments)))
 
 
 def predict(wanted: Wanted) -> None:
@@ -115,47 +78,39 @@ def predict(wanted: Wanted) -> None:
     """
     if not wanted.folder.is_dir():
         raise UsageError(f"{wanted.folder} is no folder")
-    names = list(find_images(wanted.folder))
-    if not names:
-        raise UsageError(f"{wanted.folder} holds no pictures")
+    files = find_files(wanted.folder, [""], allow_empty=True)
     model, about = _load_model(wanted)
-    classes, size = tuple(about["class_names"]), int(about["image_shape"][1])
-    files = Files(wanted.folder, names, [0] * len(names))
-    data = PictureData("", files, files, classes, size, Augmentation("none"), seed=0)
+    classes, shape = tuple(about["class_names"]), about["image_shape"]
+    data = PictureData("", files, files, classes, int(shape[1]), Augmentation("none"), seed=0)
     devices = choose_devices(wanted.devices, None if torch.accelerator.is_available() else 1)
-    batches = [Request(TEST, rows) for rows in torch.arange(len(names)).split(wanted.batch)]
+    batches = [Request(TEST, rows) for rows in torch.arange(len(files)).split(wanted.batch)]
     pin = torch.accelerator.is_available()
+    model = model.to(devices[0]).eval()
+    workers = default_workers() if wanted.workers is None else wanted.workers
     with (
         _opened(wanted.out) as file,
         ScatterOnceParallel(
-            model.to(devices[0]).eval(),
-            device_ids=devices,
-            micro_batch_size=wanted.micro_batch_size,
+            model, device_ids=devices, micro_batch_size=wanted.micro_batch_size
         ) as engine,
-        Feed(data, batches, wanted.workers, pin, wanted.skip_broken, _warn) as feed,
+        Feed(data, batches, workers, pin, wanted.skip_broken, _warn) as feed,
     ):
         top = min(wanted.top, len(classes))
         writer = csv.writer(file, lineterminator="\n")
-        heads = ["class,score", *(f"class_{n},score_{n}" for n in range(2, top + 1))]
-        writer.writerow(["file", *",".join(heads).split(",")])
+        numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
+        writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
         for batch in batches:
             found = feed.batch(TEST, batch.rows)
             if len(found.rows):
-                images = found.images if about["image_shape"][0] == 3 else _grey(found.images)
-                scores = engine(images).float().cpu()[:, : len(classes)].softmax(1)
-                for row, cells in zip(
-                    found.rows.tolist(), _cells(scores, classes, top), strict=True
+                images = found.images if shape[0] == 3 else _grey(found.images)
+                scores = engine(images).float().cpu()[:, : len(classes)].softmax(1).topk(top)
+                for row, values, places in zip(
+                    found.rows.tolist(), *map(Tensor.tolist, scores), strict=True
                 ):
-                    writer.writerow([names[row], *cells])
-
-
-def _cells(scores: Tensor, classes: Sequence[str], top: int) -> Iterator[list[str]]:
-    """Yield the best classes of each row with their scores."""
-    for values, places in zip(*(part.tolist() for part in scores.topk(top)), strict=True):
-        pairs = (
-            (classes[place], f"{value:.6f}") for place, value in zip(places, values, strict=True)
-        )
-        yield list(chain.from_iterable(pairs))
+                    name = os.path.relpath(files.name(row), wanted.folder)
+                    pairs = zip(places, values, strict=True)
+                    writer.writerow(
+                        [name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))]
+                    )
 
 
 def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
@@ -163,8 +118,7 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
     state = load(wanted.checkpoint)
     about = state["about"]
     name = str(about["model"])
-    module = name.partition(":")[0]
-    if name not in (*BUILT_IN, wanted.model) and module not in _KNOWN:
+    if name not in (*BUILT_IN, wanted.model) and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
             f"{wanted.checkpoint} is of --model {name}, which is code from elsewhere: give "
             f"--model {name} if it may be called"
@@ -174,10 +128,8 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
     try:
         load_weights(model.network, state)
     except RuntimeError as error:
-        words = " ".join(str(error).split())
-        raise UsageError(
-            f"{wanted.checkpoint} does not fit --model {name}: {words:.200}"
-        ) from error
+        words = f"{wanted.checkpoint} does not fit --model {name}: {words_of(error):.200}"
+        raise UsageError(words) from error
     return model, about
 
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar import ScatterOnceParallel, linear_scaled_lr, zero_init_residual
-from scatterpar.train.check import make_engine
+from scatterpar import ScatterOnceParallel, weight_decay_groups, zero_init_residual
 from scatterpar.train.checkpoint import Progress
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import TRAIN, Source
+from scatterpar.train.errors import UsageError, words_of
 from scatterpar.train.feed import Feed, Request, default_workers
-from scatterpar.train.growth import FIRST, Growth
 from scatterpar.train.loop import Batches, Training
 from scatterpar.train.machines import Machines
-from scatterpar.train.model_choice import OnPixels, build_model
-from scatterpar.train.optimizers import make_optimizer
-from scatterpar.train.options import Options
-from scatterpar.train.pretrained import initialise
-from scatterpar.train.schedule import foresee, make_growing_scheduler, make_scheduler
-from scatterpar.train.source import Source
+from scatterpar.train.models import OnPixels, build_model, initialise
+from scatterpar.train.options import Options, keywords_of
+from scatterpar.train.pictures import import_timm
+from scatterpar.train.schedule import FIRST, Growth, foresee, make_scheduler
 
 
 def make_model(options: Options, source: Source) -> tuple[OnPixels, list[str]]:
@@ -53,14 +50,18 @@ def hire_engine(
     """
     layout = torch.channels_last if options.channels_last else torch.preserve_format
     model = model.to(devices[0], memory_format=layout)  # type: ignore[call-overload]
-    keywords: dict[str, Any] = {
-        "shares": options.shares,
-        "measure_noise": options.measure_noise,
-        "compile": options.compile or None,
-    }
-    cut = (options.accum, options.micro_batch_size, devices)
     try:
-        return make_engine(model, *cut, machines, **keywords)
+        return ScatterOnceParallel(
+            model,
+            options.accum or 1,
+            devices,
+            micro_batch_size=options.micro_batch_size,
+            check_finite=True,
+            process_group=machines.group,
+            shares=options.shares,
+            measure_noise=options.measure_noise,
+            compile=options.compile or None,
+        )
     except ValueError as error:
         if options.batch == "auto" and "compares the gradients" in str(error):
             raise UsageError(
@@ -77,8 +78,8 @@ def prepare(
     source: Source,
     options: Options,
     machines: Machines,
-) -> Training:
-    """Make what changes while training, at its start.
+) -> tuple[Training, Growth | None]:
+    """Make what changes while training, at its start, and the sizes of a batch that grows.
 
     Raises:
         UsageError: the options do not go together.
@@ -96,63 +97,85 @@ def prepare(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
             "cannot train on: choose another --batch, or fewer --accum or --replicas"
         )
-    keywords = dict(options.optimizer_options)
-    if options.optimizer.lower() == "sgd":
-        keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
-    # The schedule of a batch that grows scales the rate of `FIRST` itself.
-    rate = linear_scaled_lr(options.base_lr, FIRST if options.batch == "auto" else batches.batch)
-    optimizer = make_optimizer(options.optimizer, model, rate, options.weight_decay, keywords)
+    optimizer = make_optimizer(model, options)
+    epochs, warmup = options.epochs, options.warmup_epochs or 0
     dtype = None if options.autocast is None else getattr(torch, options.autocast)
-    return Training(
+    average, kind = None, engine.device_ids[0].type
+    if options.ema is not None:
+        function = get_ema_multi_avg_fn(options.ema)
+        average = AveragedModel(model, multi_avg_fn=function, use_buffers=True)
+    training = Training(
         engine,
         optimizer,
-        _scheduler(optimizer, batches, options),
+        make_scheduler(optimizer, batches, epochs, warmup, options.drop_at),
         batches,
         machines,
-        scaler=torch.amp.GradScaler(_kind(engine)) if dtype is torch.float16 else None,
-        average=None if options.ema is None else _average(model, options.ema),
+        scaler=torch.amp.GradScaler(kind) if dtype is torch.float16 else None,
+        average=average,
         autocast=dtype,
         clip=options.clip,
-        growth=_growth(images, one_row) if options.batch == "auto" else None,
     )
+    if options.batch != "auto":
+        return training, None
+    return training, Growth.up_to(images, fits=lambda batch: not one_row(batch))
 
 
-def _growth(images: int, one_row: Callable[[int], int]) -> Growth:
-    return Growth.up_to(images, fits=lambda batch: not one_row(batch))
+def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
+    """Build an optimizer for a model, without decay of biases and norms; its rate is for `FIRST`.
 
+    It is torch's where torch has one of that name, in any case; else timm's.
 
-def _scheduler(optimizer: Optimizer, batches: Batches, options: Options) -> LRScheduler:
-    if options.batch == "auto":
-        epochs, warmup = options.epochs, options.warmup_epochs
-        return make_growing_scheduler(optimizer, batches, epochs, warmup, options.drop_at)
-    epoch = batches.steps_per_epoch
-    drops = [number * epoch for number in options.drop_at]
-    return make_scheduler(optimizer, options.epochs * epoch, options.warmup_epochs * epoch, drops)
-
-
-def _average(model: nn.Module, decay: float) -> AveragedModel:
-    function = get_ema_multi_avg_fn(decay)
-    return AveragedModel(model, multi_avg_fn=function, use_buffers=True)
-
-
-def _kind(engine: ScatterOnceParallel) -> str:
-    return str(engine.device_ids[0].type)
+    Raises:
+        UsageError: there is no such optimizer, or it does not take the options.
+    """
+    keywords = keywords_of(options.optimizer_option)
+    if options.optimizer.lower() == "sgd":
+        keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
+    keywords = {"lr": options.base_lr, **keywords}
+    known = {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    factory: Any = known.get(options.optimizer.lower())
+    try:
+        if factory is not None and options.layer_decay is None:
+            groups = weight_decay_groups(model, options.weight_decay)
+            made: Optimizer = factory(groups, **keywords)
+            return made
+        made = import_timm("optim").create_optimizer_v2(
+            model.network,
+            options.optimizer,
+            weight_decay=options.weight_decay,
+            layer_decay=options.layer_decay,
+            **keywords,
+        )
+    except (UsageError, AssertionError, TypeError, ValueError) as error:
+        names = ", ".join(sorted(value.__name__ for value in known.values()))
+        words = f"--optimizer {options.optimizer}, with its options: {words_of(error)}"
+        raise UsageError(f"{words} (torch.optim has {names}; timm has more)") from error
+    for group in made.param_groups:
+        group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
+    return made
 
 
 def make_feed(training: Training, source: Source, options: Options, progress: Progress) -> Feed:
     """Start what reads the images, from where the run is."""
-    workers = options.workers
-    if source.in_memory:
-        workers = 0
-    elif workers is None:
-        workers = default_workers()
+    workers = workers_of(options, source)
     pin = torch.accelerator.is_available()
-    foreseen = what_comes(training, len(source.test), options, progress)
+    foreseen = what_comes(training, source, options, progress)
     return Feed(source, foreseen, workers, pin, options.skip_broken, _warn)
 
 
+def workers_of(options: Options, source: Source) -> int:
+    """How many processes read the images."""
+    if source.in_memory:
+        return 0
+    return default_workers() if options.workers is None else options.workers
+
+
 def what_comes(
-    training: Training, test_images: int, options: Options, progress: Progress
+    training: Training, source: Source, options: Options, progress: Progress
 ) -> Iterator[Request]:
     """Foresee what this rank will want from here on, if the batch stays as it is."""
     return foresee(
@@ -160,10 +183,38 @@ def what_comes(
         progress.ended,
         options.epochs,
         options.eval_every,
-        test_images,
+        len(source.test),
         options.tested_together,
         training.machines,
     )
+
+
+def check_gradients(
+    training: Training,
+    source: Source,
+    criterion: nn.Module,
+    options: Options,
+    devices: list[torch.device],
+) -> bool:
+    """Compare the first step's gradients with a plain whole-batch backward, and say what came out.
+
+    Works on a copy in float64. Evaluation mode, because in training mode batch normalisation ties
+    the rows of a micro-batch together, and then there is no whole-batch gradient that micro-batches
+    could give. On several machines each compares its own part of the batch.
+    """
+    machines, batches = training.machines, training.batches
+    rows = machines.share(batches.order(0)[: batches.batch])
+    if machines.is_first:
+        print(f"checking the gradients of the first {len(rows):,} images ...", flush=True)
+    found = Feed(source).batch(TRAIN, rows)
+    twin = copy.deepcopy(training.engine.module).double().eval()
+    with ScatterOnceParallel(
+        twin, options.accum or 1, devices, micro_batch_size=options.micro_batch_size
+    ) as engine:
+        report = engine.check(found.images.double(), found.labels, criterion)
+    if machines.is_first:
+        print(f"check, in float64 and in evaluation mode: {report}")
+    return report.passed
 
 
 def _rows_too_few_to_normalise(

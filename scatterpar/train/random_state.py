@@ -14,12 +14,17 @@ import torch
 def seed_all(seed: int) -> None:
     """Seed every generator that a model may draw from."""
     torch.manual_seed(seed)
+    _seed_host(seed)
+
+
+def _seed_host(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
 
 
-def random_states(devices: Iterable[torch.device]) -> dict[str, Any]:
+def random_states(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The states of all generators, as plain values and tensors.
 
     Args:
@@ -57,12 +62,10 @@ def seed_of(seed: int, epoch: int, number: int) -> int:
 
 
 @contextlib.contextmanager
-def drawing_from(seed: int) -> Iterator[Callable[[int], object]]:
-    """Let torch's CPU generator start from a seed, and put it back; yields what seeds it anew."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
+def drawing_from() -> Iterator[Callable[[int], None]]:
+    """Yield what seeds the host's generators, which are put back afterwards."""
+    before = random_states()
     try:
-        yield generator.manual_seed
+        yield _seed_host
     finally:
-        generator.set_state(before)
+        set_random_states(before)

@@ -1,50 +1,122 @@
-"""A whole run: set up, train epoch by epoch, and report what was reached."""
+"""A whole run: set up, train epoch by epoch, keep checkpoints, and report what was reached."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 from torch import nn
 
+from scatterpar import StepReport
+from scatterpar.recipe import NoiseScale
 from scatterpar.train import data as data_sources
-from scatterpar.train.check import check_gradients
-from scatterpar.train.checkpoint import FILE, Progress, find, restore
-from scatterpar.train.device_choice import choose_devices
-from scatterpar.train.ending import finish
-from scatterpar.train.epochs import Run
+from scatterpar.train.checkpoint import (
+    BEST_FILE,
+    FILE,
+    Progress,
+    collect,
+    collect_best,
+    find,
+    restore,
+    save,
+)
+from scatterpar.train.data import Source
 from scatterpar.train.errors import UsageError
-from scatterpar.train.feed import Feed
-from scatterpar.train.loop import Training
+from scatterpar.train.evaluation import Evaluation, evaluate
+from scatterpar.train.feed import Feed, FeedError, check_data
+from scatterpar.train.loop import Stopped, Stopping, Training, train_epoch
 from scatterpar.train.machines import (
     Machines,
+    choose_devices,
     connected,
+    launched,
     require_one_process,
     run_id,
     was_restarted,
 )
-from scatterpar.train.opening import open_data
-from scatterpar.train.options import Options
-from scatterpar.train.preparation import hire_engine, make_feed, make_model, prepare
-from scatterpar.train.provenance import provenance, record
+from scatterpar.train.options import Options, parse
+from scatterpar.train.page import write_page
+from scatterpar.train.pictures import open_data
+from scatterpar.train.preparation import (
+    check_gradients,
+    hire_engine,
+    make_feed,
+    make_model,
+    prepare,
+    what_comes,
+    workers_of,
+)
 from scatterpar.train.random_state import seed_all
-from scatterpar.train.records import Metrics, open_board, require_extras
-from scatterpar.train.source import TRAIN, Source
+from scatterpar.train.records import (
+    Metrics,
+    draw_curves,
+    open_board,
+    provenance,
+    record,
+    writing,
+)
+from scatterpar.train.schedule import Growth, averaging, is_tested, what_it_means
+from scatterpar.train.traffic import Traffic
+
+_LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
+_LINE_SECONDS = 10.0  # between lines where there is no bar
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the tool; return the exit code.
+
+    0: finished; 1: a failed check or diverged training; 2: an argument or the data is wrong,
+    with one line on stderr that says what; 130: interrupted; 143: ended by SIGTERM.
+    """
+    try:
+        return run(parse(arguments))
+    except UsageError as error:
+        print(f"scatterpar train: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("scatterpar train: interrupted before training began", file=sys.stderr)
+        return 130
 
 
 def run(options: Options) -> int:
-    """Train as the options say; return the exit code: 0, 1 for a failed check or diverged
-    training, 130 when interrupted.
+    """Train as the options say; return the exit code.
 
     Raises:
         UsageError: the options do not go together, or name what is not there.
     """
-    require_extras()
     devices = choose_devices(options.devices, options.replicas)
     require_one_process(devices)
     source = open_data(options.data, options.reading)
     with connected() as machines:
+        if options.check_data and machines.is_first:
+            _look_at(source, options)
         return _run_on(machines, options, devices, source)
+
+
+def _look_at(source: Source, options: Options) -> None:
+    """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=len(source.train) + len(source.test), desc="checking", unit=" images", disable=None
+    ) as bar:
+        broken = check_data(source, workers_of(options, source), bar.update)
+    path = options.folder / "broken.txt"
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{p.name}\t{p.reason}\n" for p in broken), encoding="utf-8")
+    print(f"{len(broken)} of {bar.total:,} pictures cannot be read; the list is in {path}")
+    if len(broken) > options.skip_broken:
+        raise UsageError(
+            f"{broken[0].name} cannot be read as an image: {broken[0].reason}; {len(broken)} such "
+            f"files are listed in {path}: mend or remove them, or --skip-broken {len(broken)}"
+        )
 
 
 def _run_on(
@@ -52,51 +124,39 @@ def _run_on(
 ) -> int:
     seed_all(options.seed)
     model, lines = make_model(options, source)
-    engine = hire_engine(model, options, devices, machines)
-    with engine:
-        training = prepare(engine, model, source, options, machines)
+    with hire_engine(model, options, devices, machines) as engine:
+        training, growth = prepare(engine, model, source, options, machines)
         progress = _resume(training, options)
-        path = options.out / "metrics.jsonl" if machines.is_first else None
+        path = options.folder / "metrics.jsonl" if machines.is_first else None
         with (
             Metrics(path, kept=progress.step) as metrics,
             make_feed(training, source, options, progress) as feed,
         ):
+            criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+            run = Run(training, feed, criterion, options, progress, metrics, growth)
             if machines.is_first:
-                metrics.board = open_board(options.out, progress.step)
-                _announce(training, source, options, progress, lines)
-                record(options.out / "run.json", provenance(options.record(), devices))
+                metrics.board = open_board(options.folder, progress.step)
+                run.announce(lines)
+                record(options.folder / "run.json", provenance(options.record(), devices))
             if not metrics.records:
                 metrics.write("run", machines=machines.size, **options.record())
-            criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-            if options.check and not _check(training, source, criterion, options, devices):
+            if options.check and not check_gradients(training, source, criterion, options, devices):
                 return 1
-            about = _about(options, source)
-            run = Run(training, feed, criterion, options, progress, metrics, about)
             code, ending = run.train()
-            finish(run, ending)
+            run.finish(ending)
             return code
-
-
-def _about(options: Options, source: Source) -> dict[str, Any]:
-    """What `predict` needs to know."""
-    return {
-        "model": options.model,
-        "image_shape": list(source.image_shape),
-        "class_names": list(source.class_names),
-        "mean": source.mean.tolist(),
-        "std": source.std.tolist(),
-    }
 
 
 def _resume(training: Training, options: Options) -> Progress:
     """Go on where an earlier attempt stopped, where that is what is wanted."""
-    path = options.out / FILE
+    path = options.folder / FILE
     state = find(path, training.machines)
     if state is None:
         if options.resume:
             raise UsageError(f"--resume: there is no {path}")
         return Progress()
-    if not (options.resume or was_restarted() or _is_same_job(state)):
+    is_same_job = run_id() is not None and state["job"] == run_id()
+    if not (options.resume or was_restarted() or is_same_job):
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
     wanted = options.settings()
     for name, saved in state["settings"].items():
@@ -106,52 +166,341 @@ def _resume(training: Training, options: Options) -> Progress:
     return restore(state, training)
 
 
-def _is_same_job(state: dict[str, Any]) -> bool:
-    return run_id() is not None and state["job"] == run_id()
+class Run:
+    """The epochs of one run, and what has been reached so far.
 
+    Args:
+        training: what changes.
+        feed: what it is trained and tested on.
+        criterion: the loss to train with.
+        options: the command line's.
+        progress: what an earlier attempt has reached.
+        metrics: where steps and epochs are recorded.
+        growth: the sizes of a batch that grows.
 
-def _announce(
-    training: Training, source: Source, options: Options, progress: Progress, lines: list[str]
-) -> None:
-    print(source)
-    if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
-        print(
-            f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
-            f"--data {data_sources.INSTALLED_NAME} trains on it)"
+    Attributes:
+        evaluation: the last test, if there was one.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        feed: Feed,
+        criterion: nn.Module,
+        options: Options,
+        progress: Progress,
+        metrics: Metrics,
+        growth: Growth | None,
+    ) -> None:
+        from tqdm import tqdm
+
+        self.training = training
+        self.feed = feed
+        self.criterion = criterion
+        self.options = options
+        self.progress = progress
+        self.metrics = metrics
+        self.growth = growth
+        self.evaluation: Evaluation | None = None
+        decay = averaging(training.batches.steps_per_epoch)
+        self.noise = NoiseScale(decay) if options.measure_noise else None
+        if self.noise is not None and progress.noise is not None:
+            self.noise.load_state_dict({**progress.noise, "decay": decay})
+        source = feed.source
+        self.images = len(source.train)
+        self.traffic = Traffic(training.engine.module, row_bytes=4 * len(source.class_names))
+        self.seconds = 0.0
+        self._about = {  # what `predict` needs to know
+            "model": options.model,
+            "image_shape": list(source.image_shape),
+            "class_names": list(source.class_names),
+            "mean": source.mean.tolist(),
+            "std": source.std.tolist(),
+        }
+        self._has_sent = False  # whether a test has sent what the next step would have sent
+        self._saved = progress.step
+        self._start = self._said = time.perf_counter()
+        self._used = training.batches.consumed
+        self._stopping = Stopping()
+        tqdm.monitor_interval = 0  # no thread that watches over the bar: every step updates it
+        self._bar = tqdm(
+            total=options.epochs * self.images,
+            initial=training.batches.consumed,
+            disable=None if training.machines.is_first else True,  # None: where it is no terminal
+            unit=" images",
+            unit_scale=True,
+            leave=False,
+            miniters=1,
         )
-    parameters = sum(parameter.numel() for parameter in training.engine.parameters())
-    print(f"{options.model}: {parameters:,} parameters")
-    machines, rows = training.machines, training.batches.batch
-    if machines.size > 1:
-        print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
-    print(training.engine.plan(-(-rows // machines.size)), flush=True)
-    if progress.step:
-        print(f"resumed after {progress.step} steps, {training.batches.consumed:,} images")
-        return
-    if training.growth is not None:
-        most = training.growth.sizes[-1]
-        lines = [*lines, f"the batch follows the gradient's noise scale, up to {most:,} images"]
-    elif options.batch != rows:
-        told = f"--batch {options.batch} is more than the {rows:,} images to train on"
-        lines = [*lines, f"{told}: each step takes all of them, and the learning rate is theirs"]
-    if lines:
-        print(*lines, sep="\n", flush=True)
 
+    def announce(self, lines: list[str]) -> None:
+        """Print what is trained on what, and how the work is cut."""
+        training, options, source = self.training, self.options, self.feed.source
+        print(source)
+        if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
+            print(
+                f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
+                f"--data {data_sources.INSTALLED_NAME} trains on it)"
+            )
+        parameters = sum(parameter.numel() for parameter in training.engine.parameters())
+        print(f"{options.model}: {parameters:,} parameters")
+        machines, rows = training.machines, training.batches.batch
+        if machines.size > 1:
+            print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
+        print(training.engine.plan(-(-rows // machines.size)))
+        if self.progress.step:
+            used = training.batches.consumed
+            lines = [f"resumed after {self.progress.step} steps, {used:,} images"]
+        elif self.growth is not None:
+            most = self.growth.sizes[-1]
+            lines.append(f"the batch follows the gradient's noise scale, up to {most:,} images")
+        elif options.batch != rows:
+            told = f"--batch {options.batch} is more than the {rows:,} images to train on"
+            lines.append(f"{told}: each step takes all of them, and the learning rate is theirs")
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
-def _check(
-    training: Training,
-    source: Source,
-    criterion: nn.Module,
-    options: Options,
-    devices: list[torch.device],
-) -> bool:
-    rows = training.batches.order(0)[: training.batches.batch]
-    if training.machines.is_first:
-        print(f"checking the gradients of the first {len(rows):,} images ...", flush=True)
-    found = Feed(source).batch(TRAIN, rows)
-    cut = (options.accum, options.micro_batch_size, devices)
-    model, machines = training.engine.module, training.machines
-    check = check_gradients(model, found.images, found.labels, criterion, *cut, machines)
-    if machines.is_first:
-        print(check)
-    return check.passed
+    def train(self) -> tuple[int, str]:
+        """Train all epochs; return the exit code, and in words how it ended.
+
+        Raises:
+            UsageError: an image cannot be read, or a file cannot be written.
+        """
+        self._start = self._said = time.perf_counter()
+        try:
+            with self._stopping:
+                if self.progress.ended < self.training.batches.epoch:
+                    self._end_epoch(images=0, seconds=0.0, waited=0.0)
+                while self.training.batches.epoch < self.options.epochs:
+                    self._train_epoch()
+                self._save_what_is_new()
+        except Stopped:
+            return self._stop()
+        except FloatingPointError as error:
+            return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
+        except FeedError as error:
+            if self._stopping.signal:  # its sender may have ended the workers too
+                return self._stop()
+            if self.training.machines.size == 1:  # others would have to take part
+                self._save_what_is_new()
+            raise self._with_what_is_kept(error) from error
+        except UsageError as error:
+            raise self._with_what_is_kept(error) from error
+        finally:
+            self.seconds = time.perf_counter() - self._start
+            self._bar.close()
+        return 0, "finished"
+
+    def _stop(self) -> tuple[int, str]:
+        """Keep what was reached, and say how to go on."""
+        self._save_what_is_new()
+        number = self._stopping.signal
+        if self._saved:
+            out = ["--out", str(self.options.folder)]
+            words = [word for word in sys.orig_argv if word != "--resume"]
+            words += [] if any(word.partition("=")[0] == "--out" for word in words) else out
+            line = shlex.join([*words, "--resume"])
+            if launched():
+                line = f"the same torchrun line, with {shlex.join([*out, '--resume'])}"
+            self._say(f"saved after step {self._saved}; this goes on from there:\n  {line}")
+        name = signal.Signals(number).name
+        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended by {name}"
+
+    def _say(self, line: str) -> None:
+        """Print a line, beside the progress bar."""
+        if self.training.machines.is_first:
+            self._bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def _train_epoch(self) -> None:
+        batches, feed = self.training.batches, self.feed
+        number, before, used = batches.epoch + 1, batches.consumed, batches.consumed
+        self._bar.set_description(f"epoch {number}/{self.options.epochs}")
+        start, waited, started = time.perf_counter(), feed.waited, feed.started
+        for report, rate in train_epoch(self.training, feed, self.criterion):
+            images, used = batches.consumed - used, batches.consumed
+            share = (feed.waited - waited) / (time.perf_counter() - start)
+            self._after_step(number, rate, images, report, share)
+            self._stopping.check(self.training.machines)
+        seconds, waited = time.perf_counter() - start, feed.waited - waited
+        steady = waited - (feed.started - started)  # once the workers had started
+        self._end_epoch(batches.consumed - before, seconds, waited)
+        if steady > _LONG_WAIT * seconds and not feed.source.in_memory:
+            self._say(
+                f"  {steady / seconds:.0%} of the time was spent waiting for images: give more "
+                "--workers, or store smaller images"
+            )
+
+    def _after_step(
+        self, epoch: int, rate: float, images: int, report: StepReport, waiting: float
+    ) -> None:
+        progress, batches = self.progress, self.training.batches
+        progress.step += 1
+        progress.loss += report.loss * images / self.images
+        if not self._has_sent:
+            self.traffic.add(report.plan, report.bytes)
+        self._has_sent = False
+        measured = {}
+        if self.noise is not None:
+            self.noise.update(report)
+            progress.noise = self.noise.state_dict()
+            measured["noise_scale"] = self.noise.scale
+        self.metrics.write(
+            "step",
+            step=progress.step,
+            epoch=epoch,
+            images=images,
+            loss=report.loss,
+            learning_rate=rate,
+            seconds=report.seconds,
+            bytes=report.bytes,
+            messages=report.messages,
+            **measured,
+        )
+        self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
+        self._bar.update(images)
+        if part := batches.consumed % self.images:  # at the end once it has been tested
+            now = time.perf_counter()
+            if self._bar.disable and now - self._said >= _LINE_SECONDS:
+                self._said = now
+                speed = (batches.consumed - self._used) / (now - self._start)
+                left = (self.options.epochs * self.images - batches.consumed) / speed
+                self._say(
+                    f"epoch {epoch}/{self.options.epochs}, {part / self.images:.0%}: "
+                    f"loss {report.loss:.4f}, {speed:,.0f} images/s, "
+                    f"{timedelta(seconds=round(left))} left"
+                )
+            self._save_if_due()
+
+    def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
+        progress, training, options = self.progress, self.training, self.options
+        number, loss, source = training.batches.epoch, progress.loss, self.feed.source
+        speed, tested = images / seconds if seconds else 0.0, None
+        if is_tested(number, options.epochs, options.eval_every):
+            alone = training.machines.size == 1  # ranks have different numbers of batches
+            between = self._stopping.check if alone else lambda: None
+            tested = evaluate(training, self.feed, options.tested_together, between)
+            progress.accuracy, self.evaluation, self._has_sent = tested.top1, tested, True
+        progress.ended, progress.loss = number, 0.0
+        self.metrics.write(
+            "epoch",
+            epoch=number,
+            step=progress.step,
+            batch=training.batches.batch,
+            train_loss=loss,
+            test_loss=tested and tested.loss,
+            test_accuracy=tested and tested.top1,
+            test_accuracy_top5=tested and tested.top5,
+            images_per_second=speed,
+            seconds=seconds,
+            seconds_waited=waited,
+            left_out=self.feed.broken.total(),
+        )
+        parts = [f"epoch {number}/{options.epochs}: loss {loss:.4f}"]
+        if tested is not None:
+            parts.append(f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}")
+            if len(tested.confusion) > 5:
+                parts.append(f"top-5 {tested.top5:.2%}")
+        parts.append(f"{speed:,.0f} images/s")
+        if not source.in_memory:
+            parts.append(f"waiting {waited / seconds if seconds else 0:.0%}")
+        if self.growth is not None:
+            parts.append(f"batch {training.batches.batch:,}")
+        if self.noise is not None:
+            parts.append(f"noise scale {self.noise.scale:,.0f} images")
+        if self.feed.broken:
+            parts.append(f"{len(self.feed.broken)} broken files left out")
+        self._say(", ".join(parts))
+        if tested is not None and tested.top1 > progress.best:
+            progress.best = tested.top1
+            if training.machines.is_first:
+                best = collect_best(training, tested.top1, self._about)
+                save(options.folder / BEST_FILE, best)
+        self._grow()
+        self._save_if_due()
+
+    def _grow(self) -> None:
+        """Take the next larger batch for the epochs to come where the noise scale allows it."""
+        training, batches = self.training, self.training.batches
+        if self.growth is None or self.noise is None or batches.epoch == self.options.epochs:
+            return
+        larger = self.growth.after(batches.batch, self.noise.scale)
+        if larger == batches.batch:
+            return
+        batches.batch = larger
+        self.noise.decay = averaging(batches.steps_per_epoch)
+        training.scheduler.step()  # its rate is scaled with the batch
+        self.feed.foresee(what_comes(training, self.feed.source, self.options, self.progress))
+        self._say(f"  batches of {larger:,} images from here on")
+
+    def _save_if_due(self) -> None:
+        if self.progress.step - self._saved >= self.options.checkpoint_every:
+            self._save_what_is_new()
+
+    def _save_what_is_new(self) -> None:
+        if self._saved < self.progress.step:
+            settings = self.options.settings()
+            state = collect(self.training, self.progress, settings, run_id(), self._about)
+            if self.training.machines.is_first:
+                save(self.options.folder / FILE, state)
+            self._saved = self.progress.step
+
+    def _with_what_is_kept(self, error: UsageError) -> UsageError:
+        if not self._saved:
+            return UsageError(f"{error}; no checkpoint was written yet")
+        return UsageError(
+            f"{error}; the checkpoint after step {self._saved} is kept: --resume goes on from it"
+        )
+
+    def finish(self, ending: str) -> None:
+        """Print and record what was reached, and draw it, also where that ended early.
+
+        Args:
+            ending: `finished`, or why not.
+
+        Raises:
+            UsageError: a file cannot be written.
+        """
+        progress, machines, batches = self.progress, self.training.machines, self.training.batches
+        if not machines.is_first:
+            if ending != "finished":
+                print(f"rank {machines.rank}: {ending}", file=sys.stderr)
+            return
+        reached = f"{batches.epoch} of {self.options.epochs} epochs, {progress.step} steps"
+        print(f"{ending} after {reached}, {self.seconds:.1f} s")
+        if progress.accuracy is None:
+            print("test accuracy: not measured, no epoch was finished")
+        else:
+            print(f"test accuracy: {progress.accuracy:.2%}")
+        if self.noise is not None and math.isfinite(self.noise.scale):
+            print(what_it_means(self.noise.scale, batches.batch))
+        if self.traffic.steps:
+            if machines.size > 1:
+                print("within the first machine, without what machines told each other:")
+            print(self.traffic)
+        self.metrics.write(
+            "summary",
+            ending=ending,
+            epochs=batches.epoch,
+            steps=progress.step,
+            seconds=self.seconds,
+            test_accuracy=progress.accuracy,
+            bytes_counted=self.traffic.counted,
+            bytes_data_parallel_computed=self.traffic.computed,
+            left_out=dict(self.feed.broken),
+        )
+        out = self.options.folder
+        with writing(out):
+            draw_curves(self.metrics.records, out / "curves.png")
+            sizes = f"{self.growth.sizes[0]:,} to " if self.growth is not None else ""
+            devices = ", ".join(map(str, self.training.engine.device_ids))
+            write_page(
+                out / "report.html",
+                f"{self.options.model} on {self.feed.source.name}",
+                f"{ending} after {reached}; batches of {sizes}{batches.batch:,} on {devices}",
+                self.evaluation,
+                self.feed.source,
+                self.metrics.records,
+                self.traffic,
+                len(self.feed.broken),
+            )
+        print(f"wrote metrics.jsonl, curves.png and report.html in {out}")

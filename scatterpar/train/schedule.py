@@ -1,21 +1,33 @@
-"""What a run does when: which images it will want, and how its learning rate moves."""
+"""What a run does when: the images it will want, its learning rate, and how its batch grows.
+
+While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
+(McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
+`--batch auto` the batch starts small and is doubled between epochs, in the spirit of Smith et al.
+2018, arXiv:1711.00489. The learning rate is scaled with it (Goyal et al. 2017, arXiv:1706.02677,
+section 2.1); otherwise it goes by the images that were used, and ends at the same place whenever
+the batch grew.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from scatterpar.recipe import gradual_warmup
-from scatterpar.train.evaluation import rows_to_test
+from scatterpar.train.data import TEST, TRAIN
 from scatterpar.train.feed import Request
-from scatterpar.train.growth import FIRST
 from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
-from scatterpar.train.source import TEST, TRAIN
+
+FIRST = 256  # images; `--base-lr` is the rate for them
+FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
+_FEWEST_AVERAGED = 20
 
 
 def is_tested(finished: int, epochs: int, every: int) -> bool:
@@ -25,6 +37,12 @@ def is_tested(finished: int, epochs: int, every: int) -> bool:
     [3, 6, 7]
     """
     return finished % every == 0 or finished == epochs
+
+
+def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]:
+    """Yield the rows that this rank tests, batch by batch: int64."""
+    mine = machines.share(torch.arange(count))
+    yield from torch.split(mine, -(-batch // machines.size)) if len(mine) else ()
 
 
 def foresee(
@@ -49,12 +67,11 @@ def foresee(
     """
     ahead = copy.copy(batches)
     while True:
-        if ended < ahead.epoch:
-            if is_tested(ahead.epoch, epochs, every):
-                for rows in rows_to_test(test_images, tested_together, machines):
-                    yield Request(TEST, rows)
-            ended = ahead.epoch
         epoch = ahead.epoch
+        if ended < epoch and is_tested(epoch, epochs, every):
+            for rows in rows_to_test(test_images, tested_together, machines):
+                yield Request(TEST, rows)
+        ended = epoch
         if epoch >= epochs:
             return
         for rows in ahead.rest_of_epoch():
@@ -65,36 +82,13 @@ def foresee(
 
 
 def make_scheduler(
-    optimizer: Optimizer, steps: int, warmup_steps: int, drops: Sequence[int] = ()
-) -> LRScheduler:
-    """A gradual warm-up to the rate that the optimizer has; then a cosine to zero, or drops.
-
-    Args:
-        optimizer: has the rate to reach.
-        steps: of the whole run.
-        warmup_steps: until the rate is reached.
-        drops: steps at which the rate falls to a tenth, in place of the cosine; after the
-            warm-up.
-    """
-    peak = float(optimizer.param_groups[0]["lr"])
-    rest: LRScheduler
-    if drops:
-        rest = MultiStepLR(optimizer, [step - warmup_steps for step in drops])
-    else:
-        rest = CosineAnnealingLR(optimizer, steps - warmup_steps)
-    if not warmup_steps:
-        return rest
-    return gradual_warmup(optimizer, warmup_steps, peak / (warmup_steps + 1), rest)
-
-
-def make_growing_scheduler(
     optimizer: Optimizer,
     batches: Batches,
     epochs: int,
     warmup_epochs: int,
     drops: Sequence[int] = (),
 ) -> LRScheduler:
-    """The same by the share of images that were used, scaled with the batch: for one that grows.
+    """A gradual warm-up; then a cosine to zero, or drops. All of it scaled with the batch.
 
     Its rate is that of where `batches` is, however often it was stepped.
 
@@ -117,3 +111,74 @@ def make_growing_scheduler(
         return scale * 0.5 * (1 + math.cos(math.pi * part))
 
     return LambdaLR(optimizer, factor)
+
+
+def averaging(steps_per_epoch: int) -> float:
+    """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
+
+    While the batch is much smaller than the noise scale, a step tells little about it.
+
+    >>> averaging(235), averaging(8)
+    (0.9957446808510638, 0.95)
+    """
+    return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The sizes that a batch may have, the smallest first, and when it takes the next one.
+
+    >>> growth = Growth.up_to(60_000)
+    >>> growth.sizes
+    (256, 512, 1024, 2048, 4096)
+    >>> growth.after(256, scale=300.0), growth.after(256, scale=9000.0), growth.after(4096, 9000.0)
+    (256, 512, 4096)
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, images: int, fits: Callable[[int], bool] = lambda batch: True) -> Growth:
+        """Double `FIRST` as long as an epoch of so many images keeps `FEWEST_UPDATES` updates.
+
+        With fewer images than `FIRST` there is one size: all of them.
+
+        Args:
+            images: to train on.
+            fits: tells whether the work can be divided for a size; the others are left out.
+        """
+        doubled = [min(FIRST, images)]
+        while 2 * doubled[-1] * FEWEST_UPDATES <= images:
+            doubled.append(2 * doubled[-1])
+        return cls((doubled[0], *filter(fits, doubled[1:])))
+
+    def after(self, batch: int, scale: float) -> int:
+        """Return the next size if the noise scale, in images, reaches it; else the same."""
+        larger = next((size for size in self.sizes if size > batch), batch)
+        return larger if larger <= scale < float("inf") else batch
+
+
+def what_it_means(scale: float, batch: int) -> str:
+    """Tell how well a batch suits a noise scale, both in images.
+
+    A step with a batch of B images gets 1 / (1 + scale / B) of the way that one with all images
+    would, and an image counts 1 / (1 + B / scale) of what it does in a tiny batch (McCandlish et
+    al. 2018, arXiv:1812.06162, section 2.2).
+
+    >>> print(what_it_means(scale=3000.0, batch=1000))
+    noise scale of the gradient at the end: 3,000 images
+      a step with a batch of 1,000 goes 25% as far as one with all images, and each of its images
+      counts 75% of what it does in a tiny batch: a larger --batch needs fewer steps
+    """
+    if batch > 2 * scale:
+        advice = "a smaller --batch needs fewer images"
+    elif batch < scale / 2:
+        advice = "a larger --batch needs fewer steps"
+    else:
+        advice = "--batch suits it"
+    return (
+        f"noise scale of the gradient at the end: {scale:,.0f} images\n"
+        f"  a step with a batch of {batch:,} goes {1 / (1 + scale / batch):.0%} as far as one with "
+        "all images, and each of its images\n"
+        f"  counts {1 / (1 + batch / scale):.0%} of what it does in a tiny batch: {advice}"
+    )

@@ -1,0 +1,5 @@
+"""What the fork server imports once, so that its workers share it."""
+
+from scatterpar.train.pictures import torchvision
+
+torchvision("transforms.v2")

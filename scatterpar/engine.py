@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -369,6 +370,7 @@ class ScatterOnceParallel(Wrapper):
         *,
         reduction: str | None = None,
         count: Count | None = None,
+        whole_batch: bool = False,
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
@@ -382,6 +384,7 @@ class ScatterOnceParallel(Wrapper):
             criterion: the loss.
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
+            whole_batch: the criterion sees all rows at once; of this process, with a process group.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -397,9 +400,12 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = self._request(inputs, targets, criterion, reduction, count, verify=False)
+        request = self._request(
+            inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
+        )
         with self._crew.step_of(self.module):
             request = request.checked(self.device_ids[0])
+            request = replace(request, most=request.rows)  # all of them, and of this process alone
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._crew.workers, attempt)

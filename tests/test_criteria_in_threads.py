@@ -265,6 +265,27 @@ def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:accum")
+def test_tries_that_ran_out_of_memory_move_no_statistics(devices):
+    teachers = [build(lambda: nn.Sequential(nn.BatchNorm1d(CLASSES))) for _ in range(2)]
+    found = []
+    for teacher, accum in zip(teachers, ("auto", 2), strict=True):
+
+        def loss(output, targets, net=(teacher,)):
+            features = net[0](output)
+            if len(output) > 3:
+                raise torch.OutOfMemoryError("not enough")
+            return F.mse_loss(features, targets)
+
+        model = mlp()
+        with ScatterOnceParallel(model, accum, devices(2), verify=False) as engine:
+            engine.forward_backward(INPUTS, TARGETS, loss)
+        found.append(gradients(model) | gradients(teacher))
+        assert teacher[0].num_batches_tracked == 4
+    for name, gradient in found[1].items():
+        assert_close(found[0][name], gradient, name)
+
+
 # --- two engines, one module ---
 
 TAKEN = "another engine is in the middle of a step that trains this Sequential"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from faults.state import capture, differences
+from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randn
 from helpers.weighted import classes, padded
@@ -135,6 +136,48 @@ def test_a_loss_inside_the_module_and_a_trained_criterion():
         assert engine.check(INPUTS).passed
     with ScatterOnceParallel(mlp(), 2, ["cpu:0", "cpu:1"]) as engine:
         assert engine.check(INPUTS, classes(ROWS), Scaled(), reduction="sum").passed
+
+
+def compares_rows(output, targets):
+    return F.cross_entropy(output, targets) + output.std(0).sum()
+
+
+def test_a_loss_that_compares_rows(devices):
+    """It is computed once, of all rows, as the step computes it; without a trace."""
+    batch = (INPUTS, classes(ROWS), compares_rows)
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        before = capture(engine.module)
+        report = engine.check(*batch, whole_batch=True)
+        assert report.passed
+        assert report.worst < 1e-10
+        assert not engine.check(*batch).passed
+        assert differences(before, capture(engine.module)) == []
+        with pytest.raises(ValueError, match="whole_batch=True"):
+            engine.check(*batch, whole_batch=True, count=count_labels())
+
+
+def test_what_the_module_ties_to_each_other_is_named():
+    class Centred(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs - inputs.mean(0))
+
+    with ScatterOnceParallel(build(lambda: Centred(FEATURES, CLASSES)), 2, ["cpu"] * 2) as engine:
+        report = engine.check(INPUTS, classes(ROWS), LOSS, whole_batch=True)
+    assert "NOT the same" in str(report)
+    assert "the module ties the rows of a micro-batch to each other" in str(report)
+
+
+def checks_its_own_rows(group, sizes):
+    rows = sizes[group.rank()]
+    with ScatterOnceParallel(mlp(), 2, ["cpu"], process_group=group) as engine:
+        batch = (INPUTS[:rows], classes(rows), compares_rows)
+        if group.rank():  # one of them alone: nothing is exchanged
+            return engine.check(*batch, whole_batch=True).worst
+        return 0.0
+
+
+def test_each_rank_compares_its_own_rows():
+    assert max(gang()(2, checks_its_own_rows, (5, 7))) < 1e-10
 
 
 def test_several_batches_are_refused_in_words():

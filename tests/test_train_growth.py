@@ -12,7 +12,7 @@ import struct
 
 import pytest
 import torch
-from helpers.pictures import write_folder
+from helpers.pictures import needs_torchvision, write_folder
 from helpers.torchrun import differences, steps
 from test_train_runs import Stop, stop_after
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
@@ -193,6 +193,7 @@ def test_what_it_needs_is_said(tmp_path, capsys):
     assert parse(["--batch", "auto", "--micro-batch-size", "32"]).micro_batch_size == 32
 
 
+@needs_torchvision
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_requests_may_come_than_were_foreseen(tmp_path, workers):
     data = open_data(str(write_folder(tmp_path, train=40, test=1)), Reading())

@@ -84,7 +84,9 @@ def arguments(folder, out):
 
 def send_in_the_second_epoch(process, number, out):
     """Send a signal; its processes are gone soon after: a second, where a machine is not busy."""
-    wait_until(lambda: len(steps(out)) >= 6, out.parent)
+    poll = getattr(process, "poll", lambda: None)
+    wait_until(lambda: len(steps(out)) >= 6 or poll() is not None, out.parent)
+    assert poll() is None, process.stderr.read()
     others = psutil.Process(process.pid).children(recursive=True)
     assert len(others) >= 3 * PICTURES  # the fork server and two workers
     process.send_signal(number)

@@ -1,5 +1,9 @@
 """What the fork server imports once, so that its workers share it."""
 
+import contextlib
+
+from scatterpar.train.errors import UsageError
 from scatterpar.train.pictures import torchvision
 
-torchvision("transforms.v2")
+with contextlib.suppress(UsageError):  # whoever needs it says so
+    torchvision("transforms.v2")

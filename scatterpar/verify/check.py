@@ -113,7 +113,9 @@ def compare(
     dtypes = {dtype, *(torch.get_autocast_dtype(kind) for kind in autocast_types())}
     dtypes |= {tensor.dtype for tensor in tensors}
     limit = max((_LIMITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return GradientCheck(request.rows, worst, place, limit, _meaning(module, drawn or traces.drawn))
+    return GradientCheck(
+        request.rows, worst, place, limit, _meaning(module, request, drawn or traces.drawn)
+    )
 
 
 def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, int]:
@@ -170,7 +172,7 @@ def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
     return names
 
 
-def _meaning(module: nn.Module, drawn: bool) -> str:
+def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
     if drawn:
         return (
             "The module drew random numbers (dropout?), and other ones each time: call "
@@ -180,6 +182,11 @@ def _meaning(module: nn.Module, drawn: bool) -> str:
         return (
             "Batch normalisation in training mode ties the rows of a micro-batch to each other, so "
             "that no micro-batches have the whole batch's gradient: call engine.eval() first."
+        )
+    if request.whole_batch:
+        return (
+            "Outputs without rows differ between micro-batches, or the module ties the rows of "
+            "a micro-batch to each other."
         )
     return (
         "The loss is no mean over rows: say what it is of with count= (labels that are ignored? "

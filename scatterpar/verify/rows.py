@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from scatterpar.step.rows import sizes_of
 __all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
 
 _SIZES = {9: (4, 3, 2), 8: (3, 3, 2), 7: (4, 2, 1), 6: (3, 2, 1), 5: (3, 2), 4: (3, 1), 3: (2, 1)}
-_EXTREMES = 6  # rows that are taken for being the first or last in something
 _LARGEST = 2**22  # tensors of more elements are not searched
 
 Parts = Sequence[Sequence[int]]
@@ -123,8 +123,8 @@ def choose(
     wanted = min(max(_SIZES), most, rows)
     generator = torch.Generator().manual_seed(2 * turn + again)
     jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
-    features = [each for tensor in tensors for each in _features(tensor, ignored)]
-    numbers = [n for _, n in sorted(features, key=lambda each: each[0]) if n.max() > n.min()]
+    each = [[n for n in _features(t, ignored) if n.max() > n.min()] for t in tensors]
+    numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
     turn %= max(1, len(numbers))
     numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[turn:] + numbers[:turn]]
     score = jitter * 1e-9
@@ -135,7 +135,7 @@ def choose(
     for n in numbers:
         by_this = (n + score * 1e-6).argsort().tolist()
         taken += [by_this[-1], by_this[0]]
-    taken = list(dict.fromkeys(taken))[: min(_EXTREMES, max(2, wanted - 2))]
+    taken = list(dict.fromkeys(taken))[: max(2, wanted - 1)]
     spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
     place = {row: k for k, row in enumerate(order)}
@@ -146,24 +146,25 @@ def choose(
     return [[first + row for row in part] for part in parts]
 
 
-def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-    """A number of each row, and how telling it is: the least most."""
+def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
+    """A number of each row, the most telling ones first."""
     own = tensor.reshape(len(tensor), -1)
 
     def share(mask: Tensor) -> Tensor:
         return mask.cpu().double().mean(1)
 
     if is_label(tensor):
-        yield 0, share((own < 0) | (own == 255))
-        yield 3, share(own == own[:, -1:])
-        yield 4, share(own == own[:, :1])
-        for value in ignored:
-            yield 1, share(own == value)
+        yield share((own < 0) | (own == 255))
+        yield from (share(own == value) for value in ignored)
     elif tensor.is_floating_point():
-        yield 0, share(own.isnan())
-        yield 3, share(own < 0)
-    yield 2, own.cpu().double().nan_to_num().mean(1)
-    yield 5, share(own == 0)
+        yield share(own.isnan())
+    yield own.cpu().double().nan_to_num().mean(1)
+    if is_label(tensor):  # as padding is, on the right and on the left
+        yield share(own == own[:, -1:])
+        yield share(own == own[:, :1])
+    elif tensor.is_floating_point():
+        yield share(own < 0)
+    yield share(own == 0)
 
 
 def pick(value: Any, rows: Sequence[int], dim: int) -> Any:

@@ -38,7 +38,7 @@ __all__ = ["Verifier"]
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _KINDS = 1000  # how many kinds are remembered
-_PATIENCE_SECONDS = 2.0  # how long the other replicas wait for a look before they join it
+_PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before they join it
 
 
 @dataclass
@@ -147,8 +147,8 @@ class Verifier:
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
-            kind.unsure = _OFTEN if lasting else kind.unsure
-            if kind.unsure == _OFTEN:
+            if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
+                kind.unsure = _OFTEN
                 _say(kind, words.unsure(error))
             return
         finally:

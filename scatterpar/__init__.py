@@ -2,9 +2,8 @@
 
 from scatterpar.checkup.doctor import doctor
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.pair.criterion import DataParallelCriterion
+from scatterpar.pair.criterion import DataParallelCriterion, gather
 from scatterpar.pair.model import DataParallelModel
-from scatterpar.pair.outputs import gather
 from scatterpar.plan import Plan, Share
 from scatterpar.recipe import (
     NoiseScale,

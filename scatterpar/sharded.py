@@ -48,7 +48,8 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         engine: whose devices share the state.
-        optimizer_class: any that treats each parameter by itself, such as ``torch.optim.AdamW``.
+        optimizer_class: any that treats each parameter by itself, such as ``torch.optim.AdamW``,
+            or a function that makes one.
         params: what ``optimizer_class`` takes, on the master; by default all parameters of
             ``engine.module``. Those outside the module are stepped on the master.
         defaults: the other arguments of ``optimizer_class``.
@@ -72,14 +73,18 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self,
         engine: ScatterOnceParallel,
-        optimizer_class: type[Optimizer],
+        optimizer_class: Callable[..., Optimizer],
         params: Iterable[Any] | None = None,
         **defaults: Any,
     ) -> None:
-        _check(engine, optimizer_class)
+        if not isinstance(engine, ScatterOnceParallel):
+            raise TypeError(
+                f"engine must be a ScatterOnceParallel, whose devices share the state, got "
+                f"{type(engine).__name__}"
+            )
         params = engine.module.parameters() if params is None else params
-        # The plain optimizer. It has parameters and state only while it steps or loads.
-        self._plain = optimizer_class(params, **defaults)
+        made = optimizer_class(params, **defaults) if callable(optimizer_class) else None
+        self._plain = _checked(made, optimizer_class)
         super().__init__(self._plain.param_groups, self._plain.defaults)
         self.engine = engine
         self._memories = list(dict.fromkeys(engine.device_ids))
@@ -207,7 +212,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _stepping(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Optimizer]:
-        """The plain optimizer, of these in place of parameters; what it does counts at the end."""
+        """The plain optimizer, on these in place of parameters; what it does counts at the end."""
         plain = self._plain
         plain.param_groups = [
             group | {"params": [stand_ins.get(p, p) for p in group["params"]]}
@@ -223,7 +228,7 @@ class ShardedOptimizer(Optimizer):
                 group.clear()
                 group.update(stepped, params=params)
         finally:
-            plain.param_groups, plain.state = [], defaultdict(dict)
+            plain.param_groups, plain.state = self.param_groups, self.state
 
     def state_dict(self) -> dict[str, Any]:
         """That of ``optimizer_class`` with all parameters: a copy in the host's memory."""
@@ -274,22 +279,18 @@ class ShardedOptimizer(Optimizer):
         return nested.transform(one, state)
 
 
-def _check(engine: ScatterOnceParallel, optimizer_class: type[Optimizer]) -> None:
-    if not isinstance(engine, ScatterOnceParallel):
-        raise TypeError(
-            f"engine must be a ScatterOnceParallel, whose devices share the state, got "
-            f"{type(engine).__name__}"
-        )
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+def _checked(made: Any, optimizer_class: Any) -> Optimizer:
+    if not isinstance(made, Optimizer):
         raise TypeError(
             f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; "
             f"its arguments come after it: ShardedOptimizer(engine, torch.optim.AdamW, lr=3e-4)"
         )
-    if issubclass(optimizer_class, (LBFGS, ShardedOptimizer)):
+    if isinstance(made, (LBFGS, ShardedOptimizer)):
         raise TypeError(
-            f"{optimizer_class.__name__} cannot be sharded: it does not treat each parameter by "
+            f"{type(made).__name__} cannot be sharded: it does not treat each parameter by "
             f"itself; use it as it is, on engine.module.parameters()"
         )
+    return made
 
 
 def _stand_in(p: Tensor, values: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 __all__ = [
-    "accumulates",
-    "after_backward",
     "backward",
     "current_graph_task",
     "default_generator",
@@ -37,11 +35,9 @@ __all__ = [
     "has_gradient_hooks",
     "held_nodes",
     "hooks_taken_off",
-    "keep_node",
     "leaves_reached",
     "loading_hooks",
     "modes",
-    "node_of",
     "nodes_of",
     "private_accelerator",
     "random_operators",
@@ -128,7 +124,7 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 for _name in ("_len_torch_dispatch_stack", "_len_torch_function_stack"):
     _require(f"torch._C.{_name}", "to tell of modes that replicas lack", hasattr(torch._C, _name))
 
-_VISITED, _KEEPER = "scatterpar, visited", "scatterpar, keeper"
+_VISITED = "scatterpar, visited"
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -165,18 +161,13 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def held_nodes(leaves: Sequence[Tensor], but_for: object = None) -> list[bool]:
+def held_nodes(leaves: Sequence[Tensor]) -> list[bool]:
     """For each leaf whether somebody keeps the node that accumulates its gradient.
 
     Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
-
-    Args:
-        leaves: tensors that require grad.
-        but_for: whoever asks with it too, and found the node free, may keep it.
     """
     for metadata in _metadata_of_nodes(leaves):
-        if but_for is None or metadata.get(_KEEPER) is not but_for:
-            metadata[_VISITED] = True
+        metadata[_VISITED] = True
     return [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
 
 
@@ -193,17 +184,6 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, *leaves: Tensor) -> Tensor:
         return torch.zeros((), device="cpu")
-
-
-def keep_node(node: Any, keeper: object) -> None:
-    """Say that a graph of ``keeper``'s keeps the node, so that this is not taken for a hook."""
-    node.metadata[_KEEPER] = keeper
-
-
-def node_of(attached: Tensor) -> Any:
-    """The node that comes after that of ``attached``: a leaf's, where it was made of a leaf."""
-    assert attached.grad_fn is not None
-    return attached.grad_fn.next_functions[0][0]
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
@@ -228,25 +208,14 @@ def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def accumulates(node: Any) -> bool:
-    """Whether this backward pass will come to a leaf's node, to add to its ``.grad``."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # the words of torch.autograd.grad, which hands the gradient back
-        return False
-
-
 try:
     from torch.autograd.graph import _engine_run_backward
 except ImportError:  # pragma: no cover
     _require("torch.autograd.graph._engine_run_backward", "for its backward passes", False)
 
 _ENGINE = torch.autograd.Variable._execution_engine
-for _name, _why in {
-    "queue_callback": "to know when a backward pass ends",
-    "is_checkpoint_valid": "to compute in forked processes",
-}.items():
-    _require(f"{_name} of autograd's engine", _why, hasattr(_ENGINE, _name))
+_name, _why = "is_checkpoint_valid", "to compute in forked processes"
+_require(f"{_name} of autograd's engine", _why, hasattr(_ENGINE, _name))
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -267,11 +236,6 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that this thread works for is at its end."""
-    _ENGINE.queue_callback(callback)  # as torch's own DDP does
 
 
 def renew_engine() -> None:

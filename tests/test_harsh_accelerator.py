@@ -534,6 +534,33 @@ def test_a_share_needs_room_for_a_few_micro_batches(place, accum):
             torch.testing.assert_close(parameter.grad.cpu(), 3 * gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("place", ["host", "pinned", "device"])
+def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
+    """One after the other they took the sum of both, and from the host so much for each card."""
+    monkeypatch.setattr(fingerprints, "_WORDS", 1024)
+    model, inputs, targets, _ = wide_problem()
+    size, speed = inputs.nbytes // 2, 1e9
+    if place == "pinned":
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    if place == "device":
+        inputs, targets = inputs.to(FIRST), targets.to(FIRST)
+    with ScatterOnceParallel(model, 16, [FIRST, SECOND], verify=False) as engine:
+
+        def seconds(link, memory):
+            for index in range(2):
+                torch.accelerator.synchronize(index)
+            with control.paced(link, memory):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+                return control.seconds()
+
+        seconds(0.0, 0.0)
+        compute = seconds(0.0, speed)
+        link = size / compute  # so that both take as long
+        arrival, both = seconds(link, 0.0), seconds(link, speed)
+    assert arrival > 0.9 * compute
+    assert both < max(compute, arrival) + 3 * arrival / 16
+
+
 def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     """While a sub-step is queued and not begun, the next one's rows can arrive."""
     kept = torch.arange(1.0, 33.0).view(8, 4).pin_memory()

@@ -484,7 +484,7 @@ def test_what_is_refused():
         ((model, optim.AdamW), "engine must be a ScatterOnceParallel.*got Sequential"),
         ((engine, optim.AdamW(model.parameters())), "optimizer_class must be a class.*AdamW"),
         ((engine, optim.LBFGS), "LBFGS cannot be sharded.*use it as it is"),
-        ((engine, ShardedOptimizer), "ShardedOptimizer cannot be sharded"),
+        ((engine, lambda _: ShardedOptimizer(engine, optim.SGD)), "ShardedOptimizer cannot be"),
     ]
     for arguments, words in refused:
         with pytest.raises(TypeError, match=words):

@@ -746,14 +746,16 @@ def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, 
     assert_same(*trainers)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_checkpoints_go_both_ways(tmp_path, swapped):
+@pytest.mark.parametrize(
+    ("swapped", "sharded"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     """Four steps of the one, and two of the other, are six."""
     classes = [
         (
             ScatterOnceTrainer,
             {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
-            {"device_ids": ["cpu:0", "cpu:1"]},
+            {"device_ids": ["cpu:0", "cpu:1"], "shard_optimizer": sharded},
         ),
         (
             transformers.Trainer,
@@ -782,6 +784,26 @@ def test_checkpoints_go_both_ways(tmp_path, swapped):
 
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert saved.keys() <= plain.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_sharded_optimizer_trains_again(tmp_path, given):
+    case, kept = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
+    options = {"per_device_train_batch_size": 3, "max_steps": 2, "max_grad_norm": 0.1}
+    trainers = [
+        build(ScatterOnceTrainer, tmp_path, case, options, {**kept, "shard_optimizer": flag})
+        for flag in (True, False)
+    ]
+    if given:
+        for trainer in trainers:
+            trainer.optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
+    for trainer in trainers:
+        for _ in range(2):  # in between, the replicas are let go
+            quietly(trainer.train)
+    for one, other in zip(*[t.model.parameters() for t in trainers], strict=True):
+        assert torch.equal(one, other)
+    master, other = trainers[0].optimizer.optimizer.state_bytes.values()
+    assert 0.7 < master / other < 1.4
 
 
 def test_resumed_is_uninterrupted_with_dropout(tmp_path):

@@ -72,6 +72,30 @@ def _cells(counted, parameters):
     return [*peaks, *messages, counted["blocking_copies"], counted["kernels"]]
 
 
+def test_arrival(benchmark, publish, quick, ask):
+    sizes = DEVICES[:1] if quick else DEVICES
+    found = benchmark.pedantic(
+        lambda: {
+            place: {devices: ask("arrival", place, devices) for devices in sizes}
+            for place in ("pinned", "host", "card")
+        },
+        rounds=1,
+    )
+    columns = ["the batch is", "cards", "compute", "arrival", "one micro-batch", "both", "rows"]
+    rows = [
+        [
+            {"pinned": "pinned", "host": "on the host", "card": "on the first card"}[place],
+            devices,
+            *[f"{1e3 * each:.0f} ms" for each in (one["compute"], *times)],
+            f"{one['peak'] / one['bytes_of_a_micro_batch']:.1f} micro-batches",
+        ]
+        for place, counts in found.items()
+        for devices, one in counts.items()
+        for times in zip(one["arrival"], one["micro_batch"], one["both"], strict=True)
+    ]
+    publish("arrival", Table(columns, rows), {"seconds": found})
+
+
 @pytest.mark.parametrize("name", ["resnet101", "gpt2"])
 def test_host_time(benchmark, publish, quick, ask, name):
     sizes = DEVICES[:1] if quick else DEVICES

@@ -28,6 +28,7 @@ from scatterpar.integrations.combination import (
     try_out,
 )
 from scatterpar.replicas.compiled import checked_how
+from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
 from scatterpar.verify.untouched import untouched
 
@@ -56,8 +57,10 @@ class Losses(AllReplicas):
     _combination: Combination | None = None
     _tries = 0
     _parts: Sequence[nn.Module] = ()
+    _sharded: ShardedOptimizer | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shard_optimizer: bool = False, **kwargs: Any) -> None:
+        self._shard_optimizer = shard_optimizer
         super().__init__(*args, **kwargs)
         _refuse_of_trl(self)
         kind = str(getattr(self.model, "loss_type", None))
@@ -68,6 +71,16 @@ class Losses(AllReplicas):
                 f"is divided by the boxes of a whole batch; use the stock Trainer"
             )
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, sharded over the replicas' devices if that was asked for."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._shard_optimizer:
+            engine = self._engine_of_the_model()
+            if self._sharded is None or self._sharded is not getattr(optimizer, "optimizer", None):
+                self._sharded = ShardedOptimizer(engine, lambda _: optimizer)
+                self.optimizer = self._sharded
+        return self.optimizer
+
     def _engine_of_the_model(self) -> ScatterOnceParallel:
         parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
@@ -77,6 +90,8 @@ class Losses(AllReplicas):
             work = _Work([self._compiled(parts[0]), *parts[1:]])
             # How losses combine is found out here: verify would refuse what the Trainer warns of.
             self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
+            if self._sharded is not None:
+                self._sharded.engine = self._engine
         return self._engine
 
     def _held(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class ScatterOnceMixin(Losses):
             of one device that accumulates the batches of all replicas.
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
             own device. By default every visible accelerator, or one CPU replica.
+        shard_optimizer: the optimizer's state lies on all of these devices (``ShardedOptimizer``).
         kwargs: those of the Trainer.
 
     Raises:
@@ -254,6 +255,7 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
         args: as in ``transformers.Trainer``.
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
             own device. By default every visible accelerator, or one CPU replica.
+        shard_optimizer: the optimizer's state lies on all of these devices (``ShardedOptimizer``).
         kwargs: as in ``transformers.Trainer``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DataParallelCriterion: each replica's loss where its outputs are."""
+"""DataParallelCriterion: each replica's loss where its outputs are; ``gather`` joins these."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from torch import Tensor
 
 from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
-from scatterpar.pair.calls import NOTHING, require_eager, run_each
-from scatterpar.pair.crossing import Crossing, combine, replicate, scatter_owned
-from scatterpar.pair.outputs import require_entries, sizes
+from scatterpar.pair.crossing import (
+    NOTHING,
+    Crossing,
+    combine,
+    replicate,
+    require_eager,
+    run_each,
+    scatter_owned,
+)
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.bound import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.criteria import Count, resolve_reduction
+from scatterpar.step.join import join
 from scatterpar.step.options import check_dim, check_function
 from scatterpar.step.request import Request
 from scatterpar.step.rows import count_rows, has_rows
@@ -28,7 +35,7 @@ from scatterpar.step.weights import weigh
 from scatterpar.threads.sharing import Turn
 from scatterpar.threads.workers import Workers
 
-__all__ = ["DataParallelCriterion"]
+__all__ = ["DataParallelCriterion", "gather"]
 
 
 class DataParallelCriterion(Wrapper):
@@ -99,7 +106,7 @@ class DataParallelCriterion(Wrapper):
 
             What the criterion raises arrives as it is, with a note of the replica.
         """
-        require_entries(outputs)
+        _require_entries(outputs)
         if count is not None:
             check_function("count", count)
         if self._workers.count < len(outputs):
@@ -130,7 +137,7 @@ class DataParallelCriterion(Wrapper):
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""
         here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
-        each = [sizes(output, self.dim) for output in outputs]
+        each = [_sizes(output, self.dim) for output in outputs]
         devices = here if self.device_ids is None else self.device_ids
         if has_rows(targets) or not all(each):
             rows = count_rows({"targets": targets}, self.dim, data=False)
@@ -167,3 +174,50 @@ def _first_tensor(output: Any, replica: int) -> Tensor:
     for tensor in nested.tensors(output):
         return tensor
     raise TypeError(f"output {replica} has no tensor in it: got {type(output).__name__}")
+
+
+def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
+    """Bring the replicas' outputs together on one device, rows in order, differentiably.
+
+    Args:
+        outputs: one entry per replica, of the same nested types.
+        device: an int (ordinal of the accelerator), a string or a device.
+        dim: the dimension that holds the rows.
+
+    Returns:
+        One value of the entries' nested type. 0-dim tensors in it are averaged, weighted by
+        the rows of their entry.
+
+    Raises:
+        TypeError: outputs that are not a tuple or list.
+        ValueError: no outputs, or a device that is not here.
+
+    Example:
+        >>> import torch
+        >>> gather((torch.zeros(2), torch.ones(1)), "cpu")
+        tensor([0., 0., 1.])
+    """
+    _require_entries(outputs)
+    if not outputs:
+        raise ValueError("there are no outputs to gather")
+    (target,) = resolve([device])
+
+    def bring(leaf: Any) -> Any:
+        return leaf.to(physical(target)) if isinstance(leaf, Tensor) else leaf
+
+    rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
+    return join([nested.transform(bring, output) for output in outputs], dim, rows)
+
+
+def _sizes(output: Any, dim: int) -> list[int]:
+    """The sizes along ``dim`` of the tensors that have it."""
+    return [t.size(dim) for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
+
+
+def _require_entries(outputs: Any) -> None:
+    """Refuse what is not a tuple or list with one entry per replica."""
+    if not isinstance(outputs, (tuple, list)) or hasattr(outputs, "_fields"):
+        raise TypeError(
+            f"outputs must be the tuple that DataParallelModel returns, with one entry per "
+            f"replica, got {type(outputs).__name__}"
+        )

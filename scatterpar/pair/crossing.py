@@ -1,4 +1,4 @@
-"""What crosses between memories inside autograd's graph: replicas, rows and losses.
+"""What crosses between memories inside autograd's graph: replicas, rows and losses; and the calls.
 
 Each of them has a way back: gradients end in the master's own parameters, and in the caller's
 inputs where those require grad.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
-from scatterpar.pair.late import LateGradients
-from scatterpar.plan import Plan
+from scatterpar.plan import Plan, Share
 from scatterpar.replicas.aliases import in_one_storage, overlapping
 from scatterpar.replicas.attributes import take_attributes, take_class
 from scatterpar.replicas.broadcast import Broadcast, version
@@ -32,8 +31,21 @@ from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Delivery
 from scatterpar.step.slices import copied, opened, take
+from scatterpar.step.task import noted
+from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Workers
+from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["Crossing", "PassingReplica", "combine", "replicate", "scatter_owned"]
+__all__ = [
+    "NOTHING",
+    "Crossing",
+    "PassingReplica",
+    "combine",
+    "replicate",
+    "require_eager",
+    "run_each",
+    "scatter_owned",
+]
 
 _Copy = Callable[[Tensor, torch.device], Tensor]
 
@@ -119,11 +131,10 @@ def replicate(
                 rooms = in_one_storage([originals[i] for i in group], device)
                 for i, room in zip(group, rooms, strict=True):
                     copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
-    late = LateGradients(device_ids)
     for i, original in enumerate(originals):
         if original.requires_grad:
-            what = tuple(device_ids), late, original, *(copy[i] for copy in copies)
-            attached = late.attach(original, partial(_Attach.apply, *what))
+            what = tuple(device_ids), original, *(copy[i] for copy in copies)
+            attached = _Attach.apply(*what)  # type: ignore[no-untyped-call]
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         for copy in copies:
@@ -158,6 +169,59 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
         is_home = share.device in homes
         shares.append(opened(copied(here)) if is_home else opened(here, copy=True))
     return shares
+
+
+def require_eager(module: Any) -> None:
+    """Refuse compiled modules: a copy is made for every call, and would run without compiling.
+
+    Raises:
+        TypeError: ``module``, or a part of it, was compiled.
+    """
+    if not isinstance(module, nn.Module):
+        return
+    for name, child in module.named_modules():
+        if is_compiled_module(child) or child._compiled_call_impl is not None:
+            which = f"the child {name!r}" if name else "the module"
+            raise TypeError(
+                f"{which} was compiled, and the pair runs its copies as they are written; pass "
+                f"the original (._orig_mod), or train with ScatterOnceParallel, which compiles its "
+                f"replicas"
+            )
+
+
+NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+class _Call(NamedTuple):
+    """What one replica is given to do."""
+
+    share: Share
+    function: Callable[..., Any]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def run_each(
+    workers: Workers,
+    plan: Plan,
+    functions: Sequence[Callable[..., Any]],
+    calls: Sequence[Any],
+    around: contextlib.AbstractContextManager[object] = NOTHING,
+) -> list[Any]:
+    """Call each share's function on its device, all at once; what is raised names the replica.
+
+    What ``around`` raises at its end ends the call likewise, without a trace.
+    """
+
+    def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
+        args, kwargs = call.inputs
+        with noted(call.share):
+            return call.function(*args, **kwargs)
+
+    tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
+    with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
+        results = attempt.run(apply, tasks)
+    attempt.streams.commit()
+    return results
 
 
 def combine(
@@ -207,20 +271,17 @@ class _Attach(torch.autograd.Function):
     """Hang each replica's copy of one tensor on the master's; gradients are summed in order.
 
     A node for every tensor, not one for all: a backward pass that uses none of a tensor's
-    copies must not reach it, or its hooks would run without a gradient. Where nobody looks on, the
-    gradients are kept back, to cross together: see ``pair/late.py``.
+    copies must not reach it, or its hooks would run without a gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         device_ids: tuple[torch.device, ...],
-        late: LateGradients,
-        original: Tensor,
+        _original: Tensor,
         *copies: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
-        ctx.original, ctx.late = original, late
         ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
         # An alias for every replica, so that each has a gradient of its own, and no view: a
@@ -230,11 +291,9 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = [{} if gradient is None else {0: gradient} for gradient in gradients]
-        total: dict[int, Tensor] = {}
-        if not ctx.late.take(ctx.original, ctx.next_functions[0][0], gradients):
-            with on(ctx.device_ids[0], ctx.streams):
-                total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
-        return (None, None, total.get(0), *(None for _ in gradients))
+        with on(ctx.device_ids[0], ctx.streams):
+            total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
+        return (None, total.get(0), *(None for _ in gradients))
 
 
 class _Cross(torch.autograd.Function):

@@ -14,8 +14,7 @@ from torch import nn
 
 from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
-from scatterpar.pair.calls import require_eager, run_each
-from scatterpar.pair.crossing import Crossing, replicate, scatter_owned
+from scatterpar.pair.crossing import Crossing, replicate, require_eager, run_each, scatter_owned
 from scatterpar.plan import Plan, make_plan
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper

@@ -323,6 +323,26 @@ TORCH_LIBRARY(simulated, m) {
   });
   m.def("reset_counters() -> ()", [] { const Lock lock(mutex); counters = Counters(); });
   m.def("queued() -> int", queued);
+  m.def("set_pace(float link, float memory) -> ()", [](double link, double memory) {
+    const Lock lock(mutex);
+    switches.link = link;
+    switches.memory = memory;
+    ++clocks_set;
+    for (auto& [_, queue] : queues) {
+      queue.clock = 0;
+      queue.before_clocks = queue.done;
+      queue.clocks.clear();
+    }
+  });
+  m.def("seconds() -> float", [] {
+    const Lock lock(mutex);
+    double latest = 0;
+    for (auto& [key, queue] : queues) {
+      drain(key);
+      latest = std::max(latest, queue.clock);
+    }
+    return latest;
+  });
 }
 
 }  // namespace simulated

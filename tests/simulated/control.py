@@ -80,6 +80,26 @@ def limited(index: int, size: int) -> Iterator[None]:
         torch.ops.simulated.set_limit(index, _NO_LIMIT)
 
 
+@contextlib.contextmanager
+def paced(link: float, memory: float) -> Iterator[None]:
+    """Copies over a link, and a device's memory, move so many bytes per second; see ``seconds``."""
+    torch.ops.simulated.set_pace(link, memory)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.set_pace(0.0, 0.0)
+
+
+def seconds() -> float:
+    """What cards of the pace that was set would have taken for all that they were given since.
+
+    Kernels take the time in which memory moves what they read and write. The host's own work takes
+    none, but a thread of it waits where it synchronises, or copies memory that is not pinned.
+    """
+    found: float = torch.ops.simulated.seconds()
+    return found
+
+
 def fail_kernel(index: int, number: int = 1) -> None:
     """Let a kernel of one device fail, the next or a later one: at its synchronisation."""
     torch.ops.simulated.fail_kernel(index, number)

@@ -71,7 +71,8 @@ inline void between_devices(const at::Tensor& source, const at::Tensor& target) 
       [target = on_host(target), source = on_host(source), link] {
         if (link != Copy::dropped) target.copy_(source);
         altered(target, link);
-      });
+      },
+      seconds_for(source.nbytes(), switches.link));
   wait_for(receiving, sending);
 }
 
@@ -90,7 +91,13 @@ inline void to_device(at::Tensor source, const at::Tensor& target, bool non_bloc
   poison(target, block_of(target));
   std::vector<BlockPtr> blocks{block_of(target)};
   if (block) blocks.push_back(block);
-  enqueue_with(stream, blocks, [target = on_host(target), source] { target.copy_(source); });
+  enqueue_with(
+      stream, blocks, [target = on_host(target), source] { target.copy_(source); },
+      seconds_for(source.nbytes(), switches.link));
+  if (!block && switches.link) {  // on CUDA, too, the host is busy with it until it is through
+    drain(stream);
+    host_clock() = std::max(host_clock(), queues[stream].clock);
+  }
   if (!non_blocking) wait_for_copy(stream);
 }
 
@@ -102,7 +109,9 @@ inline void to_host(const at::Tensor& source, const at::Tensor& target, bool non
   poison(target, block);
   std::vector<BlockPtr> blocks{block_of(source)};
   if (block) blocks.push_back(block);
-  enqueue_with(stream, blocks, [target, source = on_host(source)] { target.copy_(source); });
+  enqueue_with(
+      stream, blocks, [target, source = on_host(source)] { target.copy_(source); },
+      seconds_for(source.nbytes(), switches.link));
   if (!non_blocking || !block) wait_for_copy(stream);
 }
 
@@ -119,7 +128,8 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
   } else {
     enqueue_with(
         current_stream(target.device().index()), {block_of(source), block_of(target)},
-        [target = on_host(target), source = on_host(source)] { target.copy_(source); });
+        [target = on_host(target), source = on_host(source)] { target.copy_(source); },
+        seconds_for(2 * source.nbytes(), switches.memory));
   }
   return target;
 }
@@ -317,7 +327,9 @@ class Launch {
 
   void queue_it(const Stack& results) const {
     std::vector<BlockPtr> blocks;
+    double bytes = 0;  // read and written
     const auto lent = [&](const Tensor& tensor) {
+      bytes += tensor.nbytes();
       if (!on_device(tensor)) return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
       if (auto block = block_of(tensor)) blocks.push_back(std::move(block));
       return on_host(tensor);
@@ -340,7 +352,8 @@ class Launch {
         TORCH_CHECK(false, "simulated error: an illegal memory access was encountered on device ", index);
       });
     } else {
-      enqueue_with(current_stream(device_.index()), blocks, work);
+      enqueue_with(
+          current_stream(device_.index()), blocks, work, seconds_for(bytes, switches.memory));
     }
   }
 

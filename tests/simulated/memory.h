@@ -97,7 +97,8 @@ inline BlockPtr pinned_block(const void* data) {
 }
 
 // ``work`` in the queue of a stream, with what it reads or writes.
-inline void enqueue_with(StreamKey stream, std::vector<BlockPtr> blocks, std::function<void()> work) {
+inline void enqueue_with(
+    StreamKey stream, std::vector<BlockPtr> blocks, std::function<void()> work, double seconds = 0) {
   const Lock lock(mutex);
   for (auto& block : blocks) ++block->uses[stream];
   enqueue(stream, [stream, blocks = std::move(blocks), work = std::move(work)] {
@@ -107,7 +108,7 @@ inline void enqueue_with(StreamKey stream, std::vector<BlockPtr> blocks, std::fu
       StreamKey stream;
     } done{blocks, stream};
     work();
-  });
+  }, seconds);
 }
 
 struct Memory final : c10::DeviceAllocator {

@@ -84,7 +84,10 @@ inline struct Switches {
   bool poison = true;   // in fresh memory, freed memory, and targets of copies under way
   std::map<std::pair<c10::DeviceIndex, c10::DeviceIndex>, Copy> links;
   std::array<int64_t, kDevices> kernels_until_failure{};  // zero: none fails
+  double link = 0, memory = 0;  // bytes per second; zero: it takes no time
 } switches;
+
+inline double seconds_for(double bytes, double speed) { return speed ? bytes / speed : 0; }
 
 struct Counters {
   int64_t synchronizations = 0;  // the host waited for a device
@@ -134,10 +137,30 @@ class Own {
 
 // ---- queues ----------------------------------------------------------------------------------
 
-struct Queue {
-  std::deque<std::function<void()>> work;
-  uint64_t issued = 0, done = 0;
+// What a card would take: each queue has a clock, which is that of the work that it has done. It has
+// nothing to do with when the work runs here. A host's thread waits for it where it synchronizes.
+struct Work {
+  std::function<void()> run;
+  double seconds, issued;
 };
+struct Queue {
+  std::deque<Work> work;
+  uint64_t issued = 0, done = 0;
+  double clock = 0;
+  uint64_t before_clocks = 0;   // so much was done before clocks were set to zero
+  std::vector<double> clocks;   // after each work since then
+  double clock_at(uint64_t number) const {
+    if (number <= before_clocks || clocks.empty()) return 0;
+    return clocks[std::min<size_t>(number - before_clocks, clocks.size()) - 1];
+  }
+};
+inline std::atomic<int64_t> clocks_set{0};
+inline double& host_clock() {
+  static thread_local double mine = 0;
+  static thread_local int64_t set = 0;
+  if (set != clocks_set) set = clocks_set, mine = 0;
+  return mine;
+}
 inline auto& queues = *new std::map<StreamKey, Queue>;
 inline auto& errors = *new std::array<std::exception_ptr, kDevices>;
 
@@ -158,11 +181,13 @@ inline void run_first(StreamKey stream) {
   queue.work.pop_front();
   try {
     const CleanThread clean;
-    work();
+    work.run();
   } catch (...) {
     if (!errors[stream.first]) errors[stream.first] = std::current_exception();
   }
   ++queue.done;
+  queue.clock = std::max(queue.clock, work.issued) + work.seconds;
+  if (switches.link || switches.memory) queue.clocks.push_back(queue.clock);
 }
 
 // Run what is queued in a stream, up to the work with this number.
@@ -172,10 +197,10 @@ inline void drain(StreamKey stream, uint64_t number = std::numeric_limits<uint64
   while (queue.done < std::min(number, queue.issued) && !queue.work.empty()) run_first(stream);
 }
 
-inline void enqueue(StreamKey stream, std::function<void()> work) {
+inline void enqueue(StreamKey stream, std::function<void()> work, double seconds = 0) {
   const Lock lock(mutex);
   auto& queue = queues[stream];
-  queue.work.push_back(std::move(work));
+  queue.work.push_back({std::move(work), seconds, host_clock()});
   ++queue.issued;
   if (switches.order == Order::eager || queue.work.size() > kLongest) drain(stream);
   if (switches.order == Order::random) {
@@ -187,7 +212,11 @@ inline void enqueue(StreamKey stream, std::function<void()> work) {
 
 // Let ``later`` do nothing more until ``earlier`` has done what it was given up to ``number``.
 inline void wait_for(StreamKey later, StreamKey earlier, uint64_t number) {
-  if (later != earlier) enqueue(later, [=] { drain(earlier, number); });
+  if (later == earlier) return;
+  enqueue(later, [=] {
+    drain(earlier, number);
+    queues[later].clock = std::max(queues[later].clock, queues[earlier].clock_at(number));
+  });
 }
 inline void wait_for(StreamKey later, StreamKey earlier) {
   const Lock lock(mutex);
@@ -215,6 +244,7 @@ inline void synchronize(
   const Lock lock(mutex);
   if (!is_done(stream, number)) ++counters.synchronizations;
   drain(stream, number);
+  host_clock() = std::max(host_clock(), queues[stream].clock_at(number));
   surface(stream.first);
 }
 

@@ -1,4 +1,4 @@
-"""The pair's gradients cross together, wherever that cannot be told from one by one."""
+"""The pair's gradients as they arrive: hooks, strides, functions that share or give none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from helpers.oracle import assert_close, assert_gradients, build, gradients, ran
 from torch import nn
 
 from pair.common import Pair, plain
-from scatterpar.devices.ledger import Ledger
 
 BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
@@ -20,51 +19,6 @@ VIRTUAL = [f"cpu:{i}" for i in range(4)]
 def deep():
     layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
     return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
-
-
-@pytest.fixture
-def crossings(monkeypatch):
-    """How many tensors crossed back so far, one entry each."""
-    seen = []
-    copy_ = Ledger.copy
-
-    def spied(self, tensor, device, phase):
-        if phase == "reduce":
-            seen.append(tensor.nbytes)
-        return copy_(self, tensor, device, phase)
-
-    monkeypatch.setattr(Ledger, "copy", spied)
-    return seen
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_few_messages_whatever_the_number_of_parameters(crossings, steps):
-    """Of ResNet-101 on 8 cards there were 2,200."""
-    model = build(deep)
-    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
-    size = sum(p.nbytes for p in model.parameters())
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    for times in range(1, steps + 1):
-        loss = pair.loss(*BATCH)  # the graph before it is still there
-        crossings.clear()
-        loss.backward()
-        assert len(crossings) == 3 + 3, "parameters, and each replica's part of the loss"
-        assert sum(crossings) <= 3 * size + 3 * 8
-        assert_gradients(model, {name: times * g for name, g in expected.items()})
-
-
-def test_a_hook_on_one_parameter_gets_its_gradient_at_once(crossings):
-    model = build(deep)
-    pair = Pair(model, nn.CrossEntropyLoss(), VIRTUAL)
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    seen = []
-    model[0][0].weight.register_hook(seen.append)
-    loss = pair.loss(*BATCH)
-    crossings.clear()
-    loss.backward()
-    assert len(crossings) == 3 + 3 + 3
-    assert_close(seen[0], expected["0.0.weight"], "what the hook saw")
-    assert_gradients(model, expected)
 
 
 def test_a_hook_on_the_node_of_a_parameter_sees_its_gradient():

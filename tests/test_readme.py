@@ -45,6 +45,14 @@ def test_ci_runs_those_commands_and_no_others():
     assert "pip install" not in script
 
 
+def test_ci_finds_the_line_that_tests_other_libraries_trainers():
+    assert r"grep '^\.venv/bin/pip ' CONTRIBUTING.md" in read(".ci/run")
+    (line,) = [x for x in read("CONTRIBUTING.md").splitlines() if x.startswith(".venv/bin/pip ")]
+    assert "-e '.[test,trl,sentence-transformers]' && " in line
+    for path in re.findall(r"tests/\S+", line):
+        assert (ROOT / path).exists(), path
+
+
 def test_ci_finds_the_line_that_tests_without_the_interpreter_lock():
     found = re.search(r"grep '\^(python3.14t [^']*)' docs/free-threaded.md", read(".ci/run"))
     assert found is not None

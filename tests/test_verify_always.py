@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -340,6 +340,12 @@ def test_one_micro_batch_on_each_rank_is_told(sizes):
 # --- no false alarms ---
 
 
+class Features(NamedTuple):
+    logits: torch.Tensor
+    feat: torch.Tensor
+    inputs: torch.Tensor
+
+
 class Student(nn.Module):
     """Keeps its features, as teachers of the same class do."""
 
@@ -349,7 +355,7 @@ class Student(nn.Module):
 
     def forward(self, inputs):
         self.feat = self.body(inputs)
-        return {"logits": self.head(self.feat), "feat": self.feat, "inputs": inputs}
+        return Features(self.head(self.feat), self.feat, inputs)
 
 
 def test_a_teacher_of_the_student_s_class_is_no_old_attribute():
@@ -357,10 +363,8 @@ def test_a_teacher_of_the_student_s_class_is_no_old_attribute():
     teacher(INPUTS)
 
     def distilled(output, targets):
-        wanted = teacher(output["inputs"])
-        return F.mse_loss(output["feat"], wanted["feat"]) + F.cross_entropy(
-            output["logits"], targets
-        )
+        wanted = teacher(output.inputs)
+        return F.mse_loss(output.feat, wanted.feat) + F.cross_entropy(output.logits, targets)
 
     with warnings.catch_warnings(), ScatterOnceParallel(build(Student), 3, ["cpu"]) as engine:
         warnings.simplefilter("error")

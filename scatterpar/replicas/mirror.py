@@ -109,7 +109,8 @@ class Survey:
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
         self.containers.append(container)
-        for item in container.values() if isinstance(container, dict) else container:
+        # A list of them: looking at one, such as a module that imports itself late, may add some.
+        for item in [*(container.values() if isinstance(container, dict) else container)]:
             self._visit(item)
 
 

@@ -1,0 +1,1 @@
+"""Torch's own CUDA path without a card: see README.md."""

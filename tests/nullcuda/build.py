@@ -1,0 +1,142 @@
+"""Build the null CUDA beside an installed torch: ``python build.py SITE_PACKAGES``.
+
+torch's libraries say themselves which functions they need of which library, and under which symbol
+version. What ``runtime/`` and ``libraries/`` do not define becomes a stub that notes its name.
+torch looks for the libraries in ``nvidia/cu13/lib``, and nowhere before it (its RPATH beats
+LD_LIBRARY_PATH), so that is where they go. The headers are in the wheel nvidia-cuda-runtime.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNTIME = "libcudart.so.13"
+# Without a symbol version a function's library is known by the beginning of its name.
+UNVERSIONED = {
+    "libcuda": r"cu[A-Z](?!File)",
+    "libcufile": "cuFile",
+    "libcurand": "curand",
+    "libcusparseLt": "cusparseLt",
+    "libnccl": "nccl",
+    "libnvshmem_host": "nvshmem",
+}
+ALSO_OPENED = ["libnvrtc-builtins.so.13.0", "libnvJitLink.so.13", "libcusolver.so.12"]
+
+
+def main(site_packages: Path) -> None:
+    """Compile every library that torch needs and the machine has not."""
+    torch_libraries = sorted((site_packages / "torch" / "lib").glob("*.so*"))
+    out = site_packages / "nvidia" / "cu13" / "lib"
+    out.mkdir(parents=True, exist_ok=True)
+    build = Build(out, site_packages / "nvidia" / "cu13" / "include")
+    wanted, sonames = undefined(torch_libraries)
+    own = {library.name for library in torch_libraries}
+    build.runtime(wanted.pop(RUNTIME))
+    for soname in sorted((sonames | set(ALSO_OPENED)) - {RUNTIME} - own):
+        build.library(soname, wanted)
+
+
+def undefined(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str]]:
+    """Functions that ``libraries`` take from others, by symbol version; the others' names."""
+    wanted: dict[str, set[str]] = defaultdict(set)
+    sonames: set[str] = set()
+    for library in libraries:
+        symbols = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=False
+        )
+        for line in symbols.stdout.splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            wanted[version.lstrip("@")].add(name)
+        headers = subprocess.run(["readelf", "-d", library], capture_output=True, text=True)
+        needed = re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^\]]*)\]", headers.stdout)
+        sonames.update(needed)
+    return wanted, sonames
+
+
+class Build:
+    """Compiles libraries into a folder.
+
+    Args:
+        out: where they go.
+        include: where CUDA's headers are.
+    """
+
+    def __init__(self, out: Path, include: Path) -> None:
+        self._out = out
+        self._include = include
+        self._generated = HERE / "generated"
+        self._generated.mkdir(exist_ok=True)
+
+    def runtime(self, wanted: set[str]) -> None:
+        """The runtime itself: what is not written fails with cudaErrorNotSupported."""
+        sources = sorted((HERE / "runtime").glob("*.c"))
+        missing = sorted(wanted - set().union(*map(defined, sources)))
+        stubs = self._generated / "cudart.c"
+        stubs.write_text(
+            "int null_not_done(const char *name);\n"
+            + "".join(
+                f'int {name}(void) {{ return null_not_done("{name}"); }}\n' for name in missing
+            )
+        )
+        print(f"{RUNTIME}: {len(wanted)} functions, {len(missing)} of them fail")
+        self._compile(RUNTIME, [*sources, stubs], version=RUNTIME)
+
+    def library(self, soname: str, wanted: dict[str, set[str]]) -> None:
+        """A library above it: what is not written succeeds, and does nothing."""
+        stem = soname.partition(".so")[0]
+        version = next((v for v in (soname, "NVSHMEM") if v in wanted and is_of(v, stem)), "")
+        names = set(wanted[version]) if version else set()
+        if stem in UNVERSIONED:
+            names |= {name for name in wanted[""] if re.match(UNVERSIONED[stem], name)}
+        written = HERE / "libraries" / f"{stem.removeprefix('lib')}.c"
+        sources = [written] if written.exists() else []
+        done = set().union(*map(defined, sources))
+        stubs = self._generated / f"{stem}.c"
+        stubs.write_text(
+            "int null_library(const char *name, void *stream, int launches);\n"
+            + "".join(
+                f'int {name}(void) {{ return null_library("{name}", 0, 0); }}\n'
+                for name in sorted(names - done)
+            )
+        )
+        print(f"{soname}: {len(names)} functions, {len(names & done)} of them written")
+        runtime = ["-L", str(self._out), f"-l:{RUNTIME}"]
+        self._compile(soname, [stubs, *sources], version=version, more=runtime)
+
+    def _compile(
+        self, soname: str, sources: list[Path], version: str = "", more: list[str] | None = None
+    ) -> None:
+        command = ["gcc", "-O2", "-g", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
+        command += ["-Wl,-rpath,$ORIGIN", "-I", str(HERE / "runtime"), "-I", str(self._include)]
+        if version:
+            script = self._generated / f"{soname}.map"
+            script.write_text(f"{version} {{ global: *; }};\n")
+            command.append(f"-Wl,--version-script={script}")
+        target = self._out / soname
+        target.unlink(missing_ok=True)
+        command += [*map(str, sources), "-o", str(target), *(more or []), "-lpthread", "-ldl"]
+        subprocess.run(command, check=True)
+
+
+def is_of(version: str, stem: str) -> bool:
+    """Whether symbols of ``version`` belong to the library ``stem``."""
+    return version.startswith("lib") or stem == "libnvshmem_host"
+
+
+def defined(source: Path) -> set[str]:
+    """The functions that a file of ours defines; those made by its macros, too."""
+    text = source.read_text()
+    names = set(re.findall(r"^[A-Za-z_][\w \*]*?\b(\w+)\(", text, re.MULTILINE))
+    names |= set(re.findall(r"^LAUNCHES\((\w+)\)", text, re.MULTILINE))
+    for kind in re.findall(r"^DESCRIPTOR\((\w+)\)", text, re.MULTILINE):
+        names |= {f"cudnnCreate{kind}Descriptor", f"cudnnDestroy{kind}Descriptor"}
+    return names
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""What the null CUDA counted and recorded, for Python."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that happened; ``runtime/null.h`` says what the fields mean."""
+
+    kind: str
+    device: int
+    stream: int
+    address: int
+    source: int
+    bytes: int
+    other: int
+    blocks: bool
+    thread: int
+    name: str
+
+
+class _Record(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("address", "source", "bytes")),
+        ("name", ctypes.c_char_p),
+        *((n, ctypes.c_int32) for n in ("thread", "kind", "device", "stream", "other", "flags")),
+    ]
+
+
+@cache
+def runtime() -> ctypes.CDLL:
+    """The library; an ``AttributeError`` of its functions where the runtime is another one."""
+    library = ctypes.CDLL("libcudart.so.13")
+    library.null_kind.restype = ctypes.c_char_p
+    for function in (library.null_count, library.null_bytes, library.null_shadow):
+        function.restype = ctypes.c_uint64
+    library.null_records.restype = ctypes.POINTER(_Record)
+    library.null_access.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_int,
+    ]
+    return library
+
+
+def is_null() -> bool:
+    """Whether torch's CUDA is this one."""
+    try:
+        return hasattr(runtime(), "null_kind")
+    except (OSError, AttributeError):
+        return False
+
+
+@cache
+def kinds() -> list[str]:
+    """The names of what is counted."""
+    found: list[str] = []
+    while name := runtime().null_kind(len(found)):
+        found.append(name.decode())
+    return found
+
+
+def reset() -> None:
+    """Count from zero again."""
+    runtime().null_reset()
+
+
+def counts(device: int) -> Counter[str]:
+    """How often each thing happened on a device since ``reset``."""
+    return Counter({kind: runtime().null_count(i, device) for i, kind in enumerate(kinds())})
+
+
+def moved(device: int) -> Counter[str]:
+    """How many bytes each kind of thing was about."""
+    return Counter({kind: runtime().null_bytes(i, device) for i, kind in enumerate(kinds())})
+
+
+def has_context(device: int) -> bool:
+    """Whether this process has a context on a device."""
+    return bool(runtime().null_has_context(device))
+
+
+def trace(on: bool) -> None:
+    """Begin a new record of what happens, or end it."""
+    runtime().null_trace(int(on))
+
+
+def records() -> list[Record]:
+    """What happened in the last trace, in order."""
+    count, most = ctypes.c_uint64(), ctypes.c_uint64()
+    found = runtime().null_records(ctypes.byref(count), ctypes.byref(most))
+    if count.value > most.value:
+        raise RuntimeError(f"{count.value:,} records, and there is room for {most.value:,}")
+    names = kinds()
+    return [
+        Record(
+            names[r.kind],
+            r.device,
+            r.stream,
+            r.address,
+            r.source,
+            r.bytes,
+            r.other,
+            bool(r.flags & 1),
+            r.thread,
+            (r.name or b"").decode(),
+        )
+        for r in found[: count.value]
+    ]

@@ -1,0 +1,27 @@
+int null_not_done(const char *name);
+int cudaDeviceGetDefaultMemPool(void) { return null_not_done("cudaDeviceGetDefaultMemPool"); }
+int cudaGraphAddNode(void) { return null_not_done("cudaGraphAddNode"); }
+int cudaGraphConditionalHandleCreate(void) { return null_not_done("cudaGraphConditionalHandleCreate"); }
+int cudaGraphDebugDotPrint(void) { return null_not_done("cudaGraphDebugDotPrint"); }
+int cudaGraphDestroy(void) { return null_not_done("cudaGraphDestroy"); }
+int cudaGraphExecDestroy(void) { return null_not_done("cudaGraphExecDestroy"); }
+int cudaGraphGetNodes(void) { return null_not_done("cudaGraphGetNodes"); }
+int cudaGraphInstantiateWithFlags(void) { return null_not_done("cudaGraphInstantiateWithFlags"); }
+int cudaGraphLaunch(void) { return null_not_done("cudaGraphLaunch"); }
+int cudaGraphNodeGetDependencies(void) { return null_not_done("cudaGraphNodeGetDependencies"); }
+int cudaIpcCloseMemHandle(void) { return null_not_done("cudaIpcCloseMemHandle"); }
+int cudaIpcGetEventHandle(void) { return null_not_done("cudaIpcGetEventHandle"); }
+int cudaIpcGetMemHandle(void) { return null_not_done("cudaIpcGetMemHandle"); }
+int cudaIpcOpenEventHandle(void) { return null_not_done("cudaIpcOpenEventHandle"); }
+int cudaIpcOpenMemHandle(void) { return null_not_done("cudaIpcOpenMemHandle"); }
+int cudaLibraryGetKernel(void) { return null_not_done("cudaLibraryGetKernel"); }
+int cudaLibraryLoadData(void) { return null_not_done("cudaLibraryLoadData"); }
+int cudaLibraryUnload(void) { return null_not_done("cudaLibraryUnload"); }
+int cudaMemPoolGetAttribute(void) { return null_not_done("cudaMemPoolGetAttribute"); }
+int cudaMemPoolSetAccess(void) { return null_not_done("cudaMemPoolSetAccess"); }
+int cudaMemPoolSetAttribute(void) { return null_not_done("cudaMemPoolSetAttribute"); }
+int cudaMemPoolTrimTo(void) { return null_not_done("cudaMemPoolTrimTo"); }
+int cudaStreamBeginCapture(void) { return null_not_done("cudaStreamBeginCapture"); }
+int cudaStreamBeginCaptureToGraph(void) { return null_not_done("cudaStreamBeginCaptureToGraph"); }
+int cudaStreamEndCapture(void) { return null_not_done("cudaStreamEndCapture"); }
+int cudaStreamUpdateCaptureDependencies(void) { return null_not_done("cudaStreamUpdateCaptureDependencies"); }

@@ -1,0 +1,17 @@
+int null_library(const char *name, void *stream, int launches);
+int cusparseLtDenseDescriptorInit(void) { return null_library("cusparseLtDenseDescriptorInit", 0, 0); }
+int cusparseLtInit(void) { return null_library("cusparseLtInit", 0, 0); }
+int cusparseLtMatDescriptorDestroy(void) { return null_library("cusparseLtMatDescriptorDestroy", 0, 0); }
+int cusparseLtMatmul(void) { return null_library("cusparseLtMatmul", 0, 0); }
+int cusparseLtMatmulAlgGetAttribute(void) { return null_library("cusparseLtMatmulAlgGetAttribute", 0, 0); }
+int cusparseLtMatmulAlgSelectionInit(void) { return null_library("cusparseLtMatmulAlgSelectionInit", 0, 0); }
+int cusparseLtMatmulAlgSetAttribute(void) { return null_library("cusparseLtMatmulAlgSetAttribute", 0, 0); }
+int cusparseLtMatmulDescSetAttribute(void) { return null_library("cusparseLtMatmulDescSetAttribute", 0, 0); }
+int cusparseLtMatmulDescriptorInit(void) { return null_library("cusparseLtMatmulDescriptorInit", 0, 0); }
+int cusparseLtMatmulGetWorkspace(void) { return null_library("cusparseLtMatmulGetWorkspace", 0, 0); }
+int cusparseLtMatmulPlanDestroy(void) { return null_library("cusparseLtMatmulPlanDestroy", 0, 0); }
+int cusparseLtMatmulPlanInit(void) { return null_library("cusparseLtMatmulPlanInit", 0, 0); }
+int cusparseLtMatmulSearch(void) { return null_library("cusparseLtMatmulSearch", 0, 0); }
+int cusparseLtSpMMACompress2(void) { return null_library("cusparseLtSpMMACompress2", 0, 0); }
+int cusparseLtSpMMACompressedSize2(void) { return null_library("cusparseLtSpMMACompressedSize2", 0, 0); }
+int cusparseLtStructuredDescriptorInit(void) { return null_library("cusparseLtStructuredDescriptorInit", 0, 0); }

@@ -1,0 +1,1 @@
+int null_library(const char *name, void *stream, int launches);

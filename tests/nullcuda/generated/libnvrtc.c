@@ -1,0 +1,13 @@
+int null_library(const char *name, void *stream, int launches);
+int nvrtcAddNameExpression(void) { return null_library("nvrtcAddNameExpression", 0, 0); }
+int nvrtcCompileProgram(void) { return null_library("nvrtcCompileProgram", 0, 0); }
+int nvrtcCreateProgram(void) { return null_library("nvrtcCreateProgram", 0, 0); }
+int nvrtcDestroyProgram(void) { return null_library("nvrtcDestroyProgram", 0, 0); }
+int nvrtcGetCUBIN(void) { return null_library("nvrtcGetCUBIN", 0, 0); }
+int nvrtcGetCUBINSize(void) { return null_library("nvrtcGetCUBINSize", 0, 0); }
+int nvrtcGetErrorString(void) { return null_library("nvrtcGetErrorString", 0, 0); }
+int nvrtcGetLoweredName(void) { return null_library("nvrtcGetLoweredName", 0, 0); }
+int nvrtcGetPTX(void) { return null_library("nvrtcGetPTX", 0, 0); }
+int nvrtcGetPTXSize(void) { return null_library("nvrtcGetPTXSize", 0, 0); }
+int nvrtcGetProgramLog(void) { return null_library("nvrtcGetProgramLog", 0, 0); }
+int nvrtcGetProgramLogSize(void) { return null_library("nvrtcGetProgramLogSize", 0, 0); }

@@ -1,0 +1,125 @@
+"""Accesses to the same bytes that nothing orders, found in a trace by vector clocks.
+
+Every stream has a clock, and so has the host. What a stream is given to do comes after what the
+host knew then: ``clock[stream]`` says for each other stream up to which of its operations this one
+waits. Events carry clocks from stream to stream, synchronisations to the host. Two accesses of one
+byte, of which one writes, must be ordered: on a real card the result may differ from run to run,
+while the values here, where everything is done at once, would never tell.
+
+The host is one clock for all threads, as if each knew what the others wait for. So what is found is
+a race; a race between threads that only a lucky order hides is not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nullcuda.card import Record
+
+__all__ = ["Race", "races"]
+
+_PAGE = 21  # bits: accesses are looked up by pages of 2 MB
+_Stream = tuple[int, int]
+_Clock = dict[_Stream, int]
+
+
+class Race(NamedTuple):
+    """Two accesses that nothing orders: what was done, and on which device and stream."""
+
+    first: str
+    on: _Stream
+    second: str
+    and_on: _Stream
+
+
+class _Access(NamedTuple):
+    start: int
+    stop: int
+    writes: bool
+    stream: _Stream
+    tick: int
+    what: str
+
+
+def races(records: Iterable[Record]) -> list[Race]:
+    """Each kind of unordered pair once, in the order in which they were found."""
+    checker = _Checker()
+    for record in records:
+        checker.look_at(record)
+    return list(checker.found)
+
+
+class _Checker:
+    def __init__(self) -> None:
+        self.found: dict[Race, None] = {}
+        self._host: _Clock = {}
+        self._streams: defaultdict[_Stream, _Clock] = defaultdict(dict)
+        self._events: dict[int, _Clock] = {}
+        self._pages: defaultdict[int, list[_Access]] = defaultdict(list)
+
+    def look_at(self, record: Record) -> None:
+        stream = record.device, record.stream
+        match record.kind:
+            case "read" | "write":
+                self._begin(stream)
+                self._access(record, stream, record.address, record.kind == "write", record.name)
+            case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
+                self._begin(stream)
+                if record.kind not in ("copy_in", "fill"):
+                    self._access(record, stream, record.source, False, record.kind)
+                if record.kind != "copy_out":
+                    self._access(record, stream, record.address, True, record.kind)
+                if record.blocks:
+                    _join(self._host, self._streams[stream])
+            case "event_record":
+                self._events[record.address] = self._host | self._streams[stream]
+            case "event_wait":
+                _join(self._streams[stream], self._events.get(record.address, {}))
+            case "event_sync" | "event_query":
+                _join(self._host, self._events.get(record.address, {}))
+            case "stream_sync" | "stream_query":
+                _join(self._host, self._streams[stream])
+            case "device_sync":
+                for (device, _), clock in list(self._streams.items()):
+                    if device == record.device:
+                        _join(self._host, clock)
+            case "device_free":  # waits for everything
+                for clock in list(self._streams.values()):
+                    _join(self._host, clock)
+
+    def _begin(self, stream: _Stream) -> None:
+        """A stream's next operation comes after all that the host knows to be done."""
+        clock = self._streams[stream]
+        _join(clock, self._host)
+        clock[stream] = clock.get(stream, 0) + 1
+
+    def _access(
+        self, record: Record, stream: _Stream, address: int, writes: bool, what: str
+    ) -> None:
+        if not record.bytes:
+            return
+        clock = self._streams[stream]
+        new = _Access(address, address + record.bytes, writes, stream, clock[stream], what)
+        for page in range(address >> _PAGE, (new.stop - 1 >> _PAGE) + 1):
+            self._pages[page] = [
+                old for old in self._pages[page] if not self._is_settled(old, new, clock)
+            ]
+            self._pages[page].append(new)
+
+    def _is_settled(self, old: _Access, new: _Access, clock: _Clock) -> bool:
+        """Whether nobody has to know of ``old`` any more, since ``new`` stands for it."""
+        if old.stop <= new.start or new.stop <= old.start:
+            return False
+        is_ordered = old.stream == new.stream or clock.get(old.stream, 0) >= old.tick
+        if not is_ordered and (old.writes or new.writes):
+            self.found.setdefault(Race(old.what, old.stream, new.what, new.stream))
+        is_covered = new.start <= old.start and old.stop <= new.stop
+        return is_ordered and is_covered and (new.writes or not old.writes)
+
+
+def _join(into: _Clock, other: _Clock) -> None:
+    for stream, tick in other.items():
+        if into.get(stream, 0) < tick:
+            into[stream] = tick

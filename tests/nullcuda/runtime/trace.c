@@ -1,0 +1,69 @@
+/* What happened: counts by kind and device, and records while a trace is on. */
+#define _GNU_SOURCE
+#include "null.h"
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { MOST_RECORDS = 1 << 23 };
+
+static const char *names[] = {
+#define AS_TEXT(name) #name,
+    KINDS(AS_TEXT)
+#undef AS_TEXT
+};
+static _Atomic uint64_t counts[KIND_COUNT][MAX_DEVICES], bytes[KIND_COUNT][MAX_DEVICES];
+static struct record *records;
+static _Atomic uint64_t recorded;
+static atomic_int tracing;
+
+void note(struct record what) {
+  static _Thread_local int thread;
+  if (what.device >= 0 && what.device < MAX_DEVICES) {
+    counts[what.kind][what.device]++;
+    bytes[what.kind][what.device] += what.bytes;
+  }
+  if (!tracing) return;
+  if (!thread) thread = (int)syscall(SYS_gettid);
+  what.thread = thread;
+  uint64_t place = recorded++;
+  if (place < MOST_RECORDS) records[place] = what;
+}
+
+/* From here on for Python (card.py). */
+
+const char *null_kind(int kind) { return kind < KIND_COUNT ? names[kind] : 0; }
+uint64_t null_count(int kind, int device) { return counts[kind][device]; }
+uint64_t null_bytes(int kind, int device) { return bytes[kind][device]; }
+
+void null_reset(void) {
+  memset(counts, 0, sizeof counts);
+  memset(bytes, 0, sizeof bytes);
+}
+
+void null_trace(int on) {
+  if (on && !records)
+    records = mmap(0, sizeof(struct record) * (size_t)MOST_RECORDS, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (on) recorded = 0;
+  tracing = on;
+}
+
+int null_tracing(void) { return tracing; }
+
+/* The records of the trace; how many there are is written to `count`, more than fit included. */
+const struct record *null_records(uint64_t *count, uint64_t *most) {
+  *count = recorded;
+  *most = MOST_RECORDS;
+  return records;
+}
+
+/* What an operator reads or writes, told by values.py: kernels themselves do not say. */
+void null_access(const char *name, int device, cudaStream_t stream, uint64_t address,
+                 uint64_t size, int writes) {
+  note((struct record){.kind = writes ? write_kind : read_kind, .device = device, .name = name,
+                       .stream = stream_number(stream), .address = address, .bytes = size});
+}

@@ -1,0 +1,313 @@
+"""Numbers for the null CUDA: after a CUDA operator has run, its CPU twin fills in the values.
+
+The CUDA kernel of torch runs first, with all that it allocates and launches; nothing computes. Then
+the operator is called again on CPU tensors that lie in the very same memory, and what it returns
+is written into what the first call returned. So branches on values, gradients and losses are right,
+while the allocator, the streams and the launches are torch's own. Each operator also tells the
+trace what it reads and writes.
+
+Not covered: cuDNN and cuBLAS themselves (off, or computed by the CPU's), sparse tensors, and
+kernels that other libraries launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nullcuda import card
+
+__all__ = ["failures", "install"]
+
+# Operators that move no values: views, allocations, questions.
+_SHAPES = {
+    "empty",
+    "empty_strided",
+    "as_strided",
+    "view",
+    "set_",
+    "resize_",
+    "_reshape_alias",
+    "record_stream",
+    "is_pinned",
+    "_pin_memory",
+    "pin_memory",
+    "view_as_real",
+    "view_as_complex",
+    "unfold",
+    "_local_scalar_dense",
+    "is_set_to",
+    "_resize_output_",
+    "_assert_async",
+    "_copy_from",
+    "lift",
+    "lift_fresh",
+    "alias",
+    "detach",
+    "_efficientzerotensor",
+    "real",
+    "imag",
+    "resize_as_",
+    "squeeze",
+    "unsqueeze",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "select",
+    "slice",
+    "split",
+    "view_copy",
+    "set_data",
+    "ones",
+    "zeros",
+    "_zerotensor",
+    "_nested_tensor_from_mask",
+    "empty_quantized",
+    "_cudnn_init_dropout_state",
+    "_thnn_fused_lstm_cell",
+    "_scaled_dot_product_attention_math",
+    "_fused_sdp_choice",
+}
+_NOT_COVERED = (
+    "_cudnn",
+    "cudnn",
+    "miopen",
+    "_nested",
+    "_sparse",
+    "sparse",
+    "_spd",
+    "mkldnn",
+    "quantize",
+    "fake_quant",
+)
+# What they return has a size that depends on values: the CPU's twin says it first.
+_SIZED_BY_VALUES = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "_unique",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+    "nonzero_static",
+}
+
+failures: dict[str, str] = {}  # operators without a twin that were called, and why
+_inside = threading.local()  # an operator that another one calls is part of it
+_library = torch.library.Library("aten", "IMPL")
+
+
+def install() -> int:
+    """Give every CUDA operator its twin; how many have one."""
+    count = 0
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace != "aten" or base in _SHAPES or base.startswith(tuple(_NOT_COVERED)):
+            continue
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not (has(name, "CUDA") or name == "aten::copy_"):  # copy_ has one for all devices
+            continue
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+            continue
+        packet = getattr(torch.ops.aten, base)
+        if (overload or "default") in packet.overloads():
+            _give_a_twin(rest, getattr(packet, overload or "default"), base)
+            count += 1
+    torch.backends.cudnn.enabled = False
+    return count
+
+
+def remove() -> None:
+    """Take the twins away: from now on nothing computes, and nothing costs the host more."""
+    _library._destroy()
+    torch.backends.cudnn.enabled = True
+
+
+def _give_a_twin(name: str, operator: Any, base: str) -> None:
+    kernel = torch.library.get_kernel(operator, "CUDA")
+    twin = _Twin(operator, kernel, base)
+    _library.impl(name, twin, "CUDA", with_keyset=True, allow_override=True)
+
+
+class _Twin:
+    """An operator on the null CUDA: torch's own kernel, then the values."""
+
+    def __init__(self, operator: Any, kernel: Any, base: str) -> None:
+        self._operator = operator
+        self._kernel = kernel
+        self._base = base
+        self._schema = operator._schema
+        self._name = str(operator).encode()
+        arguments = self._schema.arguments
+        self._tensors = [i for i, a in enumerate(arguments) if str(a.type) == "Tensor"]
+        self._draws = any(a.name == "generator" for a in arguments) or base == "native_dropout"
+
+    @property
+    def __name__(self) -> str:
+        return self._base
+
+    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        args = _with_tensors(args, self._tensors)
+        if self._base in _SIZED_BY_VALUES and not self._schema.is_mutable:
+            found = self._operator(*tree_map(_as_cpu, args), **tree_map(_as_cpu, kwargs))
+            device = _device_of(args, kwargs)
+            return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
+        if getattr(_inside, "one", False):
+            return self._kernel.call_boxed(keys, *args, **kwargs)
+        generator = _host_generator(args, kwargs) if self._draws else None
+        _inside.one = True
+        try:
+            out = self._kernel.call_boxed(keys, *args, **kwargs)
+            if card.runtime().null_tracing() and not self._is_transfer(args):
+                self._tell(args, kwargs, out)
+            return self._with_values(out, args, kwargs, generator)
+        finally:
+            _inside.one = False
+
+    def _is_transfer(self, args: tuple[Any, ...]) -> bool:
+        """A copy between memories; the runtime notes these itself."""
+        return self._base == "copy_" and args[0].device != args[1].device
+
+    def _with_values(
+        self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any
+    ) -> Any:
+        try:
+            on_cpu, named = tree_map(_as_cpu, args), tree_map(_as_cpu, kwargs)
+            if generator is not None and self._base != "native_dropout":
+                on_cpu = tree_map(_without_generator, on_cpu)
+                named = tree_map(_without_generator, named) | {"generator": generator}
+            with torch.no_grad():
+                if self._base == "native_dropout":
+                    values = _dropout(generator, *on_cpu)
+                else:
+                    values = self._operator(*on_cpu, **named)
+            if self._schema.is_mutable:
+                return out
+            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+                return values if self._schema.returns else out
+            _fill(out, values)
+        except Exception as error:
+            failures.setdefault(str(self._operator), repr(error)[:200])
+        return out
+
+    def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Into the trace: what this operator reads and writes, and on which stream."""
+        written = {
+            a.name: bool(a.alias_info and a.alias_info.is_write) for a in self._schema.arguments
+        }
+        for argument, value in zip(self._schema.arguments, args, strict=False):
+            self._tell_of(value, written[argument.name])
+        for name, value in kwargs.items():
+            self._tell_of(value, written.get(name, False))
+        if not self._schema.is_mutable:
+            self._tell_of(out, True)
+
+    def _tell_of(self, value: Any, writes: bool) -> None:
+        for tensor in _dense_on_cards(value):
+            device, bytes = tensor.device.index, _extent(tensor)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            where = tensor.data_ptr()
+            card.runtime().null_access(self._name, device, stream, where, bytes, int(writes))
+
+
+def _dense_on_cards(value: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        is_one = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
+        if is_one and leaf.layout == torch.strided and leaf.numel():
+            yield leaf
+
+
+def _extent(tensor: Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _as_cpu(value: Any) -> Any:
+    """A CPU tensor in the memory of one of a card; devices become the CPU."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if not isinstance(value, Tensor) or value.device.type != "cuda":
+        return value
+    if value.layout != torch.strided:
+        raise NotImplementedError("sparse tensors have no values here")
+    storage = value.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    where = storage.data_ptr() + card.runtime().null_shadow()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(where)
+    bytes = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=value.dtype, device="cpu")
+    return empty.set_(bytes, value.storage_offset(), value.shape, value.stride())
+
+
+def _fill(out: Any, values: Any) -> None:
+    if isinstance(out, (tuple, list)):
+        for one, value in zip(out, values, strict=True):
+            _fill(one, value)
+    elif isinstance(out, Tensor) and out.device.type == "cuda":
+        if out.shape != values.shape:
+            raise RuntimeError(f"the shapes are {tuple(out.shape)} and {tuple(values.shape)}")
+        _as_cpu(out).copy_(values)
+
+
+def _with_tensors(args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+    """The dispatcher hands over Python numbers where tensors are expected: they are made again."""
+    numbers = [i for i in places if i < len(args) and isinstance(args[i], (int, float, complex))]
+    if not numbers:
+        return args
+    like = next((a.dtype for a in args if isinstance(a, Tensor)), None)
+    made = list(args)
+    for i in numbers:
+        made[i] = torch.tensor(args[i], dtype=_dtype_of(args[i], like), device="cpu")
+    return tuple(made)
+
+
+def _dtype_of(number: complex, like: torch.dtype | None) -> torch.dtype | None:
+    if like is None or isinstance(number, bool) or like == torch.bool:
+        return None
+    if isinstance(number, int) or like.is_complex:
+        return like
+    return like if like.is_floating_point and isinstance(number, float) else None
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+            return leaf.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _host_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    """Numbers that depend on the seed and the offset of the card's generator alone."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    device = _device_of(args, kwargs)
+    generator = given[0] if given else torch.cuda.default_generators[device.index]
+    seed, offset = generator.get_state()[-16:].view(torch.int64).tolist()
+    mixed = (seed * 1_000_003 + offset * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF
+    return torch.Generator().manual_seed(mixed)
+
+
+def _without_generator(value: Any) -> Any:
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _dropout(
+    generator: torch.Generator, x: Tensor, p: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    """``native_dropout`` takes no generator, so that its mask is drawn here."""
+    if train is False or p == 0:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    mask = torch.rand(x.shape, generator=generator) >= p
+    return (x * mask / (1 - p) if p < 1 else torch.zeros_like(x)), mask

@@ -128,4 +128,5 @@ def test_the_scripts_run_and_print_the_same(name, capsys, images):
 
 
 def test_every_script_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.py")} == SHORT.keys()
+    elsewhere = {"dpo_lora", "embeddings"}  # by the tests of those trainers
+    assert {path.stem for path in FOLDER.glob("*.py")} == SHORT.keys() | elsewhere

@@ -46,7 +46,7 @@ class Walk(RuleBasedStateMachine):
         fuse.light("", 0, None)
         self.model = build(Walker)
         self.plain = copy.deepcopy(self.model)
-        self.engine = ScatterOnceParallel(self.model, accum, devices)
+        self.engine = ScatterOnceParallel(self.model, accum, devices, verify=False)  # counts visits
         self.optimizers = [
             torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (self.model, self.plain)
         ]

@@ -71,7 +71,7 @@ def test_the_tool_trains_on_two_hosts_as_on_one(hosts, tmp_path, capsys):
     assert len(told) == 1, "one of the two prints"
     for words in (
         "2 machines; the first one's part of a batch of 1,000:",
-        "exact (limit 1e-10)",
+        "only rounding differs (limit 1e-10)",
         "finished after 1 of 1 epochs, 9 steps",
     ):
         assert words in told[0]

@@ -177,6 +177,7 @@ LAYERS = {
 @pytest.mark.draws
 @pytest.mark.parametrize("case", LAYERS)
 def test_a_module_with_a_loss_of_its_own_is_told(devices, case):
+    torch.manual_seed(0)  # one seed in sixty hides the sum in the first step
     for reduction in ("mean", "sum"):
         model = build(lambda reduction=reduction: Own(LAYERS[case](), reduction))
         with (

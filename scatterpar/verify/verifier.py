@@ -121,7 +121,8 @@ class Verifier:
         if not kind.wants(ranges):
             return
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
-        ignored = {*ignored_values(criterion or model.forward), *ignored_values(request.count)}
+        computes = model.forward if criterion is None else criterion
+        ignored = {*ignored_values(computes), *ignored_values(request.count)}
         words = Words(request)
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:

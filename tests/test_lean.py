@@ -60,7 +60,9 @@ def of_mixed():
     return build(Mixed).eval(), inputs
 
 
-def test_exact_in_pieces(tiny_chunks, devices):
+@pytest.mark.parametrize("alone", [chunks.ALONE_BYTES, 50])
+def test_exact_in_pieces(tiny_chunks, devices, alone, monkeypatch):
+    monkeypatch.setattr(chunks, "ALONE_BYTES", alone)
     model, inputs = of_mixed()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ScatterOnceParallel(model, 1, devices(4)) as engine:
@@ -86,6 +88,19 @@ def test_a_message_is_a_chunk_and_each_byte_crosses_once(tiny_chunks):
     assert report.bytes["replicate"] == report.bytes["reduce"] == 3 * size
     for phase in ("replicate", "reduce"):
         assert size / 96 <= report.messages[phase] / 3 <= 2 * size / 96 + 1
+
+
+def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
+    """From their place to their place, with no copy on the way, though they leave gaps."""
+    monkeypatch.setattr(chunks, "ALONE_BYTES", 8 * 500)
+    widths = [FEATURES] * 5 + [501, CLASSES]
+    model = build(lambda: nn.Sequential(*map(nn.Linear, widths, widths[1:])))
+    with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
+        assert_step(engine, *BATCH, CRITERION)
+        report = engine.last_step
+    large = sum(p.nbytes >= 8 * 500 for p in model.parameters())
+    assert large == 3
+    assert report.messages["replicate"] == report.messages["reduce"] == 3 * (large + 1)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5, 8])

@@ -1,4 +1,4 @@
-"""Tensors travel in chunks: small ones together, large ones in pieces.
+"""Tensors travel in chunks: small ones together, large ones alone, the largest in pieces.
 
 So what lies between two memories is a chunk, however large the model is. A message is of one dtype
 and holds elements in the order of memory: both ends see them as 1-D and contiguous, whatever the
@@ -8,6 +8,7 @@ strides of the tensors.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from scatterpar.devices.flat import by_dtype
 from scatterpar.devices.ledger import Ledger
 
 __all__ = [
+    "ALONE_BYTES",
     "CHUNK_BYTES",
     "Message",
     "Piece",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 2**26
+ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one
 
 
 class Piece(NamedTuple):
@@ -58,7 +61,9 @@ class Message(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)  # every step and every pair of devices asks for the same ones
-def messages(sizes: tuple[tuple[int, int], ...], most: int) -> tuple[Message, ...]:
+def messages(
+    sizes: tuple[tuple[int, int], ...], most: int, alone: int = sys.maxsize
+) -> tuple[Message, ...]:
     """Consecutive tensors, of at most so many elements in all, travel together.
 
     How a tensor is cut depends on its own size alone.
@@ -66,20 +71,23 @@ def messages(sizes: tuple[tuple[int, int], ...], most: int) -> tuple[Message, ..
     Args:
         sizes: the key and the number of elements of each.
         most: elements of a message.
+        alone: tensors of so many elements go before the others, and nothing goes with them.
 
     >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
     [(2,), (4,), (3,)]
+    >>> [message.sizes for message in messages(((0, 2), (1, 7), (2, 1)), 9, alone=5)]
+    [(7,), (2, 1)]
     """
     groups: list[list[Piece]] = []
     room = 0
-    for key, size in sizes:
+    for key, size in sorted(sizes, key=lambda pair: pair[1] < alone):
         for start in range(0, size, most):
             stop = min(size, start + most)
-            if not groups or stop - start > room:
+            if stop - start > room:
                 groups.append([])
                 room = most
             groups[-1].append(Piece(key, start, stop, stop - start == size))
-            room -= stop - start
+            room = 0 if size >= alone else room - (stop - start)
     return tuple(Message(tuple(group), tuple(p.stop - p.start for p in group)) for group in groups)
 
 
@@ -87,7 +95,8 @@ def in_chunks(tensors: Mapping[int, Tensor]) -> Iterator[Message]:
     """1-D tensors as messages of one dtype each, in which no more than a chunk travels."""
     for dtype, keys in by_dtype(tensors.items()).items():
         sizes = tuple([(key, tensors[key].numel()) for key in keys])
-        yield from messages(sizes, CHUNK_BYTES // dtype.itemsize)
+        most, alone = CHUNK_BYTES // dtype.itemsize, ALONE_BYTES // dtype.itemsize
+        yield from messages(sizes, most, alone)
 
 
 def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:

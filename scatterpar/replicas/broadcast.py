@@ -148,14 +148,15 @@ class Broadcast:
         for pairs in reversed(rounds(len(tree))):
             for near, far in pairs:
                 device = tree[far]
-                if stretch is None or device == self._memories[0]:
-                    here[far] = ledger.copy(here[near], device, "replicate")
-                    arrived = here[far].split(message.sizes)
-                    pieces = {piece.key: self._flat(piece.key, device) for piece in message.pieces}
-                    torch._foreach_copy_(message.of(pieces), arrived)
-                else:
-                    here[far] = self._arrivals[device].flats[flat.dtype][stretch]
+                away = self._arrivals.get(device)
+                if away is not None and stretch is not None:
+                    here[far] = away.flats[flat.dtype][stretch]
                     ledger.copy_into(here[far], here[near], "replicate")
+                else:
+                    here[far] = ledger.copy(here[near], device, "replicate")
+                    keys = {piece.key for piece in message.pieces}
+                    own = away.pieces if away else {i: self._in_memory_order(i) for i in keys}
+                    torch._foreach_copy_(message.of(own), here[far].split(message.sizes))
 
 
 def _stretch(message: Message, offsets: Sequence[int]) -> slice | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -289,6 +290,26 @@ def test_a_run_that_failed_is_resumed_bit_for_bit(tmp_path, capsys, monkeypatch)
     assert main([*ARGUMENTS, "--out", str(parts), "--resume", "--seed", "1"]) == 2
     assert "is of a run with --seed 0, not 1" in capsys.readouterr().err
     assert losses(parts) == losses(whole)
+
+
+def test_a_run_goes_on_with_the_optimizers_state_shared_out_or_not(tmp_path, monkeypatch):
+    """Bit for bit, with four replicas in four memories, in one, and in two."""
+    options = [*ARGUMENTS[:4], "--epochs", "1", "--accum", "1", "--checkpoint-every", "3"]
+    options += ["--optimizer", "adamw", "--base-lr", "0.003", "--clip", "1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*options, "--devices", "cpu,cpu,cpu,cpu", "--out", str(whole)]) == 0
+    for fails_at, devices, more in (
+        (4, "cpu:0,cpu:1,cpu:2,cpu:3", ["--shard-optimizer"]),
+        (7, "cpu,cpu,cpu,cpu", ["--resume"]),
+        (None, "cpu:0,cpu:1,cpu:0,cpu:1", ["--resume", "--shard-optimizer"]),
+    ):
+        monkeypatch.setattr(Fragile, "fails_at", fails_at)
+        ends = pytest.raises(RuntimeError) if fails_at else contextlib.nullcontext()
+        with ends:
+            assert main([*options, "--devices", devices, "--out", str(parts), *more]) == 0
+    assert differences(whole, parts) == []
+    sent = [record["bytes"]["replicate"] for record in steps(parts)]
+    assert sent[-1] == 0 < sent[0]  # the new values were there already
 
 
 def test_there_must_be_something_to_resume(tmp_path, capsys):

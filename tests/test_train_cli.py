@@ -113,6 +113,7 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     for words in ("default: 4096", "default: 16", "dataset-fashion-mnist", "resnet20", "examples:"):
         assert words in text
     assert "python -m scatterpar train --config photos.toml --epochs 90" in text
+    assert "default: None" not in text
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["train", "--version"]])

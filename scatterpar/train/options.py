@@ -93,10 +93,12 @@ def _is_positive(value: Any) -> bool:
 
 _COUNT = _read_as(int, "a whole number above zero", _is_positive)
 _WHOLE = _read_as(int, "a whole number, zero or above", lambda n: n >= 0)
+# Where None is the default, the help's own words say what that means.
+_OPTIONAL = tyro.conf.arg(help_behavior_hint="")
 Count = Annotated[int, _COUNT]
-CountOrNone = Annotated[int | None, _COUNT]
+CountOrNone = Annotated[int | None, _COUNT, _OPTIONAL]
 Whole = Annotated[int, _WHOLE]
-WholeOrNone = Annotated[int | None, _WHOLE]
+WholeOrNone = Annotated[int | None, _WHOLE, _OPTIONAL]
 Seed = Annotated[int, _read_as(int, "a whole number below 2**31", lambda n: 0 <= n < 2**31)]
 Batch = Annotated[
     int | Literal["auto"],
@@ -109,9 +111,10 @@ Epochs = Annotated[
 Shares = Annotated[
     tuple[float, ...] | Literal["auto"] | None,
     _read_as(_or_auto(_list_of(float)), "auto, or numbers such as 2,1", _is_positive, "LIST|auto"),
+    _OPTIONAL,
 ]
-Name = Annotated[str | None, _read_as(str, "a name", _any, "NAME")]
-Folder = Annotated[Path | None, _read_as(Path, "a path", _any, "PATH")]
+Name = Annotated[str | None, _read_as(str, "a name", _any, "NAME"), _OPTIONAL]
+Folder = Annotated[Path | None, _read_as(Path, "a path", _any, "PATH"), _OPTIONAL]
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Options:
     # keyword of that class, such as betas=(0.9,0.95); may be given several times
     optimizer_option: UseAppendAction[tuple[str, ...]] = ()
     # rate of each layer over that of the one after it, by timm, such as 0.75 to fine-tune
-    layer_decay: Annotated[float | None, _number(above=0, most=1)] = None
+    layer_decay: Annotated[float | None, _number(above=0, most=1), _OPTIONAL] = None
     # of SGD
     momentum: Annotated[float, _number(least=0, below=1)] = 0.9
     # on all but biases and normalisation
@@ -184,9 +187,9 @@ class Options:
     # part of a label that is spread over all classes
     label_smoothing: Annotated[float, _number(least=0, below=1)] = 0.0
     # scale gradients down to at most this norm
-    clip: Annotated[float | None, _number(above=0)] = None
+    clip: Annotated[float | None, _number(above=0), _OPTIONAL] = None
     # keep a moving average of the weights with this decay, such as 0.999, and test with it
-    ema: Annotated[float | None, _number(above=0, below=1)] = None
+    ema: Annotated[float | None, _number(above=0, below=1), _OPTIONAL] = None
     # let residual blocks start as the identity
     zero_init_residual: bool = False
     # start from the weights in a state dict or checkpoint, as far as they fit
@@ -208,10 +211,12 @@ class Options:
     # measure the gradient's noise scale: about the batch beyond which more images buy few steps
     # (McCandlish et al. 2018); needs two replicas
     measure_noise: bool = False
+    # keep the optimizer's state on all devices, a part on each, rather than on the first; same bits
+    shard_optimizer: bool = False
     # compile the network with torch.compile
     compile: bool = False
     # compute in bfloat16 or float16 where that is safe; float16 with a gradient scaler
-    autocast: Literal["bfloat16", "float16"] | None = None
+    autocast: Annotated[Literal["bfloat16", "float16"] | None, _OPTIONAL] = None
     # keep images with their channels last in memory, which convolutions like
     channels_last: bool = False
 

@@ -71,7 +71,7 @@ def write_page(
         curves=_png(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
         time=_time(records),
-        traffic=escape(str(traffic)) if traffic.steps else "No step was made.",
+        traffic=escape(str(traffic)) if traffic.steps else "No whole step was counted.",
         provenance=escape(path.with_name("run.json").read_text(encoding="utf-8")),
     )
     path.write_text(text, encoding="utf-8")

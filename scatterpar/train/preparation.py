@@ -12,7 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar import ScatterOnceParallel, weight_decay_groups, zero_init_residual
+from scatterpar import (
+    ScatterOnceParallel,
+    ShardedOptimizer,
+    weight_decay_groups,
+    zero_init_residual,
+)
 from scatterpar.train.checkpoint import Progress
 from scatterpar.train.data import TRAIN, Source
 from scatterpar.train.errors import UsageError, words_of
@@ -97,7 +102,8 @@ def prepare(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
             "cannot train on: choose another --batch, or fewer --accum or --replicas"
         )
-    optimizer = make_optimizer(model, options)
+    made = make_optimizer(model, options)
+    optimizer = ShardedOptimizer(engine, lambda _: made) if options.shard_optimizer else made
     epochs, warmup = options.epochs, options.warmup_epochs or 0
     dtype = None if options.autocast is None else getattr(torch, options.autocast)
     average, kind = None, engine.device_ids[0].type

@@ -336,7 +336,8 @@ class Run:
         progress, batches = self.progress, self.training.batches
         progress.step += 1
         progress.loss += report.loss * images / self.images
-        if not self._has_sent:
+        # A sharded optimizer sends the new values in its own step, which the engine does not count.
+        if not (self._has_sent or self.options.shard_optimizer):
             self.traffic.add(report.plan, report.bytes)
         self._has_sent = False
         measured = {}

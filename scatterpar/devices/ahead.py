@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger, passable
-from scatterpar.devices.verbs import mark
+from scatterpar.devices.verbs import mark, on
 
 __all__ = ["Ahead"]
 
@@ -60,8 +60,10 @@ class Ahead(Ledger):
         """Wait until nothing that was copied is read any more."""
         super().settle()
         if self._stream is not None:
-            with self._asking, self._stream:
-                copied = mark(self._stream.device)
+            device = self._stream.device
+            # The device first: else torch, leaving the stream, enters the caller's own card.
+            with self._asking, on(device, ()), self._stream:
+                copied = mark(device)
                 targets, self._targets = self._targets, {}
             copied.synchronize()  # MPS can wait for events alone
             del targets

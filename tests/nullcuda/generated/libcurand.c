@@ -1,1 +1,0 @@
-int null_library(const char *name, void *stream, int launches);

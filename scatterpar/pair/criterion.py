@@ -32,7 +32,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.rows import count_rows, has_rows
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import weigh
-from scatterpar.threads.sharing import Turn
+from scatterpar.threads.sharing import Turn, turn_of_criteria
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion", "gather"]
@@ -122,7 +122,7 @@ class DataParallelCriterion(Wrapper):
             owner = holder_of(self.module)
             replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
             criteria = [replica.of(self.module) for replica in replicas]
-            turns = {physical(device): Turn() for device in devices}
+            turns = {physical(device): turn_of_criteria() for device in devices}
             functions = [
                 partial(_loss, criterion, turns[physical(device)])
                 for criterion, device in zip(

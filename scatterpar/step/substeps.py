@@ -80,13 +80,10 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            inputs, targets = task.rows_of(number)
-            output = task.output_of(inputs)
-            del inputs
-            loss = judged(task, output, targets)
+            output, loss = _forward(task, number)
             if keep:
                 outputs.append(kept(output, keep))
-            del output, targets
+            del output
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -121,8 +118,17 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
+    _, loss = _forward(task, number)
+    return loss
+
+
+def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
+    """The output of one micro-batch, and its loss."""
     inputs, targets = task.rows_of(number)
-    return judged(task, task.output_of(inputs), targets)
+    with task.launching():
+        output = task.output_of(inputs)
+        del inputs
+        return output, judged(task, output, targets)
 
 
 def judged(task: Task, output: Any, targets: Any) -> Tensor:

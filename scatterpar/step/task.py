@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,11 @@ class Task:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
+
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the Python of a forward pass and its loss: the replica's turn."""
+        aside = self.aside
+        return contextlib.nullcontext() if aside is None else aside.launching(self.share.device)
 
     def substep(self, number: int) -> noted:
         """What is around every sub-step: errors say where they happened."""

@@ -24,7 +24,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Pace, Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.replicas import Replicas
@@ -33,18 +33,14 @@ from scatterpar.report import StepReport
 from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
-from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.noise import Spread, measure
-from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
-from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
-from scatterpar.step.request import Request
-from scatterpar.step.scatter import scatter
-from scatterpar.step.slices import micro_batches
-from scatterpar.step.task import hand_out
+from scatterpar.step.request import Count, Request, check_noise, check_options, check_synchronised
+from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.substeps import hand_out
 from scatterpar.step.weights import weigh
 from scatterpar.threads.crew import Crew
 from scatterpar.threads.sharing import Aside

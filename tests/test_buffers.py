@@ -20,7 +20,7 @@ from helpers.zoo import OVERLAPPING, Overlapping
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.threads.streams import RandomStreams
+from scatterpar.threads.generators import RandomStreams
 
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)

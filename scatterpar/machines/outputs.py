@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.step import nested
-from scatterpar.step.join import join_rows
+from scatterpar.step.nested import join_rows
 
 __all__ = ["Shown"]
 

@@ -25,11 +25,9 @@ from scatterpar.replicas.bound import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
-from scatterpar.step.criteria import Count, resolve_reduction
-from scatterpar.step.join import join
-from scatterpar.step.options import check_dim, check_function
-from scatterpar.step.request import Request
-from scatterpar.step.rows import count_rows, has_rows
+from scatterpar.step.markers import count_rows, has_rows
+from scatterpar.step.nested import join
+from scatterpar.step.request import Count, Request, check_dim, check_function, resolve_reduction
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import weigh
 from scatterpar.threads.sharing import Turn

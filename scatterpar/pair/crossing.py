@@ -29,9 +29,8 @@ from scatterpar.step import nested
 from scatterpar.step.markers import Batches, all_tensors
 from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery
-from scatterpar.step.slices import copied, opened, take
-from scatterpar.step.task import noted
+from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.substeps import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module

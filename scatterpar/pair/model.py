@@ -20,8 +20,8 @@ from scatterpar.replicas.placement import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
-from scatterpar.step.options import check_dim, check_module
-from scatterpar.step.rows import count_rows
+from scatterpar.step.markers import count_rows
+from scatterpar.step.request import check_dim, check_module
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelModel"]

@@ -31,7 +31,7 @@ from scatterpar.replicas.replica import Replica
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.derived import pass_on
-from scatterpar.step.join import join_rows
+from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import BufferValue
 from scatterpar.torch_private import flatten, unflatten
 

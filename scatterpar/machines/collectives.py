@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.flat import by_dtype
-from scatterpar.devices.lists import copy_each
+from scatterpar.devices.chunks import by_dtype, copy_each
 from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["LAYOUT_BITS", "Collectives", "sparse_weights"]

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.replicas.batch_norm import Layer, Moments, pooled
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.join import join_rows
-from scatterpar.step.outcome import BufferValue
 from scatterpar.torch_private import unflatten
 
 __all__ = ["Parcel", "Shown", "pack", "pooled_over_ranks", "table_of"]

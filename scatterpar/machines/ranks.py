@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
 from scatterpar.machines.parcels import Gradient, Parcel, Shown, pack, pooled_over_ranks, table_of
+from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step.noise import Spread
-from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]

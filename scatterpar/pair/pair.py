@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.links import LinkCheck
-from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
     NOTHING,
@@ -27,8 +27,8 @@ from scatterpar.pair.crossing import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.bound import holder_of
-from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.kinds import check_placement
+from scatterpar.replicas.mirror import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers

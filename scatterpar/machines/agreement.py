@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.flat import by_dtype
-from scatterpar.devices.lists import copy_each
+from scatterpar.devices.chunks import by_dtype, copy_each
 from scatterpar.machines.waiting import waiting_for
 from scatterpar.torch_private import flatten, unflatten
 

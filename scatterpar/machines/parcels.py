@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scatterpar.replicas.batch_norm import Layer, Moments, pooled
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
-from scatterpar.step.outcome import BufferValue
 from scatterpar.torch_private import unflatten
 
 __all__ = ["Parcel", "pack", "pooled_over_ranks", "table_of"]

@@ -26,10 +26,11 @@ from scatterpar.machines.agreement import agree, sparse_weights, take_over
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
 from scatterpar.machines.outputs import Shown
 from scatterpar.machines.parcels import Gradient, Parcel, pack, pooled_over_ranks, table_of
+from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step.noise import Spread
-from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
     NOTHING,
@@ -21,7 +21,7 @@ from scatterpar.pair.crossing import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.bound import holder_of
+from scatterpar.replicas.mirror import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers

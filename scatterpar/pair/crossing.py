@@ -17,17 +17,20 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.aliases import in_one_storage, overlapping
-from scatterpar.replicas.attributes import take_attributes, take_class
-from scatterpar.replicas.broadcast import Broadcast, version
+from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
+from scatterpar.replicas.buffers import (
+    BufferValue,
+    Registry,
+    registered_by,
+    tied_names,
+    values_after,
+)
 from scatterpar.replicas.guard import Shared, read_only
+from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
-from scatterpar.replicas.placement import check_placement
-from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
-from scatterpar.replicas.replica import is_state, survey_tensors
+from scatterpar.replicas.replicas import is_state, survey_tensors, take_attributes, take_class
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, all_tensors
-from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Delivery
 from scatterpar.step.slices import copied, opened, take

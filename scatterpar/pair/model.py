@@ -16,7 +16,7 @@ from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.pair.crossing import Crossing, replicate, require_eager, run_each, scatter_owned
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from scatterpar.devices.readout import Readout
-from scatterpar.replicas.bound import owner_of
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.replicas.compiled import unwrapped
+from scatterpar.replicas.mirror import owner_of
 
 __all__ = ["Count", "class_counts", "is_counted", "resolve_reduction"]
 

@@ -32,19 +32,16 @@ from torch import Tensor
 
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
-from scatterpar.replicas.registration import Registry
-from scatterpar.replicas.replica import Replica
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.buffers import BufferValue, Registry
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.join import join_rows
 from scatterpar.step.markers import has_entries
-from scatterpar.step.outcome import BufferValue
 from scatterpar.step.repetition import differences, require_unchanged
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Result, kept, pull
+from scatterpar.step.substeps import Result, kept, pull, unalias
 from scatterpar.step.task import Task, noted
-from scatterpar.step.unalias import unalias
 from scatterpar.step.whole_batch import Peers, WholeBatch
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types

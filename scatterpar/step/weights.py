@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.plan import Plan
 from scatterpar.step.criteria import class_counts
 from scatterpar.step.request import Request

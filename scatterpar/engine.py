@@ -291,6 +291,7 @@ class ScatterOnceParallel(Wrapper):
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
                     ledger.settle()
+                    aside.add_up()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss

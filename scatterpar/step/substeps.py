@@ -132,7 +132,7 @@ def judged(task: Task, output: Any, targets: Any) -> Tensor:
     nodes = nodes_of(nested.tensors(output))
     with task.aside.turn_on(task.share.device):
         loss = loss_of(output, targets, task.criterion)
-    task.aside.reach(loss, nodes)
+    task.aside.reach(loss, nodes, task.share.replica)
     return loss
 
 

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.readout import Readout
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.replicas.placement import check_placement
+from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
@@ -287,6 +287,7 @@ class ScatterOnceParallel(Wrapper):
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
                     ledger.settle()
+                    aside.add_up()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss

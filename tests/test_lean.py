@@ -18,7 +18,7 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import chunks, fingerprints, links
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.ledger import Ledger
-from scatterpar.step import commit, handover
+from scatterpar.step import commit
 from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
@@ -316,10 +316,10 @@ def test_what_is_added_can_be_taken_out_again(tiny_chunks, monkeypatch):
                 raise MemoryError
 
         monkeypatch.setattr(torch, "_foreach_add_", add_each)
-        quiet, others = handover.unobserved([(leaf, randn(5, 3)) for leaf in leaves])
+        quiet, others = commit.unobserved([(leaf, randn(5, 3)) for leaf in leaves])
         assert len(quiet) == 3
         assert not others
-        sums = handover.Sums(quiet)
+        sums = commit.Sums(quiet)
         with pytest.raises(MemoryError):
             sums.add()
         assert max(calls) <= 96 // 8

@@ -1,4 +1,4 @@
-"""The only place that writes to the user's module, after every replica has succeeded."""
+"""What a step computed, written to the user's module, after every replica has succeeded."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from operator import setitem
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scatterpar.devices import bits
-from scatterpar.devices.lists import copy_each
-from scatterpar.replicas.batch_norm import running
-from scatterpar.replicas.registration import Registry
-from scatterpar.replicas.sparse import is_sparse, pieces_of
-from scatterpar.step.handover import Sums, hand_over, unobserved
-from scatterpar.step.outcome import BufferValue, Outcome
+from scatterpar.devices.chunks import copy_each, in_chunks, in_memory_order, is_in_memory_order
+from scatterpar.devices.fingerprints import changed
+from scatterpar.replicas.buffers import BufferValue, Registry, running
+from scatterpar.replicas.kinds import is_sparse, pieces_of
+from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import flatten, has_gradient_hooks, unflatten
+from scatterpar.torch_private import backward, flatten, has_gradient_hooks, held_nodes, unflatten
 
-__all__ = ["commit", "commit_buffers"]
+__all__ = [
+    "Pair",
+    "Sums",
+    "commit",
+    "commit_buffers",
+    "hand_over",
+    "unobserved",
+]
+
+Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 
 
 def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
@@ -117,11 +124,11 @@ def _fits(target: Tensor, value: Tensor) -> bool:
 def _same(target: Tensor, value: Tensor) -> bool:
     """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
     if not is_sparse(target):
-        return not any(bits.changed([target], [value]))
+        return not any(changed([target], [value]))
     pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
     if target.layout != value.layout or any(not _fits(one, other) for one, other in pairs):
         return False
-    return not any(bits.changed(*zip(*pairs, strict=True)))
+    return not any(changed(*zip(*pairs, strict=True)))
 
 
 def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]:
@@ -179,3 +186,111 @@ def _put_back_values(tensors: Sequence[Tensor], kept: Tensor) -> None:
     values = unflatten(kept, tensors) if len(tensors) > 1 else [kept]
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
+
+
+def hand_over(pairs: list[Pair]) -> None:
+    """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
+
+    A leaf without a gradient takes the very memory of a tensor that nobody else refers to, which
+    the roots of a backward pass never are: their caller has them. So they are what a node gives
+    back.
+    """
+    if not pairs:
+        return
+    leaves = [leaf for leaf, _ in pairs]
+    with torch.inference_mode(False), torch.enable_grad():
+        pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
+        root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
+        backward([root], [torch.zeros_like(root)])
+
+
+class _Hand(torch.autograd.Function):
+    """A node that has the gradients of its inputs ready."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: list[Pair], *leaves: Tensor) -> Tensor:
+        ctx.pairs = pairs
+        return torch.zeros((), device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd's thread cannot free, in a free-threaded interpreter, what the caller's has made,
+        # and counts who refers to a tensor: so it gets another one with the same memory.
+        gradients = [g.detach() if g.layout == torch.strided else g for _, g in ctx.pairs]
+        ctx.pairs.clear()
+        return (None, *gradients)
+
+
+def _of_its_own(gradient: Tensor) -> Tensor:
+    """``gradient``, or a copy of one that is a part of something larger."""
+    if gradient.layout != torch.strided:
+        return gradient
+    return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
+
+
+def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Those whose leaf has a gradient that can be added to in silence, and the others.
+
+    They are of one device, since they are added in few messages. A hook may look at any gradient,
+    and may raise: where there is one, nothing is silent.
+    """
+    if any(leaf._backward_hooks or has_gradient_hooks(leaf) for leaf, _ in pairs):
+        return [], pairs
+    quiet = [(t, g) for t, g in pairs if t.device == pairs[0][0].device and _is_plain_sum(t, g)]
+    held = held_nodes([leaf for leaf, _ in quiet])
+    quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
+    silent = {id(leaf) for leaf, _ in quiet}
+    return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
+
+
+def _is_plain_sum(leaf: Tensor, gradient: Tensor) -> bool:
+    there = leaf.grad
+    return (
+        there is not None
+        and type(leaf) in (Tensor, nn.Parameter)
+        and there.layout == gradient.layout == torch.strided
+        and (there.dtype, there.shape, there.stride())
+        == (gradient.dtype, gradient.shape, gradient.stride())
+        and is_in_memory_order(there)
+        and is_in_memory_order(gradient)
+        and not there.requires_grad
+    )
+
+
+class Sums:
+    """Gradients that are added to what leaves have, and can be taken out again.
+
+    What was there before moves into the memory of what was added, chunk by chunk.
+
+    Args:
+        pairs: leaves with a gradient, and what is added to it.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._sums = [_flat(leaf.grad) for leaf, _ in pairs]
+        self._added = [_flat(gradient) for _, gradient in pairs]
+        self._before: list[Pair] = []
+
+    def add(self) -> None:
+        """Add all of them."""
+        with torch.no_grad():
+            for message in in_chunks(dict(enumerate(self._sums))):
+                sums, added = message.of(self._sums), message.of(self._added)
+                before = torch.cat(sums).split(message.sizes)
+                self._before += zip(sums, before, strict=True)
+                torch._foreach_add_(sums, added)
+                torch._foreach_copy_(added, before)
+                self._before[-len(sums) :] = zip(sums, added, strict=True)
+                del before
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        for part, before in self._before:
+            part.copy_(before)
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    flat = in_memory_order(tensor)
+    assert flat is not None
+    return flat

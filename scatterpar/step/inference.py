@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scatterpar.plan import Plan
-from scatterpar.replicas.batch_norm import running
+from scatterpar.replicas.buffers import running
 from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import bits
+from scatterpar.devices.fingerprints import changed
 
 __all__ = ["join", "join_rows", "leaves", "merge", "refuse_generators", "tensors", "transform"]
 
@@ -222,7 +222,7 @@ def _same_bits(leaves: Sequence[Tensor]) -> bool:
     kinds = {(leaf.shape, leaf.dtype, leaf.layout, leaf.device) for leaf in leaves}
     if len(kinds) > 1 or first.layout != torch.strided or first.is_quantized:
         return False
-    return not any(bits.changed([first] * len(others), others))
+    return not any(changed([first] * len(others), others))
 
 
 _KEEP = (

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from scatterpar.devices.verbs import physical
-from scatterpar.replicas.bound import owner_of
+from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step.markers import batch_sizes, count_rows

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ahead import Ahead
-from scatterpar.devices.flat import by_dtype
+from scatterpar.devices.chunks import by_dtype
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested

@@ -19,7 +19,6 @@ from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival, opened
-from scatterpar.step.unalias import unalias
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
 from scatterpar.threads.sharing import Aside
@@ -39,6 +38,7 @@ __all__ = [
     "pull",
     "scalar_loss",
     "train",
+    "unalias",
 ]
 
 
@@ -259,7 +259,7 @@ def judged(task: Task, output: Any, targets: Any) -> Tensor:
     nodes = nodes_of(nested.tensors(output))
     with task.aside.turn_on(task.share.device):
         loss = loss_of(output, targets, task.criterion)
-    task.aside.reach(loss, nodes)
+    task.aside.reach(loss, nodes, task.share.replica)
     return loss
 
 
@@ -372,3 +372,31 @@ def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Give each new gradient memory of its own; the leaves that still have no gradient.
+
+    Autograd gives a leaf without a gradient the very memory of the one that arrives, and does not
+    ask whether a view of that memory went to another leaf. Both leaves of ``a.view(1, -1) +
+    b.view(1, -1)`` have the same memory then: right after one backward pass, wrong after the next.
+
+    Those are what to ask about after the next backward pass: what arrives in one shares memory
+    with nothing that came before.
+
+    Args:
+        leaves: in one memory, without a gradient before the backward pass that has just ended.
+    """
+    arrived = [(leaf.grad, leaf) for leaf in leaves]
+    places = [
+        (gradient.data_ptr(), gradient.nbytes, number)
+        for number, (gradient, _) in enumerate(arrived)
+        if gradient is not None and gradient.layout == torch.strided
+    ]
+    upto = 0
+    for start, size, number in sorted(places):
+        gradient, leaf = arrived[number]
+        if size and start < upto and gradient is not None:
+            leaf.grad = gradient.clone()
+        upto = max(upto, start + size)
+    return [leaf for gradient, leaf in arrived if gradient is None]

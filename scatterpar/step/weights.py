@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.plan import Plan
-from scatterpar.replicas.bound import owner_of
 from scatterpar.replicas.compiled import unwrapped
+from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.request import Request, as_function, option_of, resolve_reduction
 
 __all__ = ["class_counts", "counts_of", "is_counted", "weigh"]

@@ -34,18 +34,15 @@ from torch import Tensor
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
-from scatterpar.replicas.registration import Registry
-from scatterpar.replicas.replica import Replica
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.buffers import BufferValue, Registry
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.markers import Batches, all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
-from scatterpar.step.outcome import BufferValue
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery, copied, opened, take
-from scatterpar.step.substeps import Result, Task, kept, noted, pull, scalar_loss
-from scatterpar.step.unalias import unalias
+from scatterpar.step.substeps import Result, Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Position, RandomStreams

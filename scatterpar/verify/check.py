@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.bound import owner_of
+from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.markers import transform
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.memory_search import is_out_of_memory
-from scatterpar.devices.readout import Readout
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward

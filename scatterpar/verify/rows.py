@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, Replicated, Rows, sizes_of
 from scatterpar.step.request import Request

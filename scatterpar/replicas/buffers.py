@@ -1,0 +1,281 @@
+"""What becomes of buffers in a step: which a module has then, and what running statistics are.
+
+A forward pass may register buffers, delete them, or part what was one tensor.
+
+Running statistics of batch normalisation may move once a step, from all of its rows: with sub-steps
+they would move at each, from few rows. Instead replicas note what each call sees,
+and leave their statistics alone; what all have noted in the step is pooled at its end. A call is
+noted where it is first made: what a backward pass computes anew (activation checkpointing) counts
+once. After torchgpipe's DeferredBatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar.replicas.kinds import buffers_of, is_script
+from scatterpar.torch_private import current_graph_task
+
+__all__ = [
+    "RUNNING",
+    "BufferValue",
+    "Layer",
+    "Moments",
+    "Registered",
+    "Registry",
+    "Seen",
+    "Tied",
+    "batch_norms",
+    "listening",
+    "pooled",
+    "registered_by",
+    "running",
+    "tied_names",
+    "values_after",
+]
+Buffers = MutableMapping[str, "Tensor | None"]
+BufferValue = tuple[Buffers, str, "Tensor | None"]  # the dict that holds it, its name, its value
+Tied = list[list[tuple[int, str]]]
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Registered(NamedTuple):
+    """The buffers of a module, and the names of those that state dicts leave out."""
+
+    buffers: Buffers
+    left_out: set[str]
+
+
+def registered_by(module: nn.Module) -> Registered:
+    """What a module has registered, to read and to write."""
+    left_out = set() if is_script(module) else module._non_persistent_buffers_set
+    return Registered(buffers_of(module), left_out)
+
+
+class Registry(MutableMapping[str, "Tensor | None"]):
+    """The buffers of a module that a forward pass registered in another way on a copy.
+
+    Args:
+        module: the user's.
+        copy: what the forward pass ran on, as it is now.
+        parted: buffers that were one tensor, and are tensors of their own on the copy.
+    """
+
+    def __init__(self, module: Registered, copy: Registered, parted: Collection[str] = ()) -> None:
+        self._buffers, self._left_out = module
+        self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
+        self._parted = parted
+
+    def register(self, name: str) -> None:
+        """Have this buffer or not, and in state dicts or not, as the copy does."""
+        if name not in self._names:
+            self._buffers.pop(name, None)
+        elif name in self._parted or name not in self._buffers:
+            self._buffers[name] = None  # to be bound
+        if name in self._copy_left_out:
+            self._left_out.add(name)
+        else:
+            self._left_out.discard(name)
+
+    def remember(self) -> Callable[[], None]:
+        """How to put back what is registered now, in the same order."""
+        return partial(self._put_back, dict(self._buffers), set(self._left_out))
+
+    def _put_back(self, buffers: dict[str, Tensor | None], left_out: set[str]) -> None:
+        self._buffers.clear()
+        self._buffers.update(buffers)
+        self._left_out.clear()
+        self._left_out.update(left_out)
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        return self._buffers[name]
+
+    def __setitem__(self, name: str, value: Tensor | None) -> None:
+        self._buffers[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._buffers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+
+def values_after(
+    modules: Sequence[Registered],
+    copies: Sequence[Registered],
+    tied: Tied,
+    of: Callable[[Any], Any],
+) -> Iterator[tuple[int, Buffers, str, Tensor | None]]:
+    """What the copies' buffers are: the module's number, where to write it, its name, the value.
+
+    Args:
+        modules: the user's.
+        copies: what a forward pass ran on.
+        tied: the names of buffers that are one tensor.
+        of: the copy of a tensor, as it was before the forward pass.
+    """
+    parted = _parted_names(tied, modules, copies, of) if tied else {}
+    for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
+        holder, own = module.buffers, copy.buffers
+        if holder or own:
+            place, names = holder, own
+            if m in parted or module.left_out != copy.left_out or holder.keys() != own.keys():
+                place, names = Registry(module, copy, parted.get(m, ())), {**holder, **own}
+            for name in names:
+                yield m, place, name, own.get(name)
+
+
+def tied_names(modules: Sequence[Registered]) -> Tied:
+    """The names, as (module, name), of each tensor that is a buffer under several of them."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for m, (buffers, _) in enumerate(modules):
+        for name, tensor in buffers.items():
+            if tensor is not None and isinstance(buffers, dict):
+                places.setdefault(id(tensor), []).append((m, name))
+    return [names for names in places.values() if len(names) > 1]
+
+
+def _parted_names(
+    tied: Tied,
+    modules: Sequence[Registered],
+    copies: Sequence[Registered],
+    of: Callable[[Any], Any],
+) -> dict[int, set[str]]:
+    """By module, the tied buffers of which a forward pass made tensors of their own."""
+    found: dict[int, set[str]] = {}
+    for names in tied:
+        values = [copies[m].buffers.get(name) for m, name in names]
+        if any(value is not values[0] for value in values):
+            for (m, name), value in zip(names, values, strict=True):
+                if value is not of(modules[m].buffers.get(name)):
+                    found.setdefault(m, set()).add(name)
+    return found
+
+
+class Moments(NamedTuple):
+    """Of the values of each channel: how many, their mean, and their unbiased variance."""
+
+    values: int
+    mean: Tensor
+    variance: Tensor
+
+
+Seen = dict[int, list[Moments]]  # by the number of the module: of each call, in their order
+
+
+class Layer(NamedTuple):
+    """One batch normalisation of the user's, and what it has seen in a step, if anything."""
+
+    buffers: Buffers
+    momentum: float | None
+    moments: Moments | None
+
+
+def batch_norms(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Those of the modules that batch normalise, by number."""
+    return {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
+
+
+def listening(copies: Mapping[int, Any]) -> Seen:
+    """Let these batch normalisations note what they see, here; their own statistics stay."""
+    seen: Seen = {m: [] for m in copies}
+    for m, module in copies.items():
+        call = _Call(m, seen)
+        module.register_forward_pre_hook(call.begin)
+        module.register_forward_hook(call.end, with_kwargs=True)
+    return seen
+
+
+class _Call:
+    """What is around each call of one batch normalisation, of whatever class.
+
+    Running statistics that are zero, with a momentum of 1, become those of the batch: so the
+    kernel that needs them anyway gives them.
+    """
+
+    def __init__(self, number: int, seen: Seen) -> None:
+        self._number, self._seen = number, seen
+        self._own: tuple[Any, ...] | None = None
+
+    def begin(self, module: Any, _: object) -> None:
+        buffers = module._buffers
+        own = [buffers.get(name) for name in RUNNING[:2]]
+        tracks = module.training and module.track_running_stats and own[0] is not None
+        self._own = (*own, module.momentum) if tracks else None
+        if tracks:
+            buffers.update(zip(RUNNING, map(torch.zeros_like, own), strict=False))
+            vars(module)["momentum"] = 1.0
+
+    def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        if self._own is None:
+            return
+        buffers = module._buffers
+        mean, variance = (buffers[name] for name in RUNNING[:2])
+        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._own
+        if current_graph_task() == -1:  # else a backward pass computes anew what was noted
+            (given, *_) = (*args, *kwargs.values())
+            values = given.numel() // given.size(1)
+            self._seen[self._number].append(Moments(values, mean, variance))
+
+
+def pooled(moments: Sequence[Moments | None]) -> Moments | None:
+    """The moments of all values together; ``None`` of none. Added up in the order given."""
+    found = [one for one in moments if one is not None]
+    if not found:
+        return None
+    wide = torch.promote_types(found[0].mean.dtype, torch.float32)
+    counts = [one.values for one in found]
+    means = [one.mean.to(wide) for one in found]
+    variances = [one.variance.to(wide) for one in found]
+    if len(found) == 1:
+        return Moments(counts[0], means[0], variances[0])
+    total = sum(counts)
+    mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
+    off = torch._foreach_sub(means, [mean] * len(means))
+    between = torch._foreach_mul(torch._foreach_mul(off, off), [float(count) for count in counts])
+    within = torch._foreach_mul(variances, [count - 1.0 for count in counts])
+    return Moments(total, mean, (_sum(between) + _sum(within)) / (total - 1))
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+@torch.no_grad()
+def running(layer: Layer) -> list[tuple[Buffers, str, Tensor]]:
+    """Where each running statistic of a layer is, its name, and its value after the step.
+
+    As torch computes it in one call.
+    """
+    if layer.moments is None:
+        return []
+    values = {}
+    factor: Any = layer.momentum
+    tracked = layer.buffers.get("num_batches_tracked")
+    if tracked is not None:
+        values["num_batches_tracked"] = tracked + 1
+    if factor is None:  # the mean of all batches; torch's own, where nobody counts them
+        factor = 0.0 if tracked is None else 1.0 / (tracked.item() + 1)
+    for name, new in zip(RUNNING, layer.moments[1:], strict=False):
+        old = layer.buffers[name]
+        assert old is not None
+        values[name] = (old.to(new.dtype) * (1 - factor) + new * factor).to(old.dtype)
+    return [(layer.buffers, name, value) for name, value in values.items()]

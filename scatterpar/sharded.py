@@ -22,8 +22,7 @@ from scatterpar.devices import verbs
 from scatterpar.devices.chunks import bring, in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.replicas.attributes import parameter_like, take_attributes
-from scatterpar.replicas.replicas import Lent
+from scatterpar.replicas.replicas import Lent, parameter_like, take_attributes
 from scatterpar.step import nested
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import loading_hooks, step_without_hooks

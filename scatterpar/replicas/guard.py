@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import bits
-from scatterpar.devices.fingerprints import Fingerprints
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Fingerprints, Readout, changes
 from scatterpar.replicas.broadcast import versions
 
 __all__ = ["Shared", "read_only"]
@@ -159,7 +157,7 @@ class _Guard:
             home = self._shared.memories[device][i]
             if _kind(tensor) == _kind(home):
                 doubtful.append(i)
-                flags += bits.changes([tensor], [home])
+                flags += changes([tensor], [home])
             else:
                 found.add(i)
         answers = Readout().ask(flags)()

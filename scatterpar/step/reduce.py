@@ -20,20 +20,14 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import bring, in_memory_order, rounds
-from scatterpar.devices.flat import by_dtype
+from scatterpar.devices.chunks import add_each, bring, by_dtype, in_memory_order, rounds
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.lists import add_each
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.batch_norm import RUNNING, Layer, Moments, pooled
-from scatterpar.replicas.registration import values_after
-from scatterpar.replicas.replica import Replica
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
-from scatterpar.step.derived import pass_on
-from scatterpar.step.join import join_rows
-from scatterpar.step.outcome import BufferValue
-from scatterpar.torch_private import flatten, unflatten
+from scatterpar.step.nested import join_rows
+from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
 
 __all__ = [
     "collect",
@@ -43,6 +37,8 @@ __all__ = [
     "reduce_moments",
     "sum_in_order",
 ]
+
+_Gradient = tuple[Tensor, Tensor | None]
 
 
 def reduce_gradients(
@@ -287,3 +283,37 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
     elif both:
         sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
         total.update(zip(both, sums, strict=True))
+
+
+def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[_Gradient]) -> list[_Gradient]:
+    """The leaves' gradients, to which those of tensors made of leaves were added.
+
+    A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and
+    so a gradient of its own for it. That belongs to the parameter, as a plain backward pass has it.
+
+    The user's graph from the leaves to these tensors stays. Hooks on leaves run later, when they
+    are handed the whole gradient.
+
+    Args:
+        kept: tensors made of leaves, and their gradients.
+        gradients: the leaves, and theirs.
+
+    Raises:
+        RuntimeError: torch's own: part of that graph is gone, or what it needs was written since.
+    """
+    if not kept or not gradients:
+        return gradients
+    roots, leaves = [tensor for tensor, _ in kept], [leaf for leaf, _ in gradients]
+    with torch.inference_mode(False), torch.enable_grad(), hooks_taken_off(leaves):
+        more = torch.autograd.grad(
+            roots, leaves, [g for _, g in kept], retain_graph=True, allow_unused=True
+        )
+    return [(leaf, _plus(own, other)) for (leaf, own), other in zip(gradients, more, strict=True)]
+
+
+def _plus(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if other is None:
+        return own
+    if own is None:
+        return other.clone()  # both leaves of ``a + b`` are given the same tensor
+    return own + other if own.layout == torch.strided else other + own  # dense first, says torch

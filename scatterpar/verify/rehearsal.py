@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.memory_search import is_out_of_memory
-from scatterpar.devices.readout import Readout
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import loss_of
-from scatterpar.step.task import Task, as_call
+from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
 from scatterpar.verify.rows import Parts, pick

@@ -26,9 +26,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
-from scatterpar.step.criteria import is_counted
 from scatterpar.step.request import Request
-from scatterpar.step.task import Task
+from scatterpar.step.substeps import Task
+from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import choose, range_of, telling

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,12 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
-from scatterpar.replicas.batch_norm import Layer
+from scatterpar.replicas.buffers import BufferValue, Layer
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["BufferValue", "Outcome"]
-
-BufferValue = tuple["MutableMapping[str, Tensor | None]", str, "Tensor | None"]
+__all__ = ["Outcome"]
 
 
 @dataclass

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.links import LinkCheck
-from scatterpar.devices.readout import Readout
 from scatterpar.plan import Plan
-from scatterpar.replicas.bound import Bound, holder_of
 from scatterpar.replicas.compiled import Compiler, How
-from scatterpar.replicas.mirror import Survey
+from scatterpar.replicas.mirror import Bound, Survey, holder_of
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Workers
 

@@ -18,7 +18,6 @@ from helpers.zoo import CASES, Constants, Rebinds, Registers
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads.streams import RandomStreams
 
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
@@ -269,19 +268,20 @@ def test_a_buffer_that_the_last_micro_batch_registers(devices):
     assert (list(model._buffers), list(model.state_dict())) == (["hidden"], ["weight", "bias"])
 
 
-def test_a_step_that_fails_takes_registrations_back(devices, monkeypatch):
+def test_a_step_that_fails_takes_registrations_back(devices):
     """A new buffer once stayed behind as None."""
     model = build(Registers)
     before = registered(model)
 
-    def refuse(*_):
+    def refuse(_):
         raise KeyError("mine")
 
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(RandomStreams, "commit", refuse)  # the last thing that a commit does
-            with pytest.raises(KeyError, match="mine"):
-                engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        *_, last = model.parameters()
+        hook = last.register_post_accumulate_grad_hook(refuse)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        hook.remove()
         after = registered(model)
         assert after[1:] == before[1:]
         assert list(after[0]) == list(before[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
-from scatterpar.step.join import join_rows
+from scatterpar.step.nested import join_rows
 from scatterpar.torch_private import unflatten
 
 __all__ = ["Parcel", "Shown", "pack", "pooled_over_ranks", "table_of"]

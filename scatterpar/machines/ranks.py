@@ -93,12 +93,11 @@ class Ranks:
             )
         self._collectives.take_over(module)
 
-    def together(self, compute: Callable[[], Outcome], settle: Callable[[], None]) -> Outcome:
+    def together(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.
 
         Args:
             compute: gives this rank's own. If it fails, the other ranks are told.
-            settle: called last; if it raises, the other ranks are told. Later there is no way back.
 
         Raises:
             RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
@@ -108,7 +107,6 @@ class Ranks:
             outcome = compute()
             with outcome.attempt as attempt, attempt.clock.phase("reduce"):
                 exchange = self._prepare(outcome)  # before any collective
-                settle()
         except BaseException as error:
             self.report_failure(error)
             raise

@@ -32,14 +32,19 @@ from scatterpar.replicas.mirror import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
-from scatterpar.step.criteria import Count, resolve_reduction
-from scatterpar.step.join import join
-from scatterpar.step.options import check_dim, check_function, check_module
-from scatterpar.step.request import Request
-from scatterpar.step.rows import count_rows, has_rows
+from scatterpar.step.markers import count_rows, has_rows
+from scatterpar.step.nested import join
+from scatterpar.step.request import (
+    Count,
+    Request,
+    check_dim,
+    check_function,
+    check_module,
+    resolve_reduction,
+)
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import weigh
-from scatterpar.threads.sharing import Turn
+from scatterpar.threads.sharing import Turn, turn_of_criteria
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
@@ -211,7 +216,7 @@ class DataParallelCriterion(Wrapper):
             owner = holder_of(self.module)
             replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
             criteria = [replica.of(self.module) for replica in replicas]
-            turns = {physical(device): Turn() for device in devices}
+            turns = {physical(device): turn_of_criteria() for device in devices}
             functions = [
                 partial(_loss, criteria[i] if criteria else self.module, turns[physical(device)])
                 for i, device in enumerate(devices)

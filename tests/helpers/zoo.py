@@ -856,6 +856,7 @@ CASES = {
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(Rebinds),
     "registered buffers": Case(Registers, **ONCE),
+    "registered buffers, eval": Case(lambda: Registers().eval(), **ONCE),
     **{
         f"buffer, {name}": Case(lambda other=other: OfComplex(other), **ONCE)
         for name, other in OF_COMPLEX.items()

@@ -110,7 +110,7 @@ def reduce_gradients(
         own += [(part.tensors[i], found.get(i)) for i in part.leaves]
     for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
         _, other = total.get(id(leaf), (leaf, None))
-        total[id(leaf)] = leaf, gradient if other is None else _plus(other, gradient)
+        total[id(leaf)] = leaf, _both(other, gradient)
     return pass_on(kept, list(total.values()))
 
 
@@ -316,9 +316,8 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             total[i] = gradient
         elif total[i].layout == gradient.layout == torch.strided:
             both.append(i)
-        else:  # sparse: only dense + sparse and sparse + sparse are known to torch
-            sparse_first = total[i].layout != torch.strided
-            total[i] = gradient + total[i] if sparse_first else total[i] + gradient
+        else:
+            total[i] = _plus(total[i], gradient)
     if both and in_place:
         add_each([total[i] for i in both], [gradients[i] for i in both])
     elif both:
@@ -349,12 +348,17 @@ def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) ->
         more = torch.autograd.grad(
             roots, leaves, [g for _, g in kept], retain_graph=True, allow_unused=True
         )
-    return [(leaf, _plus(own, other)) for (leaf, own), other in zip(gradients, more, strict=True)]
+    copies = [g if g is None else g.clone() for g in more]  # of ``a + b``, both get the same one
+    return [(leaf, _both(own, g)) for (leaf, own), g in zip(gradients, copies, strict=True)]
 
 
-def _plus(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if other is None:
-        return own
-    if own is None:
-        return other.clone()  # both leaves of ``a + b`` are given the same tensor
-    return own + other if own.layout == torch.strided else other + own  # dense first, says torch
+def _both(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of gradients that there are."""
+    if own is None or other is None:
+        return own if other is None else other
+    return _plus(own, other)
+
+
+def _plus(own: Tensor, other: Tensor) -> Tensor:
+    """The sum; of sparse and dense, torch knows dense + sparse alone."""
+    return own + other if own.layout == torch.strided else other + own

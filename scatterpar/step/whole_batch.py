@@ -177,7 +177,7 @@ class WholeBatch:
 
         Args:
             criterion: called once.
-            reach: sets aside the leaves that the loss comes from, beside the outputs' nodes.
+            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
             scale: the gradient scaler's factor.
             check_finite: refuse a loss that is NaN or infinite.
         """
@@ -321,7 +321,8 @@ def train_whole(
 def output_at(task: Task, number: int) -> Any:
     """The module's output for one micro-batch."""
     inputs, _ = task.rows_of(number)
-    return task.output_of(inputs)
+    with task.launching():
+        return task.output_of(inputs)
 
 
 def first_pass(

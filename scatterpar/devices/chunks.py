@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scatterpar.devices.flat import by_dtype
+from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 
 __all__ = [
     "ALONE_BYTES",
     "CHUNK_BYTES",
+    "FlatCopy",
     "Message",
     "Piece",
+    "add_each",
     "bring",
+    "by_dtype",
+    "copy_each",
+    "copy_lists",
+    "grouped",
     "in_chunks",
     "in_memory_order",
     "is_in_memory_order",
@@ -33,7 +40,12 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 2**26
+
 ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one
+
+_ALIGNMENT = 256  # bytes
+_Key = TypeVar("_Key")
+Pairs = tuple[list[Tensor], list[Tensor]]
 
 
 class Piece(NamedTuple):
@@ -170,3 +182,135 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
         found.append([(i, i + step) for i in range(0, count - step, 2 * step)])
         step *= 2
     return found
+
+
+def by_dtype(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[torch.dtype, list[_Key]]:
+    """The keys of the tensors of each dtype, in order."""
+    groups: dict[torch.dtype, list[_Key]] = defaultdict(list)
+    for key, tensor in tensors:
+        groups[tensor.dtype].append(key)
+    return groups
+
+
+class FlatCopy:
+    """Room for tensors that travel together: a flat buffer per dtype, and a view for each tensor.
+
+    Views keep the strides of what they stand for (``channels_last`` stays so), and begin where an
+    allocation could: a kernel that finds a tensor at 60 of 64 bytes goes about the same sum in
+    another order. Tensors that lie one after the other in one storage do so here, from the start
+    of a storage of its own: so cuDNN takes the weights of a recurrent layer as they are.
+
+    Args:
+        like: the tensors.
+        device: whose memory this is in.
+
+    Attributes:
+        order: positions of the tensors in the order in which they lie.
+        views: every tensor's view.
+        pieces: the same memory, 1-D.
+        flats: the buffer of each dtype.
+        offsets: where in it each tensor begins.
+    """
+
+    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
+        self.order: list[int] = []
+        self.views = list(like)
+        self.pieces = list(like)
+        self.flats: dict[torch.dtype, Tensor] = {}
+        self.offsets = [0] * len(like)
+        runs = _runs(like)
+        for dtype, firsts in by_dtype((run, like[run[0]]) for run in runs).items():
+            self._lay(firsts, like, dtype, device)
+
+    def _lay(
+        self,
+        runs: Sequence[Sequence[int]],
+        like: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Give the tensors of one dtype their places: those first that leave no gap behind."""
+        unit = max(1, _ALIGNMENT // dtype.itemsize)
+        sizes = {run[0]: sum(like[i].numel() for i in run) for run in runs}
+        runs = sorted(runs, key=lambda run: sizes[run[0]] % unit > 0)
+        flat = verbs.empty(sum(-(-size // unit) * unit for size in sizes.values()), dtype, device)
+        self.flats[dtype] = flat
+        start = 0
+        for run in runs:
+            room = flat[start : start + sizes[run[0]]]
+            if len(run) > 1:
+                first, last = (part * dtype.itemsize for part in (start, start + len(room)))
+                storage = flat.untyped_storage()[first:last]
+                room = flat.new_empty(0).set_(storage, 0, (len(room),), (1,))
+            offset = start
+            for i in run:
+                stop = offset + like[i].numel()
+                strides = torch.empty_like(like[i], device="meta").stride()
+                inside = room[offset - start : stop - start]
+                self.views[i] = inside.as_strided(like[i].shape, strides)
+                self.pieces[i] = flat[offset:stop]
+                self.offsets[i] = offset
+                offset = stop
+            self.order += run
+            start = -(-offset // unit) * unit
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of the tensors, those together that lie one after the other in one storage."""
+    places = []
+    runs = []
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, nn.Parameter) and tensor.numel() and tensor.is_contiguous():
+            places.append((tensor.untyped_storage().data_ptr(), tensor.data_ptr(), i))
+        else:
+            runs.append([i])
+    end: Any = None
+    for storage, start, i in sorted(places):
+        key = (storage, tensors[i].dtype, start)
+        if key == end:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        end = (storage, tensors[i].dtype, start + tensors[i].nbytes)
+    return sorted(runs)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source into its target, in the same memory."""
+    copy_lists(grouped(targets, sources))
+
+
+def copy_lists(lists: Sequence[Pairs]) -> None:
+    """Copy the sources of each list, see ``grouped``, into its targets."""
+    for targets, sources in lists:
+        if _is_lazy(targets[0]):  # torch's operator for lists refuses these
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        else:
+            torch._foreach_copy_(targets, sources)
+
+
+def add_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add every source to its target, in the same memory."""
+    for pairs in grouped(targets, sources):
+        torch._foreach_add_(*pairs)
+
+
+def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]:
+    """Targets and their sources in lists of one dtype, of equal strides or not.
+
+    So each is a few kernels for torch's operators on lists. One pair that is otherwise, such as a
+    batch normalisation's integer, gives every tensor a kernel of its own.
+    """
+    groups: dict[Any, Pairs] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        equal = target.stride() == source.stride() and target.shape == source.shape
+        group = groups[target.dtype, source.dtype, equal, _is_lazy(target)]
+        group[0].append(target)
+        group[1].append(source)
+    return list(groups.values())
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether its memory holds the conjugates, or the negatives, of its elements."""
+    return tensor.is_conj() or tensor.is_neg()

@@ -17,21 +17,23 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.aliases import in_one_storage, overlapping
-from scatterpar.replicas.attributes import take_attributes, take_class
-from scatterpar.replicas.broadcast import Broadcast, version
+from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
+from scatterpar.replicas.buffers import (
+    BufferValue,
+    Registry,
+    registered_by,
+    tied_names,
+    values_after,
+)
 from scatterpar.replicas.guard import Shared, read_only
+from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
-from scatterpar.replicas.placement import check_placement
-from scatterpar.replicas.registration import Registry, registered_by, tied_names, values_after
-from scatterpar.replicas.replica import is_state, survey_tensors
+from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, all_tensors
-from scatterpar.step.outcome import BufferValue
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery
-from scatterpar.step.slices import copied, opened, take
-from scatterpar.step.task import noted
+from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.substeps import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
@@ -39,7 +41,6 @@ from scatterpar.torch_private import is_compiled_module
 __all__ = [
     "NOTHING",
     "Crossing",
-    "PassingReplica",
     "combine",
     "replicate",
     "require_eager",
@@ -63,8 +64,6 @@ class PassingReplica:
         self._copies = dict(zip(survey.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
         self.of = Mirror(survey, self._copies).of
-        for original in survey_tensors(survey):
-            take_attributes(original, self.of(original), self.of)
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: where the module's are, and values.
@@ -118,7 +117,9 @@ def replicate(
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
-        arrived = _broadcast(originals, device_ids)
+        broadcast = Broadcast(originals, device_ids)
+        broadcast.send(Ledger())
+        arrived = {device: broadcast.at(device) for device in device_ids}
         copies = [
             [
                 tensor.detach().clone() if is_own else tensor.data if replica else tensor.detach()
@@ -138,7 +139,7 @@ def replicate(
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         for copy in copies:
-            take_class(original, copy[i])
+            _take_class(original, copy[i])
 
     def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor for tensor, is_own in zip(tensors, owned, strict=True) if not is_own]
@@ -161,13 +162,13 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
             "Rows.from_batches is one step of several batches, for ScatterOnceParallel; call the "
             "pair for each of the batches"
         )
-    homes = {tensor.device for tensor in [*all_tensors(batch)]}
+    came_from = {tensor.device for tensor in all_tensors(batch)}
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         rows = take(batch, share.start, share.stop, dim)
         here = nested.transform(partial(delivery.bring, share.device), rows)
-        is_home = share.device in homes
-        shares.append(opened(copied(here)) if is_home else opened(here, copy=True))
+        is_view = share.device in came_from
+        shares.append(opened(copied(here)) if is_view else opened(here, copy=True))
     return shares
 
 
@@ -218,7 +219,7 @@ def run_each(
             return call.function(*args, **kwargs)
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
+    with Attempt(workers, plan) as attempt, around:
         results = attempt.run(apply, tasks)
     attempt.streams.commit()
     return results
@@ -229,7 +230,7 @@ def combine(
 ) -> Tensor:
     """The weighted sum on the first device; weight zero takes out even NaN."""
     terms = [
-        weight * _home(loss, device, devices[0])
+        weight * _to_master(loss, device, devices[0])
         for loss, weight, device in zip(losses, weights, devices, strict=True)
         if weight
     ]
@@ -239,32 +240,29 @@ def combine(
     return torch.stack(terms).sum()
 
 
-def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
+def _to_master(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
     """The loss on the master, from wherever the criterion made it."""
-    if loss.device != physical(device):
-        device = loss.device
-    return loss if device == master else Crossing(device).copy(loss, master, "reduce")
+    origin = device if loss.device == physical(device) else loss.device
+    return loss if origin == master else _cross(loss, origin, master, Ledger(), "reduce")
 
 
 class Crossing(Ledger):
-    """Copies whose gradients cross back to the memory that they came from.
-
-    Args:
-        origin: the memory of what is copied; by default the device that a tensor tells.
-    """
-
-    def __init__(self, origin: torch.device | None = None) -> None:
-        super().__init__()
-        self._origin = origin
+    """Copies whose gradients cross back to the memory that they came from."""
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        origin = self._origin or tensor.device
-        copy = partial(super().copy, phase=phase)
-        crossed: Tensor = _Cross.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
-        return crossed
+        return _cross(tensor, tensor.device, device, super(), phase)
+
+
+def _cross(
+    tensor: Tensor, origin: torch.device, device: torch.device, ledger: Any, phase: str
+) -> Tensor:
+    crossed: Tensor = _Cross.apply(  # type: ignore[no-untyped-call]
+        tensor, origin, device, partial(ledger.copy, phase=phase)
+    )
+    return crossed
 
 
 class _Attach(torch.autograd.Function):
@@ -314,10 +312,9 @@ class _Cross(torch.autograd.Function):
         return crossed, None, None, None
 
 
-def _broadcast(
-    tensors: Sequence[Tensor], device_ids: Sequence[torch.device]
-) -> dict[torch.device, Sequence[Tensor]]:
-    """The tensors as they are on each device: the master's own, or one copy a device."""
-    broadcast = Broadcast(tensors, device_ids)
-    broadcast.send(Ledger())
-    return {device: broadcast.at(device) for device in device_ids}
+def _take_class(original: Tensor, copy: Tensor) -> None:
+    """Give a copy inside a graph the original's class, where that is the user's own parameter."""
+    kind = type(original)
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        with contextlib.suppress(TypeError):  # it has a layout of its own, such as ``__slots__``
+            copy.__class__ = kind

@@ -1,4 +1,4 @@
-"""Modules that torch's protocol for replicas does not know whole: TorchScript, fx, slots."""
+"""What replicas can be made of, TorchScript, fx, slots and sparse tensors too; what is refused."""
 
 from __future__ import annotations
 
@@ -6,23 +6,37 @@ import copy
 import functools
 import types
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
+
+from scatterpar.devices import verbs
 
 __all__ = [
+    "assembled",
     "buffers_of",
+    "check_placement",
     "is_script",
+    "is_sparse",
     "new_like",
+    "pieces_of",
     "rebind_script",
     "script_state",
     "script_tensors",
     "slots_of",
     "zero_grad_has_no_effect",
 ]
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
 
 
 def is_script(value: Any) -> bool:
@@ -127,3 +141,120 @@ class _ScriptBuffers(MutableMapping[str, "Tensor | None"]):
 
     def __len__(self) -> int:
         return len(self._now())
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is made of indices and values."""
+    return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that a sparse one is made of, in its own memory.
+
+    Raises:
+        ValueError: it is trained, for which replicas have no leaf to offer.
+    """
+    if tensor.requires_grad:
+        raise ValueError(
+            f"a module holds a sparse tensor of shape {tuple(tensor.shape)} that requires grad, "
+            f"which replicas cannot train; keep its values as a dense parameter and make the "
+            f"sparse tensor from them in forward"
+        )
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+
+
+def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """A sparse tensor of ``like``'s shape and layout on these pieces' memory."""
+    if like.layout == torch.sparse_coo:
+        indices, values = pieces
+        return torch.sparse_coo_tensor(
+            indices, values, like.shape, is_coalesced=like.is_coalesced(), check_invariants=False
+        )
+    outer, inner, values = pieces
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, like.shape, layout=like.layout, check_invariants=False
+    )
+
+
+def check_placement(
+    roots: Iterable[nn.Module], device_ids: Sequence[torch.device], *, lazy: bool = False
+) -> None:
+    """Refuse modules that cannot be replicated from the master, naming what is in the way.
+
+    With ``lazy``, parameters that are not initialised yet are let pass.
+
+    Raises:
+        RuntimeError: a lazy module that has not been initialised.
+        TypeError: a frozen TorchScript module, or tensors that are made of others.
+        ValueError: a parameter or buffer on another device, an embedding that writes its weight.
+    """
+    expected = verbs.physical(device_ids[0])
+    for root in roots:
+        _refuse_frozen(root)
+        _refuse_renormalised(root)
+        for kind, named in (
+            ("parameter", root.named_parameters()),
+            ("buffer", root.named_buffers()),
+        ):
+            for name, tensor in named:
+                what = f"{type(root).__name__} has the {kind} {name!r}"
+                if is_lazy(tensor):
+                    if lazy:
+                        continue
+                    raise RuntimeError(
+                        f"{type(root).__name__} has an uninitialised lazy {kind}, {name!r}: "
+                        f"call the module once on one micro-batch before the first step"
+                    )
+                if tensor.device != expected:
+                    raise ValueError(
+                        f"{type(root).__name__} must be on device_ids[0], which is "
+                        f"{device_ids[0]}, but its {kind} {name!r} is on {tensor.device}; "
+                        f"call .to({str(expected)!r})"
+                    )
+                _refuse_packed(what, tensor, len(set(device_ids)))
+
+
+def _refuse_frozen(root: nn.Module) -> None:
+    for name, part in root.named_modules():
+        if is_script(part) and not hasattr(part, "training"):
+            which = f"its child {name!r}" if name else "the module itself"
+            raise TypeError(
+                f"{type(root).__name__} cannot be replicated, since {which} is a TorchScript "
+                f"module that torch.jit.freeze made: its weights are constants of the code, which "
+                f"cannot be trained or moved; pass what it was made of, before freeze"
+            )
+
+
+def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
+    """Refuse quantised tensors whose values replicas would not take along."""
+    kind = type(tensor)
+    if hasattr(kind, "__tensor_flatten__"):
+        raise TypeError(
+            f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "
+            f"replicas of such tensors cannot be kept equal; make it a plain tensor, as its "
+            f".dequantize() or .full_tensor() does, or leave the module unquantised"
+        )
+    state = getattr(tensor, "quant_state", None)
+    if memories > 1 and (state is not None or kind.__module__.startswith("bitsandbytes.")):
+        raise TypeError(
+            f"{what}, a {kind.__name__}, which is quantised as bitsandbytes does it: what its "
+            f"values mean stays on the first device; use one device, such as device_ids=[0], or "
+            f"leave the module unquantised"
+        )
+
+
+def _refuse_renormalised(root: nn.Module) -> None:
+    """Refuse torch's own modules that write a parameter in forward: replicas share it."""
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            kind, norm, order = type(module).__name__, module.max_norm, module.norm_type
+            path = f"{name}.weight" if name else "weight"
+            raise ValueError(
+                f"{kind}(max_norm={norm}) writes the parameter {path!r} in its forward pass, and "
+                f"all replicas read it; set its max_norm to None, and before the first step and "
+                f"after each of the optimizer's, under torch.no_grad(), call "
+                f"{path}.renorm_({order}, 0, {norm})"
+            )

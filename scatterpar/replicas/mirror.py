@@ -4,6 +4,10 @@ A module is more than parameters: attributes, lists of its own submodules, hooks
 ``forward`` that is a bound method of itself. ``Survey`` finds all of it, ``Snapshot`` tells
 whether any of it was rebound since, and ``Mirror`` makes a replica of it on the protocol of
 ``torch.nn.parallel`` (``Module._replicate_for_data_parallel``).
+
+``module.forward = lambda x: old(x)`` runs the user's module, whoever calls it. So functions that
+close over what is replicated get twins: the same code, and cells that lead to the replica. Cells
+that lead elsewhere stay shared, so that a list that hooks fill is the user's.
 """
 
 from __future__ import annotations
@@ -12,33 +16,50 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from scatterpar.replicas.closures import Cells, leads_to, names_leading, twin_of
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
 from scatterpar.replicas.kinds import (
+    assembled,
     is_script,
+    is_sparse,
     new_like,
+    pieces_of,
     rebind_script,
     script_tensors,
     slots_of,
 )
-from scatterpar.replicas.sparse import assembled, is_sparse, pieces_of
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = ["Mirror", "Snapshot", "Survey"]
+__all__ = [
+    "Bound",
+    "Cells",
+    "Mirror",
+    "Snapshot",
+    "Survey",
+    "contents",
+    "holder_of",
+    "leads_to",
+    "names_leading",
+    "owner_of",
+    "twin_of",
+]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 _SWITCHES = {bool, str, bytes, type(None)}
+
 _PLAIN = _SWITCHES | {int, float, complex}
+
 Turned = tuple[int, Any, Any]  # the number of a container, a key, the value there
+
+Cells = list[tuple[types.CellType, Any]]
 
 
 class Survey:
@@ -97,6 +118,19 @@ class Survey:
             pieces = pieces_of(tensor)
             self.sparse[id(tensor)] = (tensor, pieces)
             self.tensors.update({id(piece): piece for piece in pieces})
+
+    @property
+    def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What Python keeps on each tensor, such as ``bias.scale = 5.0``, where copies have it too.
+
+        Not what wrappers keep there: those are the tensors that they are made of.
+        """
+        tensors = [*self.tensors.values(), *(tensor for tensor, _ in self.sparse.values())]
+        return [
+            (tensor, vars(tensor))
+            for tensor in tensors
+            if isinstance(tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__")
+        ]
 
     def _visit_slots(self, module: nn.Module) -> None:
         kind: Any = type(module)
@@ -242,6 +276,11 @@ class Mirror:
         self._slots = [(self.of(m), member, self.of(value)) for m, member, value in survey.slots]
         self.rebind()
         self.containers = [self.of(container) for container in survey.containers]
+        for original, attributes in survey.attributes:
+            own = vars(self.of(original))
+            for name, value in attributes.items():
+                own[name] = self.of(value) if isinstance(value, (Tensor, nn.Module)) else value
+            self.containers.append(own)
 
     def of(self, value: Any) -> Any:
         """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
@@ -337,3 +376,113 @@ class Mirror:
 
 def _refill(container: Any, items: list[Any]) -> None:
     (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def contents(cell: types.CellType) -> Any:
+    """What is in a cell; the cell itself for a variable that is not bound."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+def leads_to(value: Any, is_inside: Callable[[Any], bool], seen: set[int] | None = None) -> bool:
+    """Whether ``value`` is inside of what is replicated, or a function or method that leads there.
+
+    Args:
+        value: anything.
+        is_inside: whether something is.
+        seen: what was asked for already.
+    """
+    if is_inside(value):
+        return True
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(leads_to(one, is_inside, seen) for one in _brought(value))
+
+
+def _brought(value: Any) -> Iterable[Any]:
+    """What a function, or something like one, leads to."""
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if type(value) is weakref.ref:
+        return (value(),)
+    if type(value) is functools.partial:
+        return (value.func, *value.args, *value.keywords.values())
+    if type(value) is tuple:
+        return value
+    if isinstance(value, types.FunctionType):
+        cells = map(contents, value.__closure__ or ())
+        return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    return ()
+
+
+def names_leading(function: types.FunctionType, leads: Callable[[Any], bool]) -> list[str]:
+    """Names of its file by which ``function`` comes to what is replicated: its twin would, too."""
+    of_file = function.__globals__
+    return [n for n in function.__code__.co_names if n in of_file and leads(of_file[n])]
+
+
+def twin_of(
+    function: types.FunctionType,
+    leads: Callable[[Any], bool],
+    of: Callable[[Any], Any],
+    made: dict[int, Any],
+) -> tuple[types.FunctionType, Cells]:
+    """A twin of ``function`` that leads to a copy, and the cells that do not lead there any more.
+
+    Args:
+        function: leads to what is replicated.
+        leads: whether a value does.
+        of: the copy's counterpart of a value.
+        made: has the twin before its cells are filled, for functions that call themselves.
+    """
+
+    def brought(value: Any) -> Any:
+        return of(value) if leads(value) else value
+
+    old = function.__closure__ or ()
+    new = tuple(types.CellType() if leads(contents(cell)) else cell for cell in old)
+    twin: Any = types.FunctionType(function.__code__, function.__globals__, closure=new)
+    made[id(function)] = twin
+    twin.__defaults__ = function.__defaults__ and tuple(map(brought, function.__defaults__))
+    twin.__kwdefaults__ = function.__kwdefaults__ and {
+        name: brought(value) for name, value in function.__kwdefaults__.items()
+    }
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        setattr(twin, name, getattr(function, name))
+    vars(twin).update(vars(function))
+    changed: Cells = []
+    for cell, own in zip(old, new, strict=True):
+        if own is not cell:
+            own.cell_contents = of(cell.cell_contents)
+            changed.append((cell, cell.cell_contents))
+    return twin, changed
+
+
+def owner_of(function: Any) -> nn.Module | None:
+    """The module that ``function`` is, or is a method of."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+class Bound(nn.Module):
+    """A module that holds a partial, and with it the tensors and modules that it binds."""
+
+    def __init__(self, function: functools.partial[Any]) -> None:
+        super().__init__()
+        self.function = function
+
+
+def holder_of(function: Any) -> nn.Module | None:
+    """The module that is replicated for the sake of ``function``, if there is one.
+
+    The one that it is, or is a method of; or one that holds what a partial binds.
+    """
+    if type(function) is not functools.partial:
+        return owner_of(function)
+    holder = Bound(function)
+    survey = Survey((holder,))
+    return holder if survey.tensors or len(survey.modules) > 1 else None

@@ -5,32 +5,44 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import is_in_memory_order
+from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.readout import Readout
-from scatterpar.replicas.attributes import attributes_of
-from scatterpar.replicas.batch_norm import batch_norms
-from scatterpar.replicas.broadcast import Broadcast
-from scatterpar.replicas.closures import contents
+from scatterpar.replicas.broadcast import Broadcast, like_memory
+from scatterpar.replicas.buffers import (
+    Registered,
+    Tied,
+    batch_norms,
+    listening,
+    registered_by,
+    tied_names,
+)
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
-from scatterpar.replicas.kinds import is_script, script_state
-from scatterpar.replicas.mirror import Snapshot, Survey
-from scatterpar.replicas.placement import check_placement
-from scatterpar.replicas.registration import Registered, Tied, registered_by, tied_names
-from scatterpar.replicas.replica import Replica, is_state, survey_tensors
-from scatterpar.replicas.sparse import pieces_of
+from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state
+from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents
 
-__all__ = ["Lent", "Replicas", "guarded", "sum_dtype"]
+__all__ = [
+    "Lent",
+    "Replica",
+    "Replicas",
+    "guarded",
+    "is_state",
+    "parameter_like",
+    "sum_dtype",
+]
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_DTYPE = attrgetter("dtype")
 
 
 class Replicas:
@@ -82,7 +94,8 @@ class Replicas:
         self.kept: list[int] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
-        self._sum_dtypes: list[torch.dtype | None] = []
+        self._trained_as: list[Any] | None = None
+        self._places: list[Tensor] = []
         self._positions: list[int] = []
         self._kinds: list[tuple[Any, ...]] | None = None
         self._state: Snapshot | None = None
@@ -163,7 +176,7 @@ class Replicas:
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._signature() != self._signed:
+        if self._state is None or self._facts() != self._built_of or not self._are_like_before():
             return False
         if not all(replica.is_whole() for replica in self.replicas):
             return False
@@ -176,27 +189,23 @@ class Replicas:
             for state in (self._state, *(replica.state for replica in self.replicas)):
                 state.turn(turned)
             self.rehearsed.clear()
-        dtypes = self._wanted()
-        if dtypes != self._sum_dtypes:
-            self._train(dtypes)
+        if self._trained_as is None or self._training() != self._trained_as:
+            self._train()
         return True
 
-    def _train(self, dtypes: list[torch.dtype | None]) -> None:
-        """From now on gradients add up in these dtypes."""
-        self._sum_dtypes = dtypes
+    def _train(self) -> None:
+        """From now on there are gradients for what requires some, in the dtypes they add up in."""
+        dtypes = [
+            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
+            for t in self.tensors
+        ]
         self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
         self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
         self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
         self.rehearsed.clear()
         for replica in self.replicas:
             replica.train_like(dtypes)
-
-    def _wanted(self) -> list[torch.dtype | None]:
-        """The dtype that each tensor's gradient adds up in; ``None`` for one that has none."""
-        return [
-            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
-            for t in self.tensors
-        ]
+        self._trained_as = self._training()
 
     def _build(self) -> None:
         check_placement(self.roots, self.device_ids)
@@ -208,6 +217,7 @@ class Replicas:
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
         self._slots = survey.slots
+        self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.tied = tied_names(self.registered)
         self.batch_norms = batch_norms(modules) if self._pools else {}
@@ -229,9 +239,10 @@ class Replicas:
             for index, device in enumerate(self.device_ids)
         ]
         self._share(sources)
-        self._train(self._wanted())
-        self._state = Snapshot([*survey.containers, *attributes_of(survey_tensors(survey))])
-        self._signed = self._signature()
+        self._train()
+        self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
+        self._places = [tensor.detach() for tensor in self.tensors]
+        self._built_of = self._facts()
 
     def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
         """Parameters lie where ``sources`` do: one copy for each memory."""
@@ -248,16 +259,38 @@ class Replicas:
             spoilt=self.shared.spoilt,
         )
 
-    def _signature(self) -> list[Any]:
-        """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
-        signature: list[Any] = [*map(_kind, self.tensors), *map(type, self._modules.values())]
+    def _facts(self) -> list[Any]:
+        """What no snapshot of containers sees, and copies depend on."""
+        facts = [
+            *map(type, self.tensors),
+            *map(_DTYPE, self.tensors),
+            *map(type, self._modules.values()),
+        ]
         for tensor, _ in self._sparse:
-            signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
-        for script in filter(is_script, self._modules.values()):
-            signature += script_state(script)
+            facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
+        for script in self._scripts:
+            facts += script_state(script)
         for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
-            signature.append(id(getattr(module, member.__name__, None)))
-        return signature
+            facts.append(id(getattr(module, member.__name__, None)))
+        return facts
+
+    def _are_like_before(self) -> bool:
+        """Whether the master's tensors have the shapes that they had, wherever they lie now."""
+        if not all(map(Tensor.is_set_to, self.tensors, self._places)):
+            if list(map(_kind, self.tensors)) != self._kinds:
+                return False
+            self._places = [tensor.detach() for tensor in self.tensors]
+        return True
+
+    def _training(self) -> list[Any] | None:
+        """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
+        try:
+            return [
+                *map(_REQUIRES_GRAD, self.tensors),
+                *[self.tensors[i].grad_dtype for i in self.leaves],
+            ]
+        except RuntimeError:  # a leaf is none any more
+            return None
 
 
 @contextlib.contextmanager
@@ -298,3 +331,109 @@ def _is_leaf(tensor: Tensor) -> bool:
         return tensor.is_leaf
     except RuntimeError:
         return False
+
+
+class Replica:
+    """One working copy: its modules, and its tensors in the order of the master's.
+
+    Attributes:
+        index: the number of the replica.
+        device: where it lives.
+        roots: the copies of the modules that were replicated.
+        tensors: this copy's tensors; those that are trained are leaves.
+        registered: the buffers of each of its modules.
+        of: this copy's counterpart of a module of the master's, or of a method of one.
+        cells: of the user's functions, and what was in them when twins of these were made.
+        seen: by its batch normalisations since the refresh, where statistics move once a step.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        roots: Sequence[nn.Module],
+        survey: Survey,
+        sources: Sequence[Tensor],
+        compiler: Compiler,
+        batch_norms: Mapping[int, nn.Module],
+    ) -> None:
+        self.index = index
+        self.device = device
+        originals = list(survey.tensors.values())
+        private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
+        own = like_memory([originals[i] for i in private], device)
+        # Where each tensor lies: with the sources, or in memory of this replica's own.
+        self._homes = list(sources)
+        for i, view in zip(private, own, strict=True):
+            self._homes[i] = view
+        # ``.data``: an alias that counts its own versions, so that writes can be told apart.
+        self.tensors = [home.data for home in self._homes]
+        for i, original in enumerate(originals):
+            if isinstance(original, nn.Parameter):
+                self.tensors[i] = parameter_like(original, self.tensors[i])
+        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
+        copies = dict(zip(survey.tensors, self.tensors, strict=True))
+        mirror = Mirror(survey, copies, compiler)
+        self._mirror = mirror
+        self.of = mirror.of
+        self.roots = tuple(mirror.of(root) for root in roots)
+        self.cells = mirror.cells
+        self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
+        self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
+        self.state = Snapshot(mirror.containers)
+        self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
+        self._is_trained = [False] * len(self.tensors)
+
+    def refresh(self) -> None:
+        """Undo what a forward pass rebound, and copy in the sources' buffers.
+
+        A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
+        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
+        grad as the master's does, whatever a forward pass did to it.
+        """
+        if not self.state.unchanged():
+            self.state.restore()
+        self._mirror.rebind()
+        for i in self.strays():
+            self.tensors[i].data = self._homes[i]
+        if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
+            self.train_like(self._sum_dtypes)
+        copy_lists(self._copied)
+        self.seen.update({m: [] for m in self.seen})
+
+    def is_whole(self) -> bool:
+        """Whether sparse tensors still lie on the pieces that are refreshed."""
+        return all(
+            all(map(Tensor.is_set_to, pieces_of(tensor), pieces))
+            for tensor, pieces in self._mirror.sparse
+        )
+
+    def strays(self) -> list[int]:
+        """Positions of the tensors that do not lie where they did after the last refresh."""
+        if all(map(Tensor.is_set_to, self.tensors, self._homes)):
+            return []
+        pairs = enumerate(zip(self.tensors, self._homes, strict=True))
+        return [i for i, (tensor, home) in pairs if not tensor.is_set_to(home)]
+
+    def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
+        """Take over which tensors are trained, and in which dtype their gradients add up."""
+        self._sum_dtypes = dtypes
+        self._is_trained = [dtype is not None for dtype in dtypes]
+        for tensor, dtype in zip(self.tensors, dtypes, strict=True):
+            if tensor.is_leaf:
+                tensor.requires_grad_(dtype is not None)
+                if dtype is not None:
+                    tensor.grad_dtype = dtype
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether every replica needs its own copy: all but parameters, which a step only reads."""
+    return not isinstance(tensor, nn.Parameter)
+
+
+def parameter_like(original: Tensor, values: Tensor) -> Tensor:
+    """A parameter on the memory of ``values``, of the original's own class of parameters."""
+    kind = type(original)
+    is_own = issubclass(kind, nn.Parameter)
+    # Not its constructor, which may ask for more than values.
+    return nn.Parameter.__new__(kind if is_own else nn.Parameter, values, requires_grad=False)

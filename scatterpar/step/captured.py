@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.chunks import is_in_memory_order
-from scatterpar.replicas.closures import contents
+from scatterpar.replicas.mirror import contents
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.workers import note
 

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
-from scatterpar.replicas.batch_norm import Layer
+from scatterpar.replicas.buffers import BufferValue, Layer
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["BufferValue", "Outcome"]
+__all__ = ["Computed", "Gradient", "Outcome", "Result"]
 
-BufferValue = tuple["MutableMapping[str, Tensor | None]", str, "Tensor | None"]
+Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
+
+
+@dataclass
+class Result:
+    """What one replica made of its share.
+
+    Attributes:
+        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
+        dtype: the dtype of the losses.
+        outputs: the module's outputs, detached and joined, where they were asked for.
+    """
+
+    loss: float = 0.0
+    dtype: torch.dtype = torch.float32
+    outputs: Any = None
+
+
+class Computed(NamedTuple):
+    """What the replicas made of their shares, beside the gradients that they hold.
+
+    Attributes:
+        results: of each replica.
+        past: leaves of the user's that gradients came to past the replicas, and these.
+    """
+
+    results: list[Result]
+    past: list[Gradient]
 
 
 @dataclass
@@ -49,7 +75,7 @@ class Outcome:
     scale: float
     spread: Spread
     outputs: tuple[Any, ...]
-    gradients: list[tuple[Tensor, Tensor | None]]
+    gradients: list[Gradient]
     buffers: list[BufferValue]
     layers: list[Layer]
     attempt: Attempt

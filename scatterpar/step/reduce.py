@@ -20,24 +20,24 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import bring, in_memory_order, rounds
-from scatterpar.devices.flat import by_dtype
+from scatterpar.devices.chunks import add_each, bring, by_dtype, in_memory_order, rounds
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.lists import add_each
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.batch_norm import RUNNING, Layer, Moments, pooled
-from scatterpar.replicas.registration import values_after
-from scatterpar.replicas.replica import Replica
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
-from scatterpar.step.derived import pass_on
-from scatterpar.step.join import join_rows
-from scatterpar.step.outcome import BufferValue
-from scatterpar.torch_private import flatten, unflatten
+from scatterpar.step.nested import join_rows
+from scatterpar.step.noise import Spread, measure
+from scatterpar.step.outcome import Computed, Gradient, Outcome
+from scatterpar.step.request import Request
+from scatterpar.step.weights import Weights
+from scatterpar.threads.attempt import Attempt
+from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
 
 __all__ = [
     "collect",
     "mean_buffers",
+    "reduce",
     "reduce_buffers",
     "reduce_gradients",
     "reduce_moments",
@@ -45,35 +45,72 @@ __all__ = [
 ]
 
 
+def reduce(
+    attempt: Attempt,
+    request: Request,
+    parts: Sequence[Replicas],
+    computed: Computed,
+    weights: Weights,
+    policy: str,
+    measures_noise: bool,
+) -> Outcome:
+    """What the step computed, in the master's memory.
+
+    Args:
+        attempt: the step.
+        request: what the user asked for.
+        parts: the replicas of the model, and those of the criterion.
+        computed: what the replicas made of their shares.
+        weights: of the micro-batches' losses.
+        policy: whose buffers the module has afterwards.
+        measures_noise: compare the replicas' gradients, unless they share one loss.
+    """
+    plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
+    spread = Spread()
+    if measures_noise and not request.whole_batch:
+        spread = measure(request, parts, plan, weights, past)
+    return Outcome(
+        plan=plan,
+        loss=sum(result.loss for result in results),
+        dtype=results[0].dtype,
+        is_mean=request.is_mean,
+        terms=weights.terms,
+        scale=request.scale,
+        spread=spread,
+        outputs=tuple(result.outputs for result in results),
+        gradients=reduce_gradients(parts, len(results), ledger, past),
+        buffers=reduce_buffers(parts, plan.shares, policy, ledger),
+        layers=reduce_moments(parts, len(results), ledger),
+        attempt=attempt,
+    )
+
+
 def reduce_gradients(
-    parts: Sequence[Replicas], active: int, ledger: Ledger
-) -> list[tuple[Tensor, Tensor | None]]:
+    parts: Sequence[Replicas], active: int, ledger: Ledger, past: Sequence[Gradient]
+) -> list[Gradient]:
     """The sum of the replicas' gradients, in the master's memory.
 
     Args:
         parts: the replicas of the model, and those of the criterion.
         active: how many of them took part, the master's own first.
         ledger: copies, and counts what it copied.
-
-    The master's own ``.grad`` must be set aside: what is there now, came in this step.
+        past: leaves of the master's that gradients came to past the replicas, and these.
 
     Returns:
         Every trained leaf of the master's with its gradient; ``None`` for one that no
         replica used, and zero stands in where only some did. Whichever finished first, the sum
         has the same bits.
     """
-    total: dict[int, tuple[Tensor, Tensor | None]] = {}
+    total: dict[int, Gradient] = {}
     kept: list[tuple[Tensor, Tensor]] = []
+    own: list[Gradient] = []
     for part in parts:
         found = _sum(part.replicas[:active], part.trained, ledger)
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
-        for i in part.leaves:
-            tensor, gradient = part.tensors[i], found.get(i)
-            _, other = total.get(id(tensor), (tensor, None))
-            # Tied between model and criterion, or reached through a closure over the tensor itself.
-            found_ones = [g for g in (other, gradient, tensor.grad) if g is not None]
-            found_ones.sort(key=lambda g: g.layout != torch.strided)  # sparse + dense is not known
-            total[id(tensor)] = (tensor, sum(found_ones[1:], found_ones[0]) if found_ones else None)
+        own += [(part.tensors[i], found.get(i)) for i in part.leaves]
+    for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
+        _, other = total.get(id(leaf), (leaf, None))
+        total[id(leaf)] = leaf, _both(other, gradient)
     return pass_on(kept, list(total.values()))
 
 
@@ -279,11 +316,49 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             total[i] = gradient
         elif total[i].layout == gradient.layout == torch.strided:
             both.append(i)
-        else:  # sparse: only dense + sparse and sparse + sparse are known to torch
-            sparse_first = total[i].layout != torch.strided
-            total[i] = gradient + total[i] if sparse_first else total[i] + gradient
+        else:
+            total[i] = _plus(total[i], gradient)
     if both and in_place:
         add_each([total[i] for i in both], [gradients[i] for i in both])
     elif both:
         sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
         total.update(zip(both, sums, strict=True))
+
+
+def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
+    """The leaves' gradients, to which those of tensors made of leaves were added.
+
+    A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and
+    so a gradient of its own for it. That belongs to the parameter, as a plain backward pass has it.
+
+    The user's graph from the leaves to these tensors stays. Hooks on leaves run later, when they
+    are handed the whole gradient.
+
+    Args:
+        kept: tensors made of leaves, and their gradients.
+        gradients: the leaves, and theirs.
+
+    Raises:
+        RuntimeError: torch's own: part of that graph is gone, or what it needs was written since.
+    """
+    if not kept or not gradients:
+        return gradients
+    roots, leaves = [tensor for tensor, _ in kept], [leaf for leaf, _ in gradients]
+    with torch.inference_mode(False), torch.enable_grad(), hooks_taken_off(leaves):
+        more = torch.autograd.grad(
+            roots, leaves, [g for _, g in kept], retain_graph=True, allow_unused=True
+        )
+    copies = [g if g is None else g.clone() for g in more]  # of ``a + b``, both get the same one
+    return [(leaf, _both(own, g)) for (leaf, own), g in zip(gradients, copies, strict=True)]
+
+
+def _both(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of gradients that there are."""
+    if own is None or other is None:
+        return own if other is None else other
+    return _plus(own, other)
+
+
+def _plus(own: Tensor, other: Tensor) -> Tensor:
+    """The sum; of sparse and dense, torch knows dense + sparse alone."""
+    return own + other if own.layout == torch.strided else other + own

@@ -1,7 +1,8 @@
-"""One replica, one share: forward and backward over its micro-batches. Knows no threads."""
+"""One replica, one share: what it is given, and forward and backward over its micro-batches."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,43 +13,158 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import finish
+from scatterpar.plan import Plan, Share
+from scatterpar.replicas.copies import Copies
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
-from scatterpar.step.join import join_rows
+from scatterpar.step.nested import join_rows
+from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.task import Task, noted
-from scatterpar.step.unalias import unalias
+from scatterpar.step.scatter import Arrival, opened
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.randomness import followed
+from scatterpar.threads.generators import followed
+from scatterpar.threads.sharing import Stash
+from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
-    "Result",
+    "Task",
+    "as_call",
+    "hand_out",
     "kept",
     "loss_at",
     "loss_of",
+    "noted",
     "prepare_autograd",
     "pull",
     "scalar_loss",
     "train",
+    "unalias",
 ]
 
-Criterion = Callable[[Any, Any], Any]
 
-
-@dataclass
-class Result:
-    """What one replica made of its share.
+@dataclass(frozen=True)
+class Task:
+    """What one replica is given to do.
 
     Attributes:
-        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
-        dtype: the dtype of the losses.
-        outputs: the module's outputs, detached and joined, where they were asked for.
+        share: which rows these are, and how they are cut into micro-batches.
+        module: the replica.
+        arrival: brings the share's rows of inputs and targets to the replica's device.
+        criterion: the replica's own; ``None`` where the module computes the loss.
+        weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        dim: the dimension that holds the rows.
+        keeps_rows: those that have arrived stay, for another forward pass of the same ones.
+        leaves: what backward passes give gradients.
+        stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
-    loss: float = 0.0
-    dtype: torch.dtype = torch.float32
-    outputs: Any = None
+    share: Share
+    module: Callable[..., Any]
+    arrival: Arrival
+    criterion: Callable[[Any, Any], Any] | None = None
+    weights: Sequence[float] = ()
+    dim: int = 0
+    keeps_rows: bool = False
+    leaves: Sequence[Tensor] = ()
+    stash: Stash | None = None
+
+    def rows_of(self, number: int) -> tuple[Any, Any]:
+        """Inputs and targets of one micro-batch, on the replica's device: the sub-step's own."""
+        inputs, targets = self.arrival.rows_of(number, keep=self.keeps_rows)
+        return inputs, targets
+
+    def glimpse(self, number: int) -> Any:
+        """Inputs and targets of one micro-batch, wherever they are, to look at and not to keep."""
+        return opened(self.arrival.at_home(number))
+
+    def output_of(self, inputs: Any) -> Any:
+        """The module's output for the inputs of one micro-batch."""
+        args, kwargs = as_call(inputs)
+        return self.module(*args, **kwargs)
+
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the Python of a forward pass and its loss: the replica's turn."""
+        stash = self.stash
+        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
+
+    def substep(self, number: int) -> noted:
+        """What is around every sub-step: errors say where they happened."""
+        return noted(self.share, number)
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How ``inputs`` reach a module: a mapping by name, a tuple by position, all else as one."""
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # which takes longer to tell
+        return (), dict(inputs)
+    return (inputs,), {}
+
+
+class noted:
+    """Note on whatever is raised in the body where it happened.
+
+    Args:
+        share: the replica's share.
+        number: the sub-step, where there are any.
+    """
+
+    def __init__(self, share: Share, number: int | None = None) -> None:
+        self._share = share
+        self._number = number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            where = f"in replica {self._share.replica} on {self._share.device}"
+            if self._number is not None:
+                where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
+            note(error, f"{where}, counted from 0")
+
+
+def hand_out(
+    request: Request,
+    plan: Plan,
+    copies: Copies,
+    arrivals: Sequence[Arrival],
+    weights: Sequence[Sequence[float]] | None = None,
+    stash: Stash | None = None,
+) -> list[Task]:
+    """What each replica is given to do; with fewer rows than replicas, the last ones rest.
+
+    Args:
+        request: what the user asked for.
+        plan: the shares.
+        copies: the replicas. The criterion of a whole batch is called elsewhere.
+        arrivals: bring the rows of each share.
+        weights: those of each share's micro-batches.
+        stash: what a step takes off the user's leaves.
+    """
+    seen_twice = request.whole_batch and request.keeps_rows
+    tasks = []
+    for i, share in enumerate(plan.shares):
+        own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
+        replicas = [replica for _, replica in own]
+        tasks.append(
+            Task(
+                share,
+                module=replicas[0].roots[0],
+                arrival=arrivals[i],
+                criterion=None if request.whole_batch else copies.criteria[i],
+                weights=weights[i] if weights else (),
+                dim=request.dim,
+                keeps_rows=seen_twice and len(share.micro_batches) > 1,
+                leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                stash=stash,
+            )
+        )
+    return tasks
+
+
+Criterion = Callable[[Any, Any], Any]
 
 
 @functools.cache
@@ -80,13 +196,10 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            inputs, targets = task.rows_of(number)
-            output = task.output_of(inputs)
-            del inputs
-            loss = judged(task, output, targets)
+            output, loss = _forward(task, number)
             if keep:
                 outputs.append(kept(output, keep))
-            del output, targets
+            del output
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -121,18 +234,27 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
+    _, loss = _forward(task, number)
+    return loss
+
+
+def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
+    """The output of one micro-batch, and its loss."""
     inputs, targets = task.rows_of(number)
-    return judged(task, task.output_of(inputs), targets)
+    with task.launching():
+        output = task.output_of(inputs)
+        del inputs
+        return output, judged(task, output, targets)
 
 
 def judged(task: Task, output: Any, targets: Any) -> Tensor:
-    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
-    if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
+    """The loss of this output of a micro-batch, in turn; what it reaches is stashed."""
+    if task.stash is None or task.criterion is None or _is_of_torch(task.criterion):
         return loss_of(output, targets, task.criterion)
     nodes = nodes_of(nested.tensors(output))
-    with task.aside.turn_on(task.share.device):
+    with task.stash.turn_on(task.share.device):
         loss = loss_of(output, targets, task.criterion)
-    task.aside.reach(loss, nodes)
+    task.stash.reach(loss, nodes, task.share.replica)
     return loss
 
 
@@ -245,3 +367,31 @@ def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Give each new gradient memory of its own; the leaves that still have no gradient.
+
+    Autograd gives a leaf without a gradient the very memory of the one that arrives, and does not
+    ask whether a view of that memory went to another leaf. Both leaves of ``a.view(1, -1) +
+    b.view(1, -1)`` have the same memory then: right after one backward pass, wrong after the next.
+
+    Those are what to ask about after the next backward pass: what arrives in one shares memory
+    with nothing that came before.
+
+    Args:
+        leaves: in one memory, without a gradient before the backward pass that has just ended.
+    """
+    arrived = [(leaf.grad, leaf) for leaf in leaves]
+    places = [
+        (gradient.data_ptr(), gradient.nbytes, number)
+        for number, (gradient, _) in enumerate(arrived)
+        if gradient is not None and gradient.layout == torch.strided
+    ]
+    upto = 0
+    for start, size, number in sorted(places):
+        gradient, leaf = arrived[number]
+        if size and start < upto and gradient is not None:
+            leaf.grad = gradient.clone()
+        upto = max(upto, start + size)
+    return [leaf for gradient, leaf in arrived if gradient is None]

@@ -9,69 +9,81 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from scatterpar.devices.readout import Readout
+from scatterpar.devices.fingerprints import Readout
 from scatterpar.plan import Plan
-from scatterpar.step.criteria import class_counts
-from scatterpar.step.request import Request
+from scatterpar.replicas.compiled import unwrapped
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.step.request import Request, as_function, option_of, resolve_reduction
 
-__all__ = ["counts_of", "weigh"]
+__all__ = ["Weights", "class_counts", "counts_of", "is_counted", "weigh"]
 
 
-def weigh(
-    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]], readout: Readout
-) -> tuple[list[list[float]], float]:
-    """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
+class Weights(NamedTuple):
+    """How the losses of micro-batches combine.
 
-    And how many terms the whole batch's loss is a mean of; one for a sum.
+    Attributes:
+        of_shares: the factor of each micro-batch's loss in the loss of the whole batch.
+        terms: how many terms the whole batch's loss is a mean of; one for a sum.
+    """
+
+    of_shares: list[list[float]]
+    terms: float
+
+
+def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
+    """How the losses of this plan's micro-batches combine.
 
     Args:
         request: says how the losses combine.
         plan: how the batch is cut.
         pieces: the inputs and targets of each micro-batch in order, for the user's ``count``.
-        readout: brings counts to the host.
 
     Raises:
         TypeError: a count that is neither a number nor a 0-dim tensor.
         ValueError: a count below zero, infinite or NaN.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
-    weights, total = [1.0] * len(spans), 1.0
+    factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:
-        counts = counts_of(request, spans, pieces, readout)
-        total = sum(counts)  # where nothing counts, all weights are zero
-        weights = [count / total if count else 0.0 for count in counts]
-    remaining = iter(weights)
-    return [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
+        counts = counts_of(request, spans, pieces)
+        total = sum(counts)  # where nothing counts, all factors are zero
+        factors = [count / total if count else 0.0 for count in counts]
+    remaining = iter(factors)
+    return Weights(
+        [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
+    )
 
 
 def counts_of(
     request: Request,
     spans: Sequence[tuple[int, int]],
     pieces: Iterable[tuple[Any, Any]],
-    readout: Readout,
 ) -> list[float]:
     """How many terms the loss of each micro-batch is a mean of."""
     if request.count is not None:
         asked = [request.count(*piece) for piece in pieces]
-        return [_as_number(count) for count in _fetched(asked, readout)]
+        return [_as_number(count) for count in _fetched(asked)]
     targets, labels = request.targets, (piece for _, piece in pieces)
-    counts = class_counts(request.criterion, targets, labels, spans, request.dim, readout)
+    counts = class_counts(request.criterion, targets, labels, spans, request.dim)
     if counts is None:
         return [float(stop - start) for start, stop in spans]
-    return [float(count) for count in _fetched(counts, readout)]
+    return [float(count) for count in _fetched(counts)]
 
 
-def _fetched(counts: Sequence[float | Tensor], readout: Readout) -> Sequence[float | Tensor]:
+def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
     positions = [
         i for i, count in enumerate(counts) if isinstance(count, Tensor) and not count.ndim
     ]
-    arrived = readout.ask([counts[i] for i in positions])()  # type: ignore[misc]
+    arrived = Readout().ask([counts[i] for i in positions])()  # type: ignore[misc]
     fetched = list(counts)
     for i, count in zip(positions, arrived, strict=True):
         fetched[i] = count
@@ -89,3 +101,94 @@ def _as_number(count: Any) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"count must return a finite number that is not negative, got {value!r}")
     return value
+
+
+def is_counted(criterion: Any, reduction: str | None) -> bool:
+    """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
+    if not _averages_classes(criterion):  # of TorchScript's classes nobody can ask for more
+        return False
+    owner = owner_of(criterion)
+    return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
+        criterion, None
+    )
+
+
+def _is_torchs_own(loss: nn.Module) -> bool:
+    """Whether its forward is torch's, with nothing around it."""
+    hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
+def class_counts(
+    criterion: Any,
+    targets: Any,
+    labels: Iterable[Any],
+    spans: Sequence[tuple[int, int]],
+    dim: int,
+) -> Sequence[float | Tensor] | None:
+    """What torch's mean cross entropies divide by; ``None`` for any other criterion.
+
+    Args:
+        criterion: says what it leaves out, and what classes weigh.
+        targets: the whole batch's.
+        labels: the targets of each micro-batch in order.
+        spans: where each of them starts and stops.
+        dim: the dimension that holds the rows.
+    """
+    criterion = as_function(criterion)
+    if not _averages_classes(criterion):
+        return None
+    if isinstance(targets, Tensor) and list(spans) == sorted(spans):
+        return _count_classes(criterion, targets, dim, spans)
+    return [_count_piece(criterion, piece) for piece in labels]
+
+
+def _averages_classes(criterion: Any) -> bool:
+    """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    owner, _ = unwrapped(owner_of(function))
+    of_torch = (F.cross_entropy, F.nll_loss)
+    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
+
+
+def _count_classes(
+    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
+) -> list[float]:
+    """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
+    if targets.is_floating_point():
+        # Probabilities of classes: every position is a term, whatever its weight.
+        return [stop - start for start, stop in spans]
+    terms = _class_terms(criterion, targets)
+    if terms.ndim > 1:
+        terms = terms.movedim(dim, 0).flatten(1).sum(1)
+    (rows,) = Readout().ask([terms])()
+    sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
+    counts: list[float] = torch.segment_reduce(rows.double(), "sum", lengths=sizes).tolist()
+    return counts
+
+
+def _count_piece(criterion: Any, targets: Any) -> float | Tensor:
+    """The divisor of a mean cross entropy of one micro-batch."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
+            "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
+        )
+    if targets.is_floating_point():
+        return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
+    return _class_terms(criterion, targets).sum()
+
+
+def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
+    """How much each class index counts: nothing if ignored, else its class's weight.
+
+    Where the targets are, and with what every accelerator knows: not in float64.
+    """
+    counted: Tensor = targets != option_of(criterion, "ignore_index", -100)
+    class_weight = option_of(criterion, "weight", None)
+    if class_weight is None:
+        return counted
+    wide = torch.promote_types(class_weight.dtype, torch.float32)
+    weight = class_weight.detach().to(targets.device, wide)
+    terms: Tensor = weight[targets.masked_fill(~counted, 0)] * counted
+    return terms

@@ -14,8 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.closures import contents
-from scatterpar.replicas.mirror import Snapshot, Survey
+from scatterpar.replicas.mirror import Snapshot, Survey, contents
 from scatterpar.step.captured import surroundings
 from scatterpar.torch_private import uncompiled
 

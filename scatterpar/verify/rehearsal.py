@@ -245,6 +245,8 @@ class Rehearsal:
         floor = 1e-2 if by_module else 1e-6
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
         off = _difference(joined, _combined(used, apart), floor)
+        if math.isfinite(total) and not all(map(math.isfinite, values)):
+            off = math.inf  # whose gradient may be zero
         if off > tolerance:
             _, again = evaluate(few)
             if _difference(again, apart[0], floor) > tolerance:

@@ -22,19 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.plan import Plan
+from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
 from scatterpar.step.criteria import is_counted
 from scatterpar.step.request import Request
-from scatterpar.step.task import Task
+from scatterpar.step.scatter import scatter
+from scatterpar.step.substeps import prepare_autograd
+from scatterpar.step.task import Task, hand_out
 from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.crew import Crew
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import choose, range_of, telling
 from scatterpar.verify.words import Words
 
-__all__ = ["Verifier"]
+__all__ = ["Verifier", "difference"]
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _KINDS = 1000  # how many kinds are remembered
@@ -165,6 +169,35 @@ class Verifier:
         else:
             kind.refused = True
             raise ValueError(words.of(found, tensors, ignored))
+
+
+def difference(crew: Crew, module: nn.Module, request: Request, plan: Plan) -> float | None:
+    """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
+    choose_some = partial(choose, telling(request), request.sizes)
+    with crew.attempt(plan) as attempt:
+        parts, criteria = crew.refresh(module, request.criterion, attempt.ledger)
+        arrivals = scatter(request.batch, plan, request.dim, attempt.ledger)
+        tasks = hand_out(request, plan, parts, arrivals, criteria)
+        prepare_autograd()
+
+        def look(most: int) -> Finding:
+            choices = [choose_some(most, (), 0, again) for again in (False, True)]
+            return _together(
+                attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
+            )
+
+        try:
+            with guarded(parts):
+                try:
+                    return look(request.rows).off
+                except Unsure as error:
+                    return look(min(error.rows, request.rows)).off if error.rows else None
+        except Exception:  # whatever the user's code makes of rows that it never met
+            return None
+        finally:
+            for part in parts:
+                part.forget_step()
+            attempt.undo()
 
 
 def _say(kind: _Kind, text: str) -> None:

@@ -2,8 +2,7 @@
 
 from scatterpar.checkup.doctor import doctor
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.pair.criterion import DataParallelCriterion, gather
-from scatterpar.pair.model import DataParallelModel
+from scatterpar.pair.pair import DataParallelCriterion, DataParallelModel, gather
 from scatterpar.plan import Plan, Share
 from scatterpar.recipe import (
     NoiseScale,

@@ -24,7 +24,7 @@ from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Pace, Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.replicas import Replicas
@@ -33,19 +33,16 @@ from scatterpar.report import StepReport
 from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
-from scatterpar.step.criteria import Count
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.noise import Spread, measure
-from scatterpar.step.options import check_noise, check_options, check_synchronised
 from scatterpar.step.outcome import Outcome
-from scatterpar.step.pace import Pace
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
-from scatterpar.step.request import Request
-from scatterpar.step.scatter import scatter
-from scatterpar.step.slices import micro_batches
-from scatterpar.step.task import hand_out
+from scatterpar.step.request import Count, Request, check_noise, check_options, check_synchronised
+from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.substeps import hand_out
 from scatterpar.step.weights import weigh
+from scatterpar.threads.context import Interrupts
 from scatterpar.threads.crew import Crew
 from scatterpar.threads.sharing import Aside
 from scatterpar.verify.check import GradientCheck, compare
@@ -247,26 +244,27 @@ class ScatterOnceParallel(Wrapper):
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
         with self._crew.step_of(self.module) as interrupts:
-            if self._ranks is None:
-                outcome, settle = self._fit(request), interrupts.deliver
-            else:
-                outcome = self._ranks.together(partial(self._fit, request), interrupts.deliver)
-                settle = None  # the other ranks commit too: there is no way back
+            own = partial(self._fit, request, interrupts)
+            outcome = self._ranks.together(own) if self._ranks else own()
             noise = outcome.noise() if self.measure_noise else None
             loss = outcome.returned()  # before the commit, after which nothing may fail
-            commit(outcome, settle)
+            commit(outcome)
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
         return (loss, outcome.outputs) if return_outputs else loss
 
-    def _fit(self, request: Request) -> Outcome:
+    def _fit(self, request: Request, interrupts: Interrupts) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
         request = request.checked(self.device_ids[0])
-        if self.accum != "auto":
-            return self._compute(request, self.plan(request.sizes))
-        plan = partial(self._plan, request.sizes)
-        release = self._crew.workers.release
-        return self._fitting.fit(request, self.device_ids, plan, self._compute, release)
+        if self.accum == "auto":
+            plan = partial(self._plan, request.sizes)
+            release = self._crew.workers.release
+            outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
+        else:
+            outcome = self._compute(request, self.plan(request.sizes))
+        with outcome.attempt:
+            interrupts.deliver()  # later ones wait until all is written, on the other ranks too
+        return outcome
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
         """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
@@ -291,6 +289,7 @@ class ScatterOnceParallel(Wrapper):
                         attempt, request, tasks, parts, criteria[0], look, self._ranks
                     )
                     ledger.settle()
+                    aside.add_up()
                 with clock.phase("reduce"):
                     spread = Spread()
                     if self.measure_noise and not request.whole_batch:  # replicas share one loss

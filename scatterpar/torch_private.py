@@ -30,12 +30,12 @@ __all__ = [
     "backward",
     "current_graph_task",
     "default_generator",
+    "edges_to_leaves",
     "flatten",
     "has_dynamo",
     "has_gradient_hooks",
     "held_nodes",
     "hooks_taken_off",
-    "leaves_reached",
     "loading_hooks",
     "modes",
     "nodes_of",
@@ -191,20 +191,24 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def leaves_reached(loss: Tensor, nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves that a backward pass from ``loss`` comes to without passing these ``nodes``."""
+def edges_to_leaves(loss: Tensor, nodes: Sequence[Any]) -> list[tuple[Tensor, Any, int]]:
+    """The leaves that a backward pass from ``loss`` comes to without passing these ``nodes``.
+
+    Each with the node that gives it a gradient, and the position among those that it gives;
+    ``None`` for a loss that is a leaf.
+    """
     if loss.grad_fn is None:
-        return [loss] if loss.requires_grad else []
-    found: list[Tensor] = []
-    seen, pending = set(nodes), [loss.grad_fn]
+        return [(loss, None, 0)] if loss.requires_grad else []
+    found: list[tuple[Tensor, Any, int]] = []
+    seen, pending = {*nodes, loss.grad_fn}, [loss.grad_fn]
     while pending:
         node: Any = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
-        pending += [following for following, _ in node.next_functions if following is not None]
+        for position, (following, _) in enumerate(node.next_functions):
+            if type(following).__name__ == "AccumulateGrad":
+                found.append((following.variable, node, position))
+            elif following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
     return found
 
 

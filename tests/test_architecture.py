@@ -11,7 +11,6 @@ from faults.processes import run
 import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
-PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 ROOMS = ["devices", "replicas", "threads", "step", "verify", "machines"]  # from the ground up
 ABOVE = len(ROOMS)  # the engine, the pair and the tool
@@ -79,14 +78,13 @@ print([name for name in set(sys.modules) - before if name.startswith(optional)])
     assert (outcome.code, outcome.out) == (0, "[]\n"), outcome.err
 
 
-def test_the_page_names_every_file_of_the_rooms():
-    missing = [
-        str(path.relative_to(PACKAGE))
-        for room in [*ROOMS, "pair"]
-        for path in (PACKAGE / room).glob("*.py")
-        if path.name != "__init__.py" and f"`{room}/{path.name}`" not in PAGE
+def test_all_threads_start_in_one_file():
+    starters = [
+        name_of(path)
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bThread\(", path.read_text(encoding="utf-8"))
     ]
-    assert not missing
+    assert starters == ["scatterpar.threads.workers"]
 
 
 def test_private_parts_of_torch_are_named_in_one_file():

@@ -20,7 +20,6 @@ from helpers.zoo import OVERLAPPING, Overlapping
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.threads.streams import RandomStreams
 
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
@@ -450,19 +449,20 @@ def test_the_pair_registers_buffers_too(devices):
         assert registered(model)[1:] == registered(twin)[1:]
 
 
-def test_a_step_that_fails_takes_registrations_back(devices, monkeypatch):
+def test_a_step_that_fails_takes_registrations_back(devices):
     """A new buffer once stayed behind as None."""
     model = build(Registers)
     before = registered(model)
 
-    def refuse(*_):
+    def refuse(_):
         raise KeyError("mine")
 
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(RandomStreams, "commit", refuse)  # the last thing that a commit does
-            with pytest.raises(KeyError, match="mine"):
-                engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        *_, last = model.parameters()
+        hook = last.register_post_accumulate_grad_hook(refuse)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        hook.remove()
         after = registered(model)
         assert after[1:] == before[1:]
         assert list(after[0]) == list(before[0])

@@ -340,7 +340,7 @@ def test_a_users_error_arrives_as_it_is(graphs):
 
 def test_replicas_that_wait_for_each_other(graphs, monkeypatch):
     """A rehearsal one after the other must not wait for ever for one that waits for the next."""
-    monkeypatch.setattr("scatterpar.step.rehearsal._PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("scatterpar.step.compute._PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr("scatterpar.verify.verifier._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(2)
 

@@ -163,6 +163,6 @@ def test_what_torch_lacks_is_said_in_words(monkeypatch):
 
 def test_the_switch_turns_the_streams_off(monkeypatch):
     monkeypatch.setenv("SCATTERPAR_RANDOM_STREAMS", "0")
-    monkeypatch.setattr("scatterpar.threads.randomness._install_kernels", None)
+    monkeypatch.setattr("scatterpar.threads.generators._install_kernels", None)
     with ScatterOnceParallel(build(lambda: nn.Linear(4, 3)), 2, ["cpu"] * 2) as engine:
         assert_step(engine, randn(11, 4), criterion=mean)

@@ -18,7 +18,6 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import chunks, fingerprints, links
 from scatterpar.devices.fingerprints import Fingerprints
 from scatterpar.devices.ledger import Ledger
-from scatterpar.step import commit, handover
 from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
@@ -269,9 +268,9 @@ def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch):
     given = {}
     honest = scatterpar.engine.commit
 
-    def commit(outcome, settle):
+    def commit(outcome):
         given.update({id(leaf): gradient.data_ptr() for leaf, gradient in outcome.gradients})
-        honest(outcome, settle)
+        honest(outcome)
 
     monkeypatch.setattr(scatterpar.engine, "commit", commit)
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
@@ -297,58 +296,6 @@ def test_hooks_on_the_node_run_once_where_a_gradient_is_kept(devices, held):
             assert len(seen) == times * held
     if held:
         assert torch.equal(seen[-1], model[0].weight.grad)
-
-
-def test_what_is_added_can_be_taken_out_again(tiny_chunks, monkeypatch):
-    """In the middle of any chunk, without a copy of it all."""
-    honest = torch._foreach_add_
-    for last in range(5):
-        leaves = [randn(5, 3, seed=i).requires_grad_() for i in range(3)]
-        before = [randn(5, 3, seed=9 + i) for i in range(3)]
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient.clone()
-        calls = []
-
-        def add_each(sums, added, calls=calls, last=last):
-            calls.append(sum(part.numel() for part in sums))
-            honest(sums, added)
-            if len(calls) > last:
-                raise MemoryError
-
-        monkeypatch.setattr(torch, "_foreach_add_", add_each)
-        quiet, others = handover.unobserved([(leaf, randn(5, 3)) for leaf in leaves])
-        assert len(quiet) == 3
-        assert not others
-        sums = handover.Sums(quiet)
-        with pytest.raises(MemoryError):
-            sums.add()
-        assert max(calls) <= 96 // 8
-        with torch.no_grad():
-            sums.undo()
-        for leaf, gradient in zip(leaves, before, strict=True):
-            assert torch.equal(leaf.grad, gradient)
-
-
-def test_statistics_come_back_from_one_copy():
-    """Of each dtype there is one, whatever the strides; what is no plain tensor has its own."""
-    tensors = [
-        randn(3, 2),
-        randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
-        randn(4, 3).T[1:],
-        randn(3).float(),
-        torch.tensor(7),
-        randn(2, dtype=torch.complex64).conj(),
-        randn(3, 3).relu().to_sparse(),
-    ]
-    before = [tensor.clone() for tensor in tensors]
-    undo = commit._remember_values(tensors)
-    assert len(undo) == 5
-    for tensor in tensors:
-        tensor.zero_()
-    for put_back in undo:
-        put_back()
-    for tensor, value in zip(tensors, before, strict=True):
-        assert torch.equal(tensor.to_dense(), value.to_dense())
 
 
 @pytest.mark.parametrize("kept", [False, True])

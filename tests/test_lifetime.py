@@ -22,8 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads.job import Job
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Job, Workers
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -19,7 +19,7 @@ from helpers.oracle import assert_step, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads import serving
+from scatterpar.threads import workers as threads
 
 BATCH = randn(12, FEATURES), randint(CLASSES, 12)
 LOSS = nn.CrossEntropyLoss()
@@ -36,8 +36,8 @@ def _quietly(monkeypatch):
 @pytest.fixture(autouse=True)
 def _workers_sleep_until_there_is_work(monkeypatch):
     """In a free-threaded interpreter too, where an idle one would wake, die, and be replaced."""
-    monkeypatch.setattr(serving, "_FREE_THREADED", False)
-    monkeypatch.setattr(serving, "_IDLE_SECONDS", None)
+    monkeypatch.setattr(threads, "_FREE_THREADED", False)
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", None)
 
 
 def kill(thread):
@@ -85,7 +85,7 @@ def test_an_exception_while_it_waits(devices, which):
 @pytest.mark.parametrize("free_threaded", [False, True])
 def test_one_that_is_dead_already_is_replaced(devices, monkeypatch, free_threaded):
     """And whoever wakes all of them does not wait for it."""
-    monkeypatch.setattr(serving, "_FREE_THREADED", free_threaded)
+    monkeypatch.setattr(threads, "_FREE_THREADED", free_threaded)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, LOSS)
         victim = workers()[1]

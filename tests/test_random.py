@@ -10,7 +10,7 @@ from helpers.oracle import assert_close, build
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads import randomness
+from scatterpar.threads import generators
 
 pytestmark = pytest.mark.draws
 
@@ -171,8 +171,8 @@ ELSEWHERE = {
 def test_what_draws_on_another_device_uses_that_device_s_generator(devices, draw, monkeypatch):
     """An accelerator refuses the CPU's generators; ``meta`` stands in for one here."""
     asked = []
-    current = randomness._current
-    monkeypatch.setattr(randomness, "_current", lambda: asked.append(1) or current())
+    current = generators._current
+    monkeypatch.setattr(generators, "_current", lambda: asked.append(1) or current())
 
     class Draws(nn.Linear):
         def forward(self, inputs):

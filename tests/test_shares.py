@@ -12,8 +12,7 @@ from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.plan import make_plan
-from scatterpar.step.pace import Pace
+from scatterpar.plan import Pace, make_plan
 
 pytestmark = pytest.mark.draws
 

@@ -16,7 +16,7 @@ from helpers.oracle import build, randn
 from torch import nn
 
 import scatterpar.devices.verbs
-import scatterpar.threads.job
+import scatterpar.threads.workers
 from scatterpar import DataParallelModel, ScatterOnceParallel
 
 REPLICAS = 4
@@ -34,7 +34,7 @@ def cores(request, monkeypatch):
 @pytest.fixture
 def patience(monkeypatch):
     """Nobody starts before its turn, however busy the machine is."""
-    monkeypatch.setattr(scatterpar.threads.job, "_HEAD_START_SECONDS", SECONDS)
+    monkeypatch.setattr(scatterpar.threads.workers, "_HEAD_START_SECONDS", SECONDS)
 
 
 class Watch:

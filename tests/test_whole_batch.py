@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
-from scatterpar.step.join import join
+from scatterpar.step.nested import join
 
 
 def batch(rows):

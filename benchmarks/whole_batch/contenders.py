@@ -68,14 +68,14 @@ def without_comparison(case: Case) -> Peer:
 
 
 def _patched(run: Callable[[], Any]) -> Callable[[], None]:
-    from scatterpar.step import two_passes
+    from scatterpar.step import whole_batch
 
     def patched() -> None:
-        kept, two_passes.differences = two_passes.differences, lambda *_: []
+        kept, whole_batch.differences = whole_batch.differences, lambda *_: []
         try:
             run()
         finally:
-            two_passes.differences = kept
+            whole_batch.differences = kept
 
     return patched
 

@@ -1,17 +1,26 @@
-"""The collectives of a step: the small one says who failed and what numbers add up to."""
+"""What the ranks of a group do together: the same module, one small talk a step, sums.
+
+Nothing is pickled: texts travel as UTF-8 bytes, tensors as the bytes of their elements.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from scatterpar.machines.waiting import waiting_for
+from scatterpar.devices.chunks import by_dtype, copy_each
+from scatterpar.torch_private import flatten, unflatten
 
-__all__ = ["LAYOUT_BITS", "Collectives"]
+__all__ = ["LAYOUT_BITS", "Collectives", "sparse_weights"]
 
 LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
@@ -33,6 +42,48 @@ class Collectives:
         self._control = control
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def require_same(self, module: nn.Module, options: str) -> None:
+        """Make sure that all ranks have the same module, or raise the same error on all.
+
+        Args:
+            module: this rank's.
+            options: those of the engine that all ranks must have alike.
+
+        Raises:
+            ValueError: names, number, shapes or dtypes differ, or something is not initialised.
+        """
+        mine = _description(module, options)
+        if len(set(self._texts(hashlib.sha256(mine.encode()).hexdigest()))) > 1:
+            first, *others = (text.split("\n") for text in self._texts(mine))
+            rank, lines = next((r, own) for r, own in enumerate(others, 1) if own != first)
+            pairs = zip_longest(first, lines, fillvalue="nothing more")
+            line, other = next((line, other) for line, other in pairs if line != other)
+            raise ValueError(
+                f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; make the "
+                f"same module on every rank"
+            )
+        lazy = [name for _, name, tensor in _named_tensors(module) if is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"{lazy[0]!r} is not initialised yet, and rank 0's values cannot be taken over; "
+                f"call the module once before you pass it with a process_group"
+            )
+
+    def take_over(self, module: nn.Module) -> None:
+        """Give ``module`` rank 0's parameters and buffers: one broadcast per dtype, as bytes."""
+        filled = [tensor for _, _, tensor in _named_tensors(module) if tensor.numel()]
+        with torch.no_grad():
+            for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
+                flat = flatten([tensor.detach() for tensor in tensors])
+                with self._waiting_for("rank 0's parameters and buffers") as group:
+                    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+                values = unflatten(flat, tensors)
+                places = [_places(tensor) for tensor in tensors]
+                copy_each(
+                    [tensor[place] for tensor, place in zip(tensors, places, strict=True)],
+                    [value[place] for value, place in zip(values, places, strict=True)],
+                )
 
     def agree(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
@@ -58,7 +109,8 @@ class Collectives:
                 f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
                 f"nothing was changed on any rank; see what it raised there"
             )
-        if not _all_equal(int(layouts), int(squares), self.size):
+        # The mean of squares is the square of the mean exactly where nothing deviates from it.
+        if self.size * int(squares) != int(layouts) ** 2:
             raise RuntimeError(
                 f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
                 f"every rank"
@@ -72,14 +124,23 @@ class Collectives:
 
     def sum(self, tensor: Tensor, what: str) -> None:
         """Give ``tensor`` the sum of all ranks' ones, in place; ``what`` it is, for errors."""
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
-                "a new group and a new engine"
-            )
-        with waiting_for(what, group, still="; nothing was changed on this rank"):
+        with self._waiting_for(what, still="; nothing was changed on this rank") as group:
             dist.all_reduce(tensor, group=group)
+
+    def show(self, mine: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
+        """Every rank's flat tensor, of which ``sizes`` are those of all."""
+        everything = mine.new_zeros(sum(sizes))
+        parts: tuple[Tensor, ...] = everything.split(list(sizes))
+        parts[self.rank].copy_(mine)
+        self.sum(everything, what)
+        return parts
+
+    def _texts(self, mine: str) -> list[str]:
+        what = "the other ranks' description of the module"
+        data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self._control)
+        size = torch.tensor([len(data)], device=self._control)
+        sizes = torch.cat(self.show(size, [1] * self.size, what)).tolist()
+        return [bytes(text.tolist()).decode() for text in self.show(data, sizes, what)]
 
     def _exchange(self, mine: Sequence[float], failed: bool) -> tuple[list[float], list[int]]:
         flags = [0.0] * -(-self.size // _FLAGS)
@@ -91,10 +152,68 @@ class Collectives:
         those = [r for r in range(self.size) if sums[r // _FLAGS] >> (r % _FLAGS) & 1]
         return values[: len(mine)], those
 
+    @contextlib.contextmanager
+    def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
+        """Around collectives alone: an error of theirs means that a rank is missing.
 
-def _all_equal(total: int, squares: int, count: int) -> bool:
-    """Whether ``count`` integers with this sum, and this sum of squares, are all the same one.
+        Args:
+            what: is waited for, as long as the group's ``timeout=`` says.
+            still: what is as it was, for the error's text.
 
-    The mean of squares is the square of the mean exactly where nothing deviates from it.
-    """
-    return count * squares == total**2
+        Raises:
+            RuntimeError: a rank was lost, or did not come in time; from torch's own error.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the engine's process group is gone, by dist.destroy_process_group() perhaps; make "
+                "a new group and a new engine"
+            )
+        start = time.perf_counter()
+        try:
+            yield group
+        except RuntimeError as error:
+            seconds = time.perf_counter() - start
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} waited {seconds:.1f} s for {what}, and another "
+                f"rank was lost, or did not come within the process group's timeout{still}. The "
+                f"group cannot be used any more: start all ranks again"
+            ) from error
+
+
+def sparse_weights(module: nn.Module) -> set[int]:
+    """Ids of the weights whose gradients are sparse: those that only sparse embeddings use."""
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for child in module.modules():
+        is_sparse = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+        (sparse if is_sparse else dense).update(id(p) for p in child.parameters(recurse=False))
+    return sparse - dense
+
+
+def _description(module: nn.Module, options: str) -> str:
+    """A line a tensor, such as ``parameter 'fc.weight' of shape (3, 5), torch.float32``."""
+    sparse = sparse_weights(module)
+    lines = [
+        f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
+        for kind, name, tensor in _named_tensors(module)
+    ]
+    return "\n".join([*lines, options])
+
+
+def _kind_of(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return f"not initialised yet, {tensor.dtype}"
+    return f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
+
+
+def _named_tensors(module: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield "parameter", name, parameter
+    for name, buffer in module.named_buffers():
+        yield "buffer", name, buffer
+
+
+def _places(tensor: Tensor) -> tuple[slice, ...]:
+    """All of a tensor; of an expanded one, which torch refuses to write, each place once."""
+    return tuple(slice(None) if stride else slice(1) for stride in tensor.stride())

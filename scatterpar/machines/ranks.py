@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
-from scatterpar.machines.agreement import agree, sparse_weights, take_over
-from scatterpar.machines.collectives import LAYOUT_BITS, Collectives
-from scatterpar.machines.outputs import Shown
-from scatterpar.machines.parcels import Gradient, Parcel, pack, pooled_over_ranks, table_of
+from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
+from scatterpar.machines.parcels import Gradient, Parcel, Shown, pack, pooled_over_ranks, table_of
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
@@ -87,20 +85,19 @@ class Ranks:
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
         options = f"buffers={policy!r}\naccumulate_dtype={wide}"
-        agree(module, options, group, self._control)
+        self._collectives.require_same(module, options)
         if sparse_weights(module) and not on_host:
             raise ValueError(
                 f"the module has sparse gradients, which {dist.get_backend(group)} cannot add up; "
                 f'pass a group that has gloo too, such as new_group(backend="cpu:gloo,cuda:nccl")'
             )
-        take_over(module, group)
+        self._collectives.take_over(module)
 
-    def together(self, compute: Callable[[], Outcome], settle: Callable[[], None]) -> Outcome:
+    def together(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.
 
         Args:
             compute: gives this rank's own. If it fails, the other ranks are told.
-            settle: called last; if it raises, the other ranks are told. Later there is no way back.
 
         Raises:
             RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
@@ -108,21 +105,15 @@ class Ranks:
         """
         try:
             outcome = compute()
-            with outcome.attempt:
-                settle()
-                _require_same_shapes(outcome.buffers)  # before any collective
+            with outcome.attempt as attempt, attempt.clock.phase("reduce"):
+                exchange = self._prepare(outcome)  # before any collective
         except BaseException as error:
             self.report_failure(error)
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
-            return self._exchange(outcome)
+            return self._exchange(outcome, exchange)
 
-    def _exchange(self, outcome: Outcome) -> Outcome:
-        try:
-            exchange = self._prepare(outcome)
-        except BaseException as error:
-            self.report_failure(error)
-            raise
+    def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
         terms, loss, rows, spread = self._talk(outcome, exchange.layout)
         factor = 1.0
         if outcome.is_mean:
@@ -148,6 +139,7 @@ class Ranks:
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
+        _require_same_shapes(outcome.buffers)
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
@@ -188,10 +180,7 @@ class Ranks:
         layout = _checksum(f"outputs {shown.kind}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
-        everything = parcel.new_zeros(sum(sizes))
-        parcels = everything.split(sizes)
-        parcels[self.rank].copy_(parcel)
-        self._collectives.sum(everything, "the outputs and targets of all ranks")
+        parcels = self._collectives.show(parcel, sizes, "the outputs and targets of all ranks")
         self._all_know = False
         return shown.of_all(parcels, self.rank)
 

@@ -1,4 +1,1 @@
-"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay where they are made.
-
-Users come in here through the package's own names; the engine does not.
-"""
+"""The pair that leaves outputs and losses where they are made; the engine knows nothing of it."""

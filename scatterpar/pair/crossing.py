@@ -32,9 +32,8 @@ from scatterpar.replicas.replicas import is_state, survey_tensors, take_attribut
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, all_tensors
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery
-from scatterpar.step.slices import copied, opened, take
-from scatterpar.step.task import noted
+from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.substeps import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module
@@ -42,7 +41,6 @@ from scatterpar.torch_private import is_compiled_module
 __all__ = [
     "NOTHING",
     "Crossing",
-    "PassingReplica",
     "combine",
     "replicate",
     "require_eager",
@@ -121,7 +119,9 @@ def replicate(
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
-        arrived = _broadcast(originals, device_ids)
+        broadcast = Broadcast(originals, device_ids)
+        broadcast.send(Ledger())
+        arrived = {device: broadcast.at(device) for device in device_ids}
         copies = [
             [
                 tensor.detach().clone() if is_own else tensor.data if replica else tensor.detach()
@@ -164,13 +164,13 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
             "Rows.from_batches is one step of several batches, for ScatterOnceParallel; call the "
             "pair for each of the batches"
         )
-    homes = {tensor.device for tensor in [*all_tensors(batch)]}
+    came_from = {tensor.device for tensor in all_tensors(batch)}
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         rows = take(batch, share.start, share.stop, dim)
         here = nested.transform(partial(delivery.bring, share.device), rows)
-        is_home = share.device in homes
-        shares.append(opened(copied(here)) if is_home else opened(here, copy=True))
+        is_view = share.device in came_from
+        shares.append(opened(copied(here)) if is_view else opened(here, copy=True))
     return shares
 
 
@@ -232,7 +232,7 @@ def combine(
 ) -> Tensor:
     """The weighted sum on the first device; weight zero takes out even NaN."""
     terms = [
-        weight * _home(loss, device, devices[0])
+        weight * _to_master(loss, device, devices[0])
         for loss, weight, device in zip(losses, weights, devices, strict=True)
         if weight
     ]
@@ -242,32 +242,29 @@ def combine(
     return torch.stack(terms).sum()
 
 
-def _home(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
+def _to_master(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
     """The loss on the master, from wherever the criterion made it."""
-    if loss.device != physical(device):
-        device = loss.device
-    return loss if device == master else Crossing(device).copy(loss, master, "reduce")
+    origin = device if loss.device == physical(device) else loss.device
+    return loss if origin == master else _cross(loss, origin, master, Ledger(), "reduce")
 
 
 class Crossing(Ledger):
-    """Copies whose gradients cross back to the memory that they came from.
-
-    Args:
-        origin: the memory of what is copied; by default the device that a tensor tells.
-    """
-
-    def __init__(self, origin: torch.device | None = None) -> None:
-        super().__init__()
-        self._origin = origin
+    """Copies whose gradients cross back to the memory that they came from."""
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        origin = self._origin or tensor.device
-        copy = partial(super().copy, phase=phase)
-        crossed: Tensor = _Cross.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
-        return crossed
+        return _cross(tensor, tensor.device, device, super(), phase)
+
+
+def _cross(
+    tensor: Tensor, origin: torch.device, device: torch.device, ledger: Any, phase: str
+) -> Tensor:
+    crossed: Tensor = _Cross.apply(  # type: ignore[no-untyped-call]
+        tensor, origin, device, partial(ledger.copy, phase=phase)
+    )
+    return crossed
 
 
 class _Attach(torch.autograd.Function):
@@ -315,12 +312,3 @@ class _Cross(torch.autograd.Function):
         with on(ctx.way_back[0], ctx.streams):
             crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return crossed, None, None, None
-
-
-def _broadcast(
-    tensors: Sequence[Tensor], device_ids: Sequence[torch.device]
-) -> dict[torch.device, Sequence[Tensor]]:
-    """The tensors as they are on each device: the master's own, or one copy a device."""
-    broadcast = Broadcast(tensors, device_ids)
-    broadcast.send(Ledger())
-    return {device: broadcast.at(device) for device in device_ids}

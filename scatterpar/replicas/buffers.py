@@ -20,7 +20,6 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,16 +90,6 @@ class Registry(MutableMapping[str, "Tensor | None"]):
             self._left_out.add(name)
         else:
             self._left_out.discard(name)
-
-    def remember(self) -> Callable[[], None]:
-        """How to put back what is registered now, in the same order."""
-        return partial(self._put_back, dict(self._buffers), set(self._left_out))
-
-    def _put_back(self, buffers: dict[str, Tensor | None], left_out: set[str]) -> None:
-        self._buffers.clear()
-        self._buffers.update(buffers)
-        self._left_out.clear()
-        self._left_out.update(left_out)
 
     def __getitem__(self, name: str) -> Tensor | None:
         return self._buffers[name]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import setitem
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import copy_each, in_chunks, in_memory_order, is_in_memory_order
+from scatterpar.devices.chunks import add_each, copy_each, in_memory_order, is_in_memory_order
 from scatterpar.devices.fingerprints import changed
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import backward, flatten, has_gradient_hooks, held_nodes, unflatten
+from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 
 __all__ = [
     "Pair",
-    "Sums",
+    "add_to",
     "commit",
     "commit_buffers",
     "hand_over",
@@ -31,38 +29,38 @@ __all__ = [
 Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 
 
-def commit(outcome: Outcome, settle: Callable[[], None] | None = None) -> None:
+def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
     Autograd itself hands the gradients to the parameters: so hooks on parameters run as under a
     plain ``backward()``, once and on the whole gradient. A parameter without a gradient takes the
-    memory of the one that it is handed.
+    memory of the one that it is handed. In this order:
+
+    1. What takes memory is made. Nothing of the user's is written.
+    2. Gradients that somebody may look at, such as a hook, are handed over. If that fails, as a
+       hook may, they are put back.
+    3. All else is written, where it is. That neither takes memory nor runs the user's code, and
+       interrupts wait.
 
     Args:
         outcome: what the step computed. Its gradients are the parameters' afterwards.
-        settle: called last; if it raises, as a hook may, everything is put back.
     """
     with outcome.attempt:  # random numbers as before, also where memory ends before the try
         gradients = [(root, g) for root, g in outcome.gradients if g is not None]
         outcome.gradients.clear()
-        quiet, gradients = unobserved(gradients)
-        sums = Sums(quiet)
+        quiet, observed = unobserved(gradients)
+        del gradients
         buffers = outcome.buffers + [value for layer in outcome.layers for value in running(layer)]
-        undo: list[Callable[[], object]] = [
-            *_remember_gradients([root for root, _ in gradients]),
-            *_remember_buffers(buffers),
-            sums.undo,
-        ]
+        buffers = _of_their_own(buffers)
+        undo = _remember([root for root, _ in observed])
         try:
-            hand_over(gradients)
-            sums.add()
-            commit_buffers(buffers)
-            outcome.attempt.streams.commit()
-            if settle is not None:
-                settle()
+            hand_over(observed)
         except BaseException as error:
             _put_back(undo, error)
             raise
+        add_to(quiet)
+        _write(buffers)
+        outcome.attempt.streams.commit()
 
 
 def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
@@ -80,19 +78,39 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
 
     Those that a forward pass registered, or deleted, are so in the module afterwards.
     """
+    _write(_of_their_own(buffers))
+
+
+def _of_their_own(buffers: Iterable[BufferValue]) -> list[BufferValue]:
+    """The same; those that are never written have memory of their own, if they have changed."""
+    own = []
+    for holder, name, value in buffers:
+        target = holder.get(name)
+        if value is not None and target is not None and _is_never_written(value, target):
+            is_kept = type(holder) is not Registry and _same(target, value)
+            value = target if is_kept else value.detach().clone()
+        own.append((holder, name, value))
+    return own
+
+
+def _write(buffers: Iterable[BufferValue]) -> None:
     into: list[Tensor] = []
     values: list[Tensor] = []
     for holder, name, value in buffers:
         if type(holder) is Registry:
             holder.register(name)
         target = holder.get(name)
-        if value is not None and target is not None and _is_never_written(value, target):
-            if not _same(target, value):
-                holder[name] = value.detach().clone()
-        elif value is not None and target is not None and _fits(target, value):
+        if value is target:
+            continue
+        if (
+            value is not None
+            and target is not None
+            and _fits(target, value)
+            and not _is_never_written(value, target)
+        ):
             into.append(target)
             values.append(value)
-        elif value is not target:
+        else:
             holder[name] = None if value is None else value.detach()
     if into:
         with torch.no_grad():
@@ -131,11 +149,11 @@ def _same(target: Tensor, value: Tensor) -> bool:
     return not any(changed(*zip(*pairs, strict=True)))
 
 
-def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]:
+def _remember(roots: Sequence[Tensor]) -> list[Callable[[], None]]:
     """How to put back each ``.grad``, and each parameter that a hook of its own may update."""
     return [
         partial(
-            _put_back_gradient,
+            _put_back_one,
             root,
             root.grad,
             None if root.grad is None else root.grad.clone(),
@@ -145,7 +163,7 @@ def _remember_gradients(roots: Sequence[Tensor]) -> Iterable[Callable[[], None]]
     ]
 
 
-def _put_back_gradient(
+def _put_back_one(
     root: Tensor, gradient: Tensor | None, kept: Tensor | None, value: Tensor | None
 ) -> None:
     root.grad = gradient
@@ -153,39 +171,6 @@ def _put_back_gradient(
         gradient.copy_(kept)
     if value is not None:
         root.copy_(value)
-
-
-def _remember_buffers(buffers: Iterable[BufferValue]) -> list[Callable[[], object]]:
-    """How to put back each buffer, the object and its values."""
-    targets = [(holder, name, holder.get(name)) for holder, name, _ in buffers]
-    written = [target for *_, target in targets if target is not None and not _is_read_only(target)]
-    registries = {id(holder): holder for holder, *_ in buffers if type(holder) is Registry}
-    return [
-        *[partial(setitem, *place) for place in targets if id(place[0]) not in registries],
-        *[registry.remember() for registry in registries.values()],
-        *_remember_values(written),
-    ]
-
-
-def _remember_values(tensors: Iterable[Tensor]) -> list[Callable[[], object]]:
-    """How to put back what tensors hold. Plain ones of a dtype are one copy, not hundreds."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        is_plain = is_plain and not tensor.is_quantized
-        groups[tensor.dtype if is_plain else id(tensor)].append(tensor)
-    return [partial(_put_back_values, group, _copy_of(group)) for group in groups.values()]
-
-
-def _copy_of(tensors: Sequence[Tensor]) -> Tensor:
-    values = [tensor.detach() for tensor in tensors]
-    return flatten(values) if len(values) > 1 else values[0].clone()
-
-
-def _put_back_values(tensors: Sequence[Tensor], kept: Tensor) -> None:
-    values = unflatten(kept, tensors) if len(tensors) > 1 else [kept]
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
 
 
 def hand_over(pairs: list[Pair]) -> None:
@@ -257,36 +242,11 @@ def _is_plain_sum(leaf: Tensor, gradient: Tensor) -> bool:
     )
 
 
-class Sums:
-    """Gradients that are added to what leaves have, and can be taken out again.
-
-    What was there before moves into the memory of what was added, chunk by chunk.
-
-    Args:
-        pairs: leaves with a gradient, and what is added to it.
-    """
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._sums = [_flat(leaf.grad) for leaf, _ in pairs]
-        self._added = [_flat(gradient) for _, gradient in pairs]
-        self._before: list[Pair] = []
-
-    def add(self) -> None:
-        """Add all of them."""
+def add_to(pairs: Sequence[Pair]) -> None:
+    """Add to the gradients that leaves have."""
+    if pairs:
         with torch.no_grad():
-            for message in in_chunks(dict(enumerate(self._sums))):
-                sums, added = message.of(self._sums), message.of(self._added)
-                before = torch.cat(sums).split(message.sizes)
-                self._before += zip(sums, before, strict=True)
-                torch._foreach_add_(sums, added)
-                torch._foreach_copy_(added, before)
-                self._before[-len(sums) :] = zip(sums, added, strict=True)
-                del before
-
-    def undo(self) -> None:
-        """Put back what was there."""
-        for part, before in self._before:
-            part.copy_(before)
+            add_each([_flat(leaf.grad) for leaf, _ in pairs], [_flat(g) for _, g in pairs])
 
 
 def _flat(tensor: Tensor | None) -> Tensor:

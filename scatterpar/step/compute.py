@@ -1,21 +1,129 @@
-"""All replicas' sub-steps: gradients are in the replicas afterwards."""
+"""The replicas compute: forward and backward over their shares, after the new kinds of sub-steps.
+
+torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
+that meet a new size together would each compile it. So a kind of sub-step that compiled replicas
+have not met (sizes, flags, attributes of the module) is warmed up: forward and backward, replica
+after replica, each in its own worker, without a trace. The step then finds everything compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from scatterpar.replicas.replicas import Replicas, guarded
-from scatterpar.step.rehearsal import rehearse
-from scatterpar.step.request import Request
-from scatterpar.step.substeps import Result, loss_at, prepare_autograd, train
-from scatterpar.step.task import Task
-from scatterpar.step.two_passes import output_at, train_whole
-from scatterpar.step.whole_batch import Peers
-from scatterpar.threads.attempt import Attempt
+import torch
+from torch import Tensor
 
-__all__ = ["compute"]
+from scatterpar import torch_private
+from scatterpar.replicas.replicas import Replicas, guarded
+from scatterpar.step import nested
+from scatterpar.step.request import Request
+from scatterpar.step.substeps import Result, Task, loss_at, prepare_autograd, pull, train
+from scatterpar.step.whole_batch import Peers, output_at, train_whole
+from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.context import autocast_types
+
+__all__ = ["compute", "warm_up"]
+
+_PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
+
+
+def warm_up(
+    attempt: Attempt,
+    tasks: Sequence[Task],
+    parts: Sequence[Replicas],
+    forward: Callable[[Task, int], Any],
+) -> None:
+    """Run what the replicas have not met before, and leave no trace of it but compiled code.
+
+    Args:
+        attempt: the step.
+        tasks: what each replica is given in it.
+        parts: the replicas of the model, and those of the criterion.
+        forward: all of a sub-step but its backward pass, for the micro-batch of this number.
+    """
+    if not any(part.compiler.is_used for part in parts):
+        return
+    new = [_new_kinds(task, parts[0], forward) for task in tasks]
+    if not any(new):
+        return
+    done = [threading.Event() for _ in tasks]
+
+    def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
+        replica = task.share.replica
+        task = dataclasses.replace(task, keeps_rows=True)  # the step itself will ask for them
+        with _after(done[:replica], done[replica]), torch_private.many_graphs():
+            for number in new[replica]:
+                proceed()
+                with task.substep(number):
+                    _pull_zeros(forward(task, number))
+
+    streams = attempt.streams
+    before = [streams.now(task.share.replica) for task in tasks]
+    try:
+        attempt.run(one_at_a_time, tasks, timed=False)
+    finally:
+        streams.rollback()  # what is drawn while torch compiles comes from the process's generator
+        for task, position in zip(tasks, before, strict=True):
+            streams.rewind(task.share.replica, position)
+        for part in parts:
+            part.forget_step()
+        if tasks[0].aside is not None:
+            tasks[0].aside.forget()
+    for task, kinds in zip(tasks, new, strict=True):
+        parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
+
+
+def _pull_zeros(output: Any) -> None:
+    """A backward pass with gradients of zero, where there is a graph."""
+    roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
+    if roots:
+        pull(roots, [torch.zeros_like(root) for root in roots], autocast_types())
+
+
+def _new_kinds(
+    task: Task, part: Replicas, forward: Callable[[Task, int], Any]
+) -> dict[int, Hashable]:
+    """The first micro-batch of each kind that this replica has not met, and the kind."""
+    flags = (
+        forward,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple(autocast_types()),
+        part.flags,
+    )
+    found: dict[int, Hashable] = {}
+    for number in range(len(task.share.micro_batches)):
+        kind = (flags, tuple(map(_outline, nested.leaves(task.glimpse(number)))))
+        if _key(task, kind) not in part.rehearsed and kind not in found.values():
+            found[number] = kind
+    return found
+
+
+def _key(task: Task, kind: Hashable) -> Hashable:
+    return task.share.replica, kind
+
+
+def _outline(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return (leaf if isinstance(leaf, (bool, int, float, str)) else None, type(leaf))
+
+
+@contextlib.contextmanager
+def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator[None]:
+    """The body comes after the earlier replicas', or beside one that waits for this replica."""
+    for event in earlier:
+        while not event.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
+            pass
+    try:
+        yield
+    finally:
+        own.set()
 
 
 def compute(
@@ -44,9 +152,9 @@ def compute(
     prepare_autograd()
     with guarded(parts):
         if request.whole_batch:
-            rehearse(attempt, tasks, parts, output_at)
+            warm_up(attempt, tasks, parts, output_at)
             peers = None if request.most else peers  # a trial is this process's own
             return train_whole(attempt, request, tasks, parts, criterion, peers)
-        rehearse(attempt, tasks, parts, loss_at)
+        warm_up(attempt, tasks, parts, loss_at)
         look(attempt, request, tasks, parts, peers)
         return attempt.run(partial(train, request=request), tasks)

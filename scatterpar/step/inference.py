@@ -14,14 +14,13 @@ from scatterpar.replicas.buffers import running
 from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
-from scatterpar.step.join import join_rows
-from scatterpar.step.markers import has_entries
+from scatterpar.step.compute import warm_up
+from scatterpar.step.markers import batch_sizes, count_rows, has_entries
+from scatterpar.step.nested import join_rows
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
-from scatterpar.step.rehearsal import rehearse
 from scatterpar.step.request import Request
-from scatterpar.step.rows import batch_sizes, count_rows
 from scatterpar.step.scatter import scatter
-from scatterpar.step.task import Task, hand_out, noted
+from scatterpar.step.substeps import Task, hand_out, noted
 from scatterpar.threads.crew import Crew
 
 __all__ = ["infer", "rows_of_one_batch"]
@@ -62,7 +61,7 @@ def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_f
         parts, criteria = crew.refresh(module, None, ledger)
         tasks = hand_out(request, plan, parts, arrivals, criteria)
         with guarded(parts):
-            rehearse(attempt, tasks, parts, _predicted)
+            warm_up(attempt, tasks, parts, _predicted)
             lists = has_entries(request.batch)
             outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
         output = collect(outputs, plan, request.dim, ledger, lists=lists)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from scatterpar.step.criteria import Count
+from scatterpar.step.request import Count
 
 __all__ = ["count_labels"]
 

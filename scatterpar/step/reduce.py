@@ -26,7 +26,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
-from scatterpar.step.join import join_rows
+from scatterpar.step.nested import join_rows
 from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
 
 __all__ = [

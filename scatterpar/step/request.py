@@ -1,20 +1,40 @@
-"""What the user asks for, and what is refused before anything runs."""
+"""What the user asks of an engine and of one step, and what is refused, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
 
 from scatterpar.devices.verbs import physical
-from scatterpar.step.criteria import Count, resolve_reduction
-from scatterpar.step.options import check_function
-from scatterpar.step.rows import batch_sizes, count_rows
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.wrapper import Wrapper
+from scatterpar.report import warn
+from scatterpar.step.markers import batch_sizes, count_rows
 
-__all__ = ["Request"]
+__all__ = [
+    "Count",
+    "Request",
+    "as_function",
+    "check_dim",
+    "check_function",
+    "check_module",
+    "check_noise",
+    "check_options",
+    "check_synchronised",
+    "option_of",
+    "resolve_reduction",
+]
+
+Count = Callable[[Any, Any], "float | Tensor"]
 
 _ORDER = (
     "It is forward_backward(inputs, targets, criterion), with criterion= by name where there are "
@@ -133,3 +153,199 @@ class Request:
 def _shown(function: Any) -> str:
     name = getattr(function, "__name__", None)
     return name if isinstance(name, str) else repr(function)
+
+
+def check_options(
+    module: Any,
+    accum: Any,
+    micro_batch_size: Any,
+    dim: Any,
+    buffers: Any,
+    accumulate_dtype: Any,
+) -> None:
+    """Refuse what an engine cannot be made of.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a module that cannot be replicated.
+        ValueError: an argument out of range.
+    """
+    check_module(module)
+    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
+        if name == "accum" and value == "auto":
+            continue
+        if name == "micro_batch_size" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            also = ' or "auto"' if name == "accum" else ""
+            raise TypeError(f"{name} must be an int{also}, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if micro_batch_size is not None and accum != 1:
+        raise ValueError(
+            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
+            f"cut; pass one of them"
+        )
+    check_dim(dim)
+    if buffers not in ("master", "mean", "batch"):
+        raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
+    _check_accumulate_dtype(accumulate_dtype)
+
+
+def _check_accumulate_dtype(dtype: Any) -> None:
+    """Refuse a dtype that gradients cannot add up in.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is not a real floating-point dtype.
+    """
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got {dtype}"
+        )
+
+
+def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
+    """Refuse to compare the gradients of replicas where there is one.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if len(device_ids) * ranks < 2:
+        only = str(device_ids[0])
+        raise ValueError(
+            "measure_noise=True compares the gradients of replicas, and there is one; name its "
+            f"device twice: device_ids={[only] * 2}"
+        )
+
+
+def check_module(module: Any) -> None:
+    """Refuse what cannot be replicated.
+
+    Raises:
+        TypeError: no ``nn.Module``, or one that something else has wrapped to replicate it.
+    """
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module.__name__
+        raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.DataParallel):
+        raise TypeError(
+            "module is wrapped in nn.DataParallel, whose work this does; pass the model itself, "
+            "which is its .module"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "module is wrapped in DistributedDataParallel, which reduces gradients in every "
+            "backward pass; pass the model itself, which is its .module, and process_group= for "
+            "several processes"
+        )
+    if isinstance(module, Wrapper):
+        raise TypeError(
+            f"module is wrapped in {type(module).__name__}, which makes replicas itself; pass the "
+            f"model itself, which is its .module"
+        )
+
+
+def check_synchronised(module: nn.Module) -> None:
+    """Say what becomes of ``nn.SyncBatchNorm``.
+
+    Raises:
+        ValueError: torch would have it exchange its statistics between processes.
+    """
+    kind = nn.SyncBatchNorm
+    found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
+    is_distributed = dist.is_available() and dist.is_initialized()
+    for name, child in found.items():
+        if is_distributed and dist.get_world_size(child.process_group) > 1:
+            raise ValueError(
+                f"{name!r} is an nn.SyncBatchNorm, which exchanges its statistics between "
+                f"processes in every forward pass: the replicas of one process would do so in "
+                f"no order, and wait for ever; {_PLAIN}"
+            )
+    if found:
+        warn(
+            f"{next(iter(found))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
+            f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
+        )
+
+
+_PLAIN = (
+    "use nn.BatchNorm2d, whose state dict has the same keys, with larger micro-batches, and "
+    'buffers="batch" for running statistics of the whole batch'
+)
+
+
+def check_function(name: str, value: Any) -> None:
+    """Refuse what is no function, for ``criterion`` or ``count``.
+
+    Raises:
+        TypeError: it cannot be called, or only makes what can.
+    """
+    if isinstance(value, type):
+        raise TypeError(
+            f"{name} is the class {value.__name__}; pass an instance, {value.__name__}()"
+        )
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+
+
+def check_dim(dim: Any) -> None:
+    """Refuse a dimension that is no int.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+
+
+def resolve_reduction(criterion: Any, reduction: str | None) -> str:
+    """``"mean"`` or ``"sum"``: as given, else as the criterion says of itself, else a mean.
+
+    Raises:
+        ValueError: anything else, ``"none"`` in particular.
+    """
+    own = option_of(as_function(criterion), "reduction", None)
+    if reduction is None and isinstance(own, str):
+        reduction = "mean" if own == "batchmean" else own
+    if reduction is None:
+        return "mean"
+    if reduction == "none":
+        raise ValueError(
+            'reduction="none" gives one loss per term, and a backward pass needs a single one; '
+            'use a criterion with reduction="mean" or "sum"'
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
+    return reduction
+
+
+def as_function(criterion: Any) -> Any:
+    """A loss of torch's that was scripted or traced as the function it is; all else as it is."""
+    functions = {"CrossEntropyLoss": F.cross_entropy, "NLLLoss": F.nll_loss}
+    if getattr(criterion, "original_name", None) in functions:  # TorchScript's
+        options = {n: getattr(criterion, n) for n in ("weight", "ignore_index", "reduction")}
+        return partial(functions[criterion.original_name], **options)
+    if isinstance(criterion, GraphModule):
+        calls = [n for n in criterion.graph.nodes if n.op.startswith("call_")]
+        if len(calls) == 1 and calls[0].target in functions.values():
+            options = {
+                name: attrgetter(str(value.target))(criterion) if isinstance(value, Node) else value
+                for name, value in calls[0].kwargs.items()
+            }
+            function: Any = calls[0].target
+            return partial(function, **options)
+    return criterion
+
+
+def option_of(criterion: Any, name: str, default: Any) -> Any:
+    """An option of a criterion: a module's attribute, or a keyword of a partial function."""
+    if isinstance(criterion, partial):
+        return criterion.keywords.get(name, option_of(criterion.func, name, default))
+    owner = owner_of(criterion)
+    return getattr(criterion if owner is None else owner, name, default)

@@ -9,17 +9,21 @@ where a row holds a varying number of terms (padded tokens).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.plan import Plan
-from scatterpar.step.criteria import class_counts
-from scatterpar.step.request import Request
+from scatterpar.replicas.compiled import unwrapped
+from scatterpar.replicas.mirror import owner_of
+from scatterpar.step.request import Request, as_function, option_of, resolve_reduction
 
-__all__ = ["counts_of", "weigh"]
+__all__ = ["class_counts", "counts_of", "is_counted", "weigh"]
 
 
 def weigh(
@@ -89,3 +93,96 @@ def _as_number(count: Any) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"count must return a finite number that is not negative, got {value!r}")
     return value
+
+
+def is_counted(criterion: Any, reduction: str | None) -> bool:
+    """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
+    if not _averages_classes(criterion):  # of TorchScript's classes nobody can ask for more
+        return False
+    owner = owner_of(criterion)
+    return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
+        criterion, None
+    )
+
+
+def _is_torchs_own(loss: nn.Module) -> bool:
+    """Whether its forward is torch's, with nothing around it."""
+    hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+
+
+def class_counts(
+    criterion: Any,
+    targets: Any,
+    labels: Iterable[Any],
+    spans: Sequence[tuple[int, int]],
+    dim: int,
+    readout: Readout,
+) -> Sequence[float | Tensor] | None:
+    """What torch's mean cross entropies divide by; ``None`` for any other criterion.
+
+    Args:
+        criterion: says what it leaves out, and what classes weigh.
+        targets: the whole batch's.
+        labels: the targets of each micro-batch in order.
+        spans: where each of them starts and stops.
+        dim: the dimension that holds the rows.
+        readout: brings counts to the host.
+    """
+    criterion = as_function(criterion)
+    if not _averages_classes(criterion):
+        return None
+    if isinstance(targets, Tensor) and list(spans) == sorted(spans):
+        return _count_classes(criterion, targets, dim, spans, readout)
+    return [_count_piece(criterion, piece) for piece in labels]
+
+
+def _averages_classes(criterion: Any) -> bool:
+    """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    owner, _ = unwrapped(owner_of(function))
+    of_torch = (F.cross_entropy, F.nll_loss)
+    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
+
+
+def _count_classes(
+    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]], readout: Readout
+) -> list[float]:
+    """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
+    if targets.is_floating_point():
+        # Probabilities of classes: every position is a term, whatever its weight.
+        return [stop - start for start, stop in spans]
+    terms = _class_terms(criterion, targets)
+    if terms.ndim > 1:
+        terms = terms.movedim(dim, 0).flatten(1).sum(1)
+    (rows,) = readout.ask([terms])()
+    sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
+    counts: list[float] = torch.segment_reduce(rows.double(), "sum", lengths=sizes).tolist()
+    return counts
+
+
+def _count_piece(criterion: Any, targets: Any) -> float | Tensor:
+    """The divisor of a mean cross entropy of one micro-batch."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
+            "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
+        )
+    if targets.is_floating_point():
+        return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
+    return _class_terms(criterion, targets).sum()
+
+
+def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
+    """How much each class index counts: nothing if ignored, else its class's weight.
+
+    Where the targets are, and with what every accelerator knows: not in float64.
+    """
+    counted: Tensor = targets != option_of(criterion, "ignore_index", -100)
+    class_weight = option_of(criterion, "weight", None)
+    if class_weight is None:
+        return counted
+    wide = torch.promote_types(class_weight.dtype, torch.float32)
+    weight = class_weight.detach().to(targets.device, wide)
+    terms: Tensor = weight[targets.masked_fill(~counted, 0)] * counted
+    return terms

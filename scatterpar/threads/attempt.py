@@ -14,7 +14,7 @@ from torch import Tensor
 from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Share
-from scatterpar.threads.streams import RandomStreams
+from scatterpar.threads.generators import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
 
 __all__ = ["Attempt"]

@@ -17,7 +17,7 @@ from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Bound, Survey, holder_of
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.interrupts import Interrupts
+from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Workers
 

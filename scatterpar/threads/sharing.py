@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.torch_private import hooks_taken_off, leaves_reached
+from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
 __all__ = ["Aside", "Claims", "Turn"]
 
@@ -122,6 +122,7 @@ class Aside:
     ) -> None:
         self._claims, self._parts, self._named = claims, parts, named
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
         self._turns = {physical(device): Turn() for device in parts[0].device_ids}
@@ -149,32 +150,53 @@ class Aside:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
 
-    def reach(self, loss: Tensor, nodes: Sequence[Any]) -> None:
+    def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Set aside what a backward pass from ``loss`` comes to without passing ``nodes``.
+
+        What it gives there is the replica's until ``add_up``: else the order of arrival would
+        decide how the sum is rounded.
 
         Raises:
             RuntimeError: another step has one of these leaves.
             ValueError: the other ranks could not tell which one it is.
         """
-        found = leaves_reached(loss, nodes)
+        own = self._of_replicas
+        found = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in own]
         if not found:
             return
         with self._taking:
-            new = [leaf for leaf in found if id(leaf) not in self._kept]
-            others = [leaf for leaf in new if id(leaf) not in self._of_replicas]
-            if others and self._named is not None:
+            leaves = {id(leaf): leaf for leaf, _, _ in found}
+            new = [leaf for key, leaf in leaves.items() if key not in self._kept]
+            if new and self._named is not None:
                 raise ValueError(
-                    f"the criterion reaches a parameter of shape {tuple(others[0].shape)} in a way "
+                    f"the criterion reaches a parameter of shape {tuple(new[0].shape)} in a way "
                     f"that cannot be seen from outside, so that ranks cannot tell whose gradient "
                     f"is whose; bind its module with functools.partial(criterion, net=net), or "
                     f"make the criterion an nn.Module that has it"
                 )
-            self._take(others)
+            self._take(new)
+        for leaf, node, position in found:
+            if node is not None:
+                sums = self._sums.setdefault(id(leaf), {})
+                node.register_hook(functools.partial(_divert, sums, replica, position))
+
+    def add_up(self) -> None:
+        """To each leaf what the replicas gave, in their order."""
+        for key, sums in self._sums.items():
+            leaf, _ = self._kept[key]
+            found = [] if leaf.grad is None else [leaf.grad]
+            found += [sums[replica] for replica in sorted(sums)]
+            if found:
+                total = functools.reduce(_plus, found)
+                is_dense = total.layout == torch.strided
+                leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
+        self._sums.clear()
 
     def forget(self) -> None:
         """Let go of the gradients that came so far."""
         for leaf, _ in self._kept.values():
             leaf.grad = None
+        self._sums.clear()
 
     @functools.cached_property
     def _of_replicas(self) -> set[int]:
@@ -192,3 +214,21 @@ class Aside:
         self._hooks.close()
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient
+
+
+def _divert(
+    sums: dict[int, Tensor],
+    replica: int,
+    position: int,
+    gradients: Sequence[Tensor | None],
+    _: object,
+) -> tuple[Tensor | None, ...]:
+    """Take one of a node's gradients before it comes to a leaf that all replicas share."""
+    mine = gradients[position]
+    if mine is not None:
+        sums[replica] = _plus(sums[replica], mine) if replica in sums else mine
+    return (*gradients[:position], None, *gradients[position + 1 :])
+
+
+def _plus(one: Tensor, other: Tensor) -> Tensor:
+    return one + other if one.layout == torch.strided else other + one  # no sparse + dense

@@ -2,6 +2,10 @@
 
 ``parallel_apply`` has the name and argument order of torch's, but does not start a thread
 per replica and call, and its threads carry the caller's whole context.
+
+In a free-threaded interpreter (PEP 703) the thread that made an object frees it, when it next runs
+Python; also where another thread dropped it last. So idle threads wake now and then, and whoever
+needs the memory wakes them.
 """
 
 from __future__ import annotations
@@ -9,23 +13,171 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import sysconfig
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from scatterpar.devices import verbs
-from scatterpar.threads.context import Context, uncached
-from scatterpar.threads.interrupts import Interrupts
-from scatterpar.threads.job import Call, Job
-from scatterpar.threads.serving import Queue, serve, shut_down, wake
+from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.torch_private import renew_engine
 
-__all__ = ["Cancelled", "Workers", "note"]
+__all__ = ["Call", "Cancelled", "Job", "Queue", "Workers", "note", "serve", "shut_down", "wake"]
+
+_Task = Callable[[], object]
+Queue = SimpleQueue[_Task | None]
+
+_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+_IDLE_SECONDS = 0.1 if _FREE_THREADED else None
+_EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
+
+
+def serve(queue: Queue, budget: int, ready: threading.Barrier) -> None:
+    """Run the tasks of ``queue``, each with ``budget`` intra-op threads."""
+    torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
+    torch.set_num_threads(budget)
+    ready.wait()
+    del ready
+    while (task := _next(queue)) is not None:
+        task()
+        del task
+
+
+def _next(queue: Queue) -> _Task | None:
+    while True:
+        try:
+            return queue.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            pass
+
+
+def wake(queues: Sequence[Queue]) -> Callable[[float], None]:
+    """Let the threads of ``queues``, which are idle, free what others have dropped.
+
+    Returns:
+        Waits until they have, or for so many seconds: one may have died.
+    """
+    if not (queues and _FREE_THREADED):
+        return lambda _: None
+    awake = threading.Semaphore(0)
+    for queue in queues:
+        queue.put(awake.release)
+
+    def wait(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for _ in queues:
+            awake.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+    return wait
+
+
+def shut_down(queues: Sequence[Queue], threads: Sequence[threading.Thread], pid: int) -> None:
+    """End the threads of ``queues`` and wait for them, if they are this process's."""
+    if os.getpid() != pid:  # a forked child has none of these threads
+        return
+    for queue in queues:
+        queue.put(None)
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
+
+
+class Call:
+    """One replica's part of a job, and what became of it.
+
+    The caller goes on perhaps before the thread that ran it lets go of it: what it leads to is
+    taken out of it by then.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        context: Context,
+    ) -> None:
+        self.device = device
+        self._work = (module, args, kwargs)
+        self._context = context
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = False
+
+    def run(self) -> None:
+        """Compute the result or the error; never raises."""
+        context = self._context
+        del self._context
+        try:
+            self.result = context.variables.copy().run(self._in_context, context)
+        except BaseException as error:
+            self.error = error
+
+    def take(self) -> Any:
+        """The result, which nobody else has then."""
+        result, self.result = self.result, None
+        return result
+
+    def _in_context(self, context: Context) -> Any:
+        module, args, kwargs = self._work
+        del self._work
+        with context.entered(self.device):
+            return module(*args, **kwargs)
+
+
+class Job:
+    """The calls of all replicas: whose turn it is, and how many have not ended.
+
+    Args:
+        count: how many there are.
+        at_once: how many start at once; each of the others starts when one ends, or soon.
+        cancel: set as soon as one has failed.
+    """
+
+    def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
+        self.cancel = cancel
+        self.interrupted = False  # who has not started yet need not
+        self.done = False
+        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
+        self.ended.acquire()
+        self._at_once = at_once
+        self._turns = threading.Semaphore(0)  # one for each call that has ended
+        self._unfinished = count
+        self._counting = threading.Lock()
+
+    def run(self, number: int, call: Call) -> None:
+        """Run ``call``, the one with this ``number``, when it is its turn."""
+        if self._may_start(number):
+            call.run()
+        if call.error is not None:
+            self.cancel.set()
+        self._turns.release()
+        with self._counting:
+            call.ended = True
+            self._unfinished -= 1
+            if self._unfinished:
+                return
+        self.done = True
+        self.ended.release()
+
+    def _may_start(self, number: int) -> bool:
+        """Wait for a turn, though not for long: calls may wait for each other. Whether to start."""
+        if number >= self._at_once:
+            self._turns.acquire(timeout=_HEAD_START_SECONDS)
+            if self.cancel.is_set():
+                return False
+        return not self.interrupted
+
 
 _LOOK_SECONDS = 0.5  # how often the caller looks whether all workers are alive
 

@@ -17,9 +17,8 @@ from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.markers import transform
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.slices import opened
-from scatterpar.step.substeps import loss_of, prepare_autograd
-from scatterpar.step.task import as_call
+from scatterpar.step.scatter import opened
+from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.rehearsal import has_batch_statistics

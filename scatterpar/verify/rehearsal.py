@@ -32,8 +32,7 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import loss_of
-from scatterpar.step.task import Task, as_call
+from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
 from scatterpar.verify.rows import Parts, pick

@@ -13,9 +13,8 @@ from torch.nn import Parameter
 
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, Replicated, Rows
+from scatterpar.step.markers import Batches, Replicated, Rows, sizes_of
 from scatterpar.step.request import Request
-from scatterpar.step.rows import sizes_of
 
 __all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
 

@@ -27,11 +27,10 @@ from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
-from scatterpar.step.criteria import is_counted
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import scatter
-from scatterpar.step.substeps import prepare_autograd
-from scatterpar.step.task import Task, hand_out
+from scatterpar.step.substeps import Task, hand_out, prepare_autograd
+from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.crew import Crew
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure

@@ -4,7 +4,7 @@
 300 steps, each with an interrupt at another of them, spread evenly. Afterwards the state is
 that of before the step or that of a whole step, and the next step is exact. A third argument
 names another place of ``places.py``, whose steps are taken; further ones the files of the engine
-whose instructions alone are counted, such as ``threads/randomness.py``.
+whose instructions alone are counted, such as ``threads/generators.py``.
 """
 
 from __future__ import annotations

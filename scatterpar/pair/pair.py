@@ -44,7 +44,7 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.step.weights import weigh
-from scatterpar.threads.sharing import Turn
+from scatterpar.threads.sharing import Turn, turn_of_criteria
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
@@ -216,7 +216,7 @@ class DataParallelCriterion(Wrapper):
             owner = holder_of(self.module)
             replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
             criteria = [replica.of(self.module) for replica in replicas]
-            turns = {physical(device): Turn() for device in devices}
+            turns = {physical(device): turn_of_criteria() for device in devices}
             functions = [
                 partial(_loss, criteria[i] if criteria else self.module, turns[physical(device)])
                 for i, device in enumerate(devices)

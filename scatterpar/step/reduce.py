@@ -65,11 +65,10 @@ def reduce_gradients(
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
         for i in part.leaves:
             tensor, gradient = part.tensors[i], found.get(i)
-            _, other = total.get(id(tensor), (tensor, None))
             # Tied between model and criterion, or reached through a closure over the tensor itself.
-            found_ones = [g for g in (other, gradient, tensor.grad) if g is not None]
-            found_ones.sort(key=lambda g: g.layout != torch.strided)  # sparse + dense is not known
-            total[id(tensor)] = (tensor, sum(found_ones[1:], found_ones[0]) if found_ones else None)
+            for other in (total.get(id(tensor), (tensor, None))[1], tensor.grad):
+                gradient = _both(gradient, other)
+            total[id(tensor)] = (tensor, gradient)
     return pass_on(kept, list(total.values()))
 
 
@@ -275,9 +274,8 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
             total[i] = gradient
         elif total[i].layout == gradient.layout == torch.strided:
             both.append(i)
-        else:  # sparse: only dense + sparse and sparse + sparse are known to torch
-            sparse_first = total[i].layout != torch.strided
-            total[i] = gradient + total[i] if sparse_first else total[i] + gradient
+        else:
+            total[i] = _plus(total[i], gradient)
     if both and in_place:
         add_each([total[i] for i in both], [gradients[i] for i in both])
     elif both:
@@ -308,12 +306,17 @@ def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[_Gradient]) -
         more = torch.autograd.grad(
             roots, leaves, [g for _, g in kept], retain_graph=True, allow_unused=True
         )
-    return [(leaf, _plus(own, other)) for (leaf, own), other in zip(gradients, more, strict=True)]
+    copies = [g if g is None else g.clone() for g in more]  # of ``a + b``, both get the same one
+    return [(leaf, _both(own, g)) for (leaf, own), g in zip(gradients, copies, strict=True)]
 
 
-def _plus(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if other is None:
-        return own
-    if own is None:
-        return other.clone()  # both leaves of ``a + b`` are given the same tensor
-    return own + other if own.layout == torch.strided else other + own  # dense first, says torch
+def _both(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of gradients that there are."""
+    if own is None or other is None:
+        return own if other is None else other
+    return _plus(own, other)
+
+
+def _plus(own: Tensor, other: Tensor) -> Tensor:
+    """The sum; of sparse and dense, torch knows dense + sparse alone."""
+    return own + other if own.layout == torch.strided else other + own

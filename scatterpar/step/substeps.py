@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,11 @@ class Task:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
+
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the Python of a forward pass and its loss: the replica's turn."""
+        aside = self.aside
+        return contextlib.nullcontext() if aside is None else aside.launching(self.share.device)
 
     def substep(self, number: int) -> noted:
         """What is around every sub-step: errors say where they happened."""
@@ -207,13 +213,10 @@ def train(
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            inputs, targets = task.rows_of(number)
-            output = task.output_of(inputs)
-            del inputs
-            loss = judged(task, output, targets)
+            output, loss = _forward(task, number)
             if keep:
                 outputs.append(kept(output, keep))
-            del output, targets
+            del output
             if weight:
                 if not loss.requires_grad:
                     _require_trainable(task.module)
@@ -248,8 +251,17 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
+    _, loss = _forward(task, number)
+    return loss
+
+
+def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
+    """The output of one micro-batch, and its loss."""
     inputs, targets = task.rows_of(number)
-    return judged(task, task.output_of(inputs), targets)
+    with task.launching():
+        output = task.output_of(inputs)
+        del inputs
+        return output, judged(task, output, targets)
 
 
 def judged(task: Task, output: Any, targets: Any) -> Tensor:

@@ -5,41 +5,53 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-__all__ = ["Aside", "Claims", "Turn"]
+__all__ = ["Aside", "Claims", "Turn", "turn_of_criteria"]
 
 _PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
 _BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
+_LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+_AT_ONCE = contextlib.nullcontext()
 
 
 class Turn:
-    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+    """One replica at a time is in the body, in the order in which they come.
 
-    A replica waits as long as the one whose turn it is computes. One that does not, because its
-    criterion waits for the other replicas, lets them go beside it.
+    The next one waits as long as the one whose turn it is gets on. One that does not, because it
+    waits for something itself, lets others go beside it.
+
+    Args:
+        watch: ``watch(thread)()`` tells whether a thread gets on: it changes while it does.
+        seconds: how long it may stay the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[int], Callable[[], Hashable]], seconds: float) -> None:
+        self._watch, self._seconds = watch, seconds
         self._lock = threading.Lock()
-        self._computed = _clock_of(threading.get_ident())
+        self._next = threading.Lock()  # of the one who watches; the others queue for it
+        self._whose: Callable[[], Hashable] = watch(threading.get_ident())
+        self._seen: object = None
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """The body is the only one, or beside one that does not compute."""
-        mine = self._lock.acquire(blocking=False) or self._wait()
-        if mine:
-            self._computed = _clock_of(threading.get_ident())
+        """The body is the only one, or beside one that does not get on."""
+        with self._next:
+            mine = self._lock.acquire(blocking=False) or self._wait()
+            if mine:
+                self._whose = self._watch(threading.get_ident())
         try:
             yield
         finally:
@@ -48,21 +60,41 @@ class Turn:
 
     def _wait(self) -> bool:
         """Whether the turn came, or whoever has it does nothing."""
-        seconds = _PATIENCE_SECONDS if hasattr(time, "pthread_getcpuclockid") else _BLIND_SECONDS
         while True:
-            computed = self._computed
-            before = computed()
-            if self._lock.acquire(timeout=seconds):
-                return True
-            if self._computed is computed and computed() == before:
+            before, self._seen = self._seen, (self._whose, self._whose())
+            if self._seen == before:
                 return False
+            if self._lock.acquire(timeout=self._seconds):
+                return True
+
+
+def turn_of_criteria() -> Turn:
+    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+
+    One that waits for the other replicas lets them go beside it.
+    """
+    can_tell = hasattr(time, "pthread_getcpuclockid")
+    return Turn(_clock_of, _PATIENCE_SECONDS if can_tell else _BLIND_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
     """The seconds that a thread has computed; stands still where the system does not tell."""
     if not hasattr(time, "pthread_getcpuclockid"):
-        return float
+        return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+
+
+def _stack_of(thread: int) -> Callable[[], Hashable]:
+    """Where in its Python a thread is; stands still in what it calls, and while it waits."""
+
+    def look() -> Hashable:
+        places, frame = [], sys._current_frames().get(thread)
+        while frame is not None:
+            places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tuple(places)
+
+    return look
 
 
 class Claims:
@@ -125,7 +157,8 @@ class Aside:
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
-        self._turns = {physical(device): Turn() for device in parts[0].device_ids}
+        self._turns = {physical(device): turn_of_criteria() for device in parts[0].device_ids}
+        self._launching = Turn(_stack_of, _LAUNCH_SECONDS)
 
     def __enter__(self) -> Self:
         try:
@@ -149,6 +182,15 @@ class Aside:
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
+
+    def launching(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """The turn of a replica on ``device`` to run the Python of its forward pass and loss.
+
+        Threads that launch at the same time take the interpreter's lock from each other in every
+        operator. Where operators compute before they return, and where there is no such lock, all
+        go at once.
+        """
+        return self._launching.taken() if _HAS_LOCK and launches(device) else _AT_ONCE
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Set aside what a backward pass from ``loss`` comes to without passing ``nodes``.

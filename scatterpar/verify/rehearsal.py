@@ -1,21 +1,17 @@
 """A handful of rows before the step: is the loss of them what the engine makes of their parts'?
 
-On one replica, in the dtype that the user computes in, and without a trace. With a criterion the
-module computes outputs once, without a graph, and what is compared are the gradients of these::
-
-    d criterion(all outputs, all targets) / d outputs
-    weight * d criterion(outputs, targets) / d outputs         of each part
-
-Gradients, since wrong weights may not show in a loss: that of a model at initialisation is the same
-for all rows. Where outputs do not tell (the module computes the loss; the criterion asks for more
-than outputs) the gradients of the module's smallest parameters are compared.
+On one replica, in the dtype that the user computes in, and without a trace. Gradients are compared,
+since wrong weights may not show in a loss: that of a model at initialisation is the same for all
+rows. Where those by outputs do not tell (the module computes the loss; the criterion asks for more
+than outputs) it is those by the module's smallest parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -47,12 +43,15 @@ _TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
+_HALF = torch.float16, torch.bfloat16
 _ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
-_MOST_BYTES = 2**26  # of outputs
+_CHEAP = 2**20  # elements of outputs that cost next to nothing
+_MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
 
-Loss = Callable[[Sequence[int]], Tensor]  # of some rows
-Slopes = Sequence[Tensor]
+Leaves = dict[tuple[Any, int | None], Tensor]  # by number and row; whole ones have no row
+Loss = Callable[[Sequence[int]], tuple[Tensor, Leaves]]  # of some rows
+Gradients = Mapping[tuple[Any, int | None], Tensor]
 
 
 class Unsure(Exception):
@@ -70,8 +69,8 @@ class Unsure(Exception):
         self.rows = rows
 
 
-class _Needed(Unsure):
-    """Outputs alone do not tell; perhaps parameters do."""
+class _NeedsParameters(Unsure):
+    """Outputs alone do not tell."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why, lasting=True)
@@ -103,7 +102,7 @@ class Finding:
 
 
 class Rehearsal:
-    """One look, by one replica.
+    """One look at a handful of rows, by one replica.
 
     Args:
         request: the step's.
@@ -112,11 +111,10 @@ class Rehearsal:
     """
 
     def __init__(self, request: Request, task: Task, parts: Sequence[Replicas]) -> None:
-        self._request = request
-        self._task = task
-        self._parts = parts
+        self._request, self._task, self._parts = request, task, parts
         self._module = cast(nn.Module, task.module)
         self._user = untouched([task.criterion, request.count], [task.share.device])
+        self._micro = max(stop - start for start, stop in task.share.micro_batches)
         self._stale: str | None = None
 
     def run(self, *choices: Parts) -> Finding:
@@ -140,8 +138,9 @@ class Rehearsal:
         by = self._by_outputs
         try:
             found = _verdict(by, first)
-        except _Needed:
+        except _NeedsParameters:
             by = self._by_parameters
+            _require_at_most(max(3, self._micro), first)  # each takes a whole backward pass
             found = _verdict(by, first)
         if isinstance(found, Unsure):
             found, first, second = by(second), second, first
@@ -158,116 +157,123 @@ class Rehearsal:
         return found
 
     def _by_outputs(self, parts: Parts) -> Finding:
+        """Outputs once, without a graph, and the criterion's gradients by these."""
         if self._task.criterion is None:
-            raise _Needed("the module computes the loss")
+            raise _NeedsParameters("the module computes the loss")
         rows, few = [*chain(*parts)], parts[-1]
         part = self._output(few)  # with a graph: which outputs have one
-        each = 4 * sum(t.numel() for t in nested.tensors(part)) // len(few)
-        if len(rows) > 2 and len(rows) * each > _MOST_BYTES:
-            raise Unsure("outputs are too large", lasting=True, rows=max(2, _MOST_BYTES // each))
         self._put_back()
+        each = sum(t.numel() for t in nested.tensors(part)) // len(few)
+        if len(rows) * each > _CHEAP:
+            _require_at_most(min(max(3, self._micro // 3), _MOST // each), parts)
         with torch.no_grad():
             whole = self._output(rows)
         self._put_back()
-        outputs = _Outputs(whole, part, len(rows), len(few), self._request.dim)
+        outputs = _Outputs(whole, part, rows, len(few), self._request.dim)
         del whole, part
-
-        def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
-            targets = self._bring(self._request.targets, some)
-            given = outputs.of([*map(rows.index, some)], wide)
-            return self._loss(given, nested.transform(_wider, targets) if wide else targets)
-
         own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
-        leaves = outputs.leaves + _small(own)
+        whole_ones: Leaves = {(f"own {k}", None): t for k, t in enumerate(_small(own))}
+
+        def loss(some: Sequence[int], *, wide: bool = False) -> tuple[Tensor, Leaves]:
+            targets = self._bring(self._request.targets, some)
+            targets = nested.transform(_wider, targets) if wide else targets
+            return self._loss(outputs.of(some, wide), targets), outputs.leaves_of(some) | whole_ones
+
+        # Parts that differ may have no class in common: so the same rows in mixed parts, too.
+        mixed = [[rows[::2], rows[1::2]]] if len(rows) > 3 else []
         found = None
         if outputs.halved and self._request.count is None:  # which rounds, too
-            with contextlib.suppress(_Needed):  # of a criterion with half precision of its own
-                found = self._compared(partial(loss, wide=True), leaves, parts)
-        found = found or self._compared(loss, leaves, parts)
-        if not found.off and len(rows) > 3:  # parts that differ may not have a class in common
-            found = self._compared(loss, leaves, [rows[::2], rows[1::2]])
+            with contextlib.suppress(
+                _NeedsParameters
+            ):  # a criterion with half precision of its own
+                found = self._compared(partial(loss, wide=True), parts, *mixed)
+        if found is None:
+            found = self._compared(loss, parts, *mixed)
         if not found.off and outputs.are_tied:
-            raise _Needed("outputs without rows may be losses of their own")
+            raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
 
     def _by_parameters(self, parts: Parts) -> Finding:
         normed = [layer for layer in self._module.modules() if _has_statistics(layer)]
         if any(layer.running_mean is None for layer in normed):
             raise Unsure("batch normalisation ties rows to each other", lasting=True)
+        smallest = _small(p for p in self._module.parameters() if p.requires_grad)
+        leaves: Leaves = {(k, None): parameter for k, parameter in enumerate(smallest)}
 
-        def loss(rows: Sequence[int]) -> Tensor:
+        def loss(rows: Sequence[int]) -> tuple[Tensor, Leaves]:
             for layer in normed:
                 layer.training = False
-            return self._loss(self._output(rows), self._bring(self._request.targets, rows))
+            output = self._output(rows)
+            return self._loss(output, self._bring(self._request.targets, rows)), leaves
 
-        leaves = _small(p for p in self._module.parameters() if p.requires_grad)
-        found = self._compared(loss, leaves, parts, by_module=True)
+        found = self._compared(loss, parts, by_module=True)
         return replace(found, certain=found.certain and not normed)
 
-    def _compared(
-        self, loss: Loss, leaves: Sequence[Tensor], parts: Parts, *, by_module: bool = False
-    ) -> Finding:
+    def _compared(self, loss: Loss, *partitions: Parts, by_module: bool = False) -> Finding:
         """Compare gradients of all rows with those of the parts, times their factors."""
-        factors = self._factors(parts)
-        rows = [*chain(*parts)]
-        counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
-        few, used = counted[0], [factor for factor in factors if factor]
+        rows = [*chain(*partitions[0])]
+        factors = [self._factors(parts) for parts in partitions]
+        few = min((p for p, f in zip(partitions[0], factors[0], strict=True) if f), key=len)
         dtypes: set[torch.dtype] = set()
         draws: _Draws | None = None
         certain = True
 
-        def evaluate(rows: Sequence[int]) -> tuple[float, Slopes]:
+        def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
             nonlocal certain
             if draws is not None:
                 draws.begin(len(rows))
             with draws or contextlib.nullcontext():
-                value = loss(rows)
-                slopes = _gradients(value, leaves, dtypes)
+                value, leaves = loss(rows)
+                found = _gradients(value, leaves, dtypes)
             drawn = self._put_back()
             certain = certain and not drawn
-            return float(value.detach()), slopes
+            return float(value.detach()), found
 
-        total, joined = evaluate(rows)
-        if not certain and self._user.drawn:
+        first = evaluate(few)
+        if self._user.drawn:
             draws = _Draws(self._user.generators)
-            shapes = []
-            for some in (rows, few):
-                evaluate(some)
-                shapes.append(draws.shapes)
-            draws.align(shapes[0], shapes[1], len(rows) / len(few))
-            total, joined = evaluate(rows)
-        values, apart = zip(*map(evaluate, counted), strict=True)
-        if not all(slope.isfinite().all() for slope in joined):
+            more = next((part for part in partitions[0] if len(part) > len(few)), rows)
+            draws.align(evaluate, few, more)
+            first = evaluate(few)
+        total, joined = evaluate(rows)
+        if not all(each.isfinite().all() for each in joined.values()):
             raise Unsure("a gradient is NaN or infinite")
-        if not any(slope.any() for own in (joined, *apart) for slope in own):
-            raise Unsure("all gradients are zero")
         floor = 1e-2 if by_module else 1e-6
-        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
-        off = _difference(joined, _combined(used, apart), floor)
-        if math.isfinite(total) and not all(map(math.isfinite, values)):
-            off = math.inf  # whose gradient may be zero
-        if off > tolerance:
-            _, again = evaluate(few)
-            if _difference(again, apart[0], floor) > tolerance:
-                raise Unsure("it gives another result each time", lasting=True)
-            if by_module and off < 1:
-                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
-                # is how kernels round that go by the number of rows.
-                _, twice = evaluate([*few, *few])
-                noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
-                tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
-        found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
-        if off > tolerance:
-            weights = None
-            if math.isfinite(off) and len(counted) == len(parts):
-                weights = _weights(joined, apart, 10 * tolerance)
-            return replace(found, weights=weights)
-        if self._request.is_mean:
-            return replace(found, off=0.0)
-        if not all(any(slope.any() for slope in own) for own in apart):
-            raise Unsure("a mean of one thing alone is its sum")
-        off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
-        return replace(found, off=off if off > tolerance else 0.0, of_losses=True)
+        for parts, its_factors in zip(partitions, factors, strict=True):
+            pairs = [(p, f) for p, f in zip(parts, its_factors, strict=True) if f]
+            used = [factor for _, factor in pairs]
+            values, apart = zip(
+                *(first if p is few else evaluate(p) for p, _ in pairs), strict=True
+            )
+            if not any(each.any() for own in (joined, *apart) for each in own.values()):
+                raise Unsure("all gradients are zero")
+            tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
+            off = _difference(joined, _combined(used, apart), floor)
+            if math.isfinite(total) and not all(map(math.isfinite, values)):
+                off = math.inf  # whose gradient may be zero
+            if off > tolerance:
+                _, again = evaluate(few)
+                if math.isfinite(off) and _difference(again, first[1], floor) > tolerance:
+                    raise Unsure("it gives another result each time", lasting=True)
+                if by_module and off < 1:
+                    # A mean of rows twice is what it is of them once, a sum is twice that: what
+                    # differs is how kernels round that go by the number of rows.
+                    _, twice = evaluate([*few, *few])
+                    noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
+                    tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
+            found = Finding(off, parts, its_factors, certain=certain, tolerance=tolerance)
+            if off > tolerance:
+                weights = None
+                if math.isfinite(off) and len(pairs) == len(parts):
+                    weights = _weights(joined, apart, 10 * tolerance)
+                return replace(found, weights=weights)
+            if not self._request.is_mean:
+                if not all(any(each.any() for each in own.values()) for own in apart):
+                    raise Unsure("a mean of one thing alone is its sum")
+                off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
+                if off > tolerance:
+                    return replace(found, off=off, of_losses=True)
+        return replace(found, off=0.0)
 
     def _factors(self, parts: Parts) -> list[float]:
         """What the engine would multiply the losses of the parts with."""
@@ -298,10 +304,13 @@ class Rehearsal:
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
+        ledger, device = Ledger(), self._task.share.device  # of which nobody will hear
         with _users_code():
             picked = pick(value, rows, self._request.dim)
-        copied = partial(_copied, Ledger(), self._task.share.device)  # of which nobody will hear
-        return nested.transform(copied, picked)
+        return nested.transform(
+            lambda leaf: ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf,
+            picked,
+        )
 
     def _put_back(self) -> bool:
         """Make everything what it was; whether random numbers were drawn."""
@@ -321,25 +330,29 @@ def _verdict(by: Callable[[Parts], Finding], parts: Parts) -> Finding | Unsure:
         return error
 
 
+def _require_at_most(rows: int, parts: Parts) -> None:
+    if sum(map(len, parts)) > max(2, rows):
+        raise Unsure("rows are large", lasting=True, rows=max(2, rows))
+
+
 class _Outputs:
     """A module's outputs for all rows, to be cut.
 
     Args:
         whole: for all of them, without a graph.
         part: for some of them, with one: that tells what trains, and where rows are.
-        rows: how many there are.
+        rows: which they are.
         few: how many the part has.
         dim: the dimension that holds rows.
 
     Attributes:
-        leaves: what gradients are asked for.
         halved: some are in half precision; the leaves are in single precision then.
         are_tied: some that have no rows train.
     """
 
-    def __init__(self, whole: Any, part: Any, rows: int, few: int, dim: int) -> None:
+    def __init__(self, whole: Any, part: Any, rows: Sequence[int], few: int, dim: int) -> None:
         self._rows, self._few, self._dim = rows, few, dim
-        self.leaves: list[Tensor] = []
+        self._leaves: Leaves = {}
         self.halved = self.are_tied = False
         self._cuts = nested.merge(self._cut, [whole, part])
 
@@ -347,26 +360,34 @@ class _Outputs:
         """Those of some rows; ``wide`` in the leaves' precision."""
         return nested.transform(lambda f: f(rows, wide) if callable(f) else f, self._cuts)
 
+    def leaves_of(self, rows: Sequence[int]) -> Leaves:
+        """What gradients are asked for: those of these rows, and what has none."""
+        return {k: leaf for k, leaf in self._leaves.items() if k[1] is None or k[1] in rows}
+
     def _cut(self, pair: list[Any]) -> Any:
         whole, part = pair
         if not isinstance(whole, Tensor):
             if type(whole) is not type(part) or hasattr(whole, "__dict__") or callable(whole):
-                raise _Needed("outputs of the user's own class")  # which may hold anything
+                raise _NeedsParameters("outputs of the user's own class")  # which may hold anything
             return whole
-        n, dim = self._rows, self._dim
+        n, dim = len(self._rows), self._dim
         size, its = (t.size(dim) if t.ndim > dim else 0 for t in (whole, part))
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
-            raise _Needed("outputs without rows")
-        leaf = _wider(whole.detach())
+            raise _NeedsParameters("outputs without rows")
+        pieces: dict[int | None, Tensor] = {None: _wider(whole.detach())}
+        if block:
+            own = (whole.detach().narrow(dim, k * block, block) for k in range(n))
+            pieces = dict(zip(self._rows, map(_wider, own), strict=True))
         if part.requires_grad:
-            self.leaves.append(leaf.requires_grad_())
-            self.halved = self.halved or leaf.dtype != whole.dtype
+            number = len(self._leaves)
+            self._leaves |= {(number, row): p.requires_grad_() for row, p in pieces.items()}
+            self.halved = self.halved or whole.dtype in _HALF
             self.are_tied = self.are_tied or not block
 
         def cut(rows: Sequence[int], wide: bool) -> Tensor:
-            own = [leaf.narrow(dim, row * block, block) for row in rows] if block else []
-            given = torch.cat(own, dim) if own else leaf.clone()  # may be written
+            own = [pieces[row] for row in (rows if block else [None])]
+            given = torch.cat(own, dim) if block else own[0].clone()  # may be written
             return given if wide else given.to(whole.dtype)
 
         return cut
@@ -379,60 +400,55 @@ class _Draws(TorchDispatchMode):
 
     Args:
         generators: how to get and set the state of each.
-
-    Attributes:
-        shapes: of what was drawn.
     """
 
     def __init__(self, generators: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._generators = generators
         self._where: list[int | None] | None = None
-        self.begin(0)
 
     def begin(self, rows: int) -> None:
         """Now for so many rows."""
         self._rows = rows
-        self.shapes: list[torch.Size] = []
+        self._shapes: list[torch.Size] = []
 
-    def align(self, many: list[torch.Size], few: list[torch.Size], ratio: float) -> None:
-        """Find the rows: where ``ratio`` times as many numbers are drawn."""
+    def align(
+        self, evaluate: Callable[[Sequence[int]], Any], few: Sequence[int], many: Sequence[int]
+    ) -> None:
+        """Find the rows: where so many times as many numbers are drawn."""
+        evaluate(few)
+        less = self._shapes
+        evaluate(many)
         self._where = []
-        for one, other in zip(many, few, strict=False):
+        for one, other in zip(self._shapes, less, strict=False):
             differ = [d for d, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
-            if len(differ) > 1 or any(one[d] != other[d] * ratio for d in differ):
+            if any(one[d] * len(few) != other[d] * len(many) for d in differ) or differ[1:]:
                 raise Unsure("what is drawn depends on the rows", lasting=True)
             self._where.append(differ[0] if differ else None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        call = partial(func, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            return call(*args)
         sized = next((a for a in args if isinstance(a, (Tensor, list, tuple))), ())
         shape = sized.shape if isinstance(sized, Tensor) else torch.Size(sized)
-        self.shapes.append(shape)
+        self._shapes.append(shape)
         if self._where is None:
-            return func(*args, **kwargs)
-        if len(self.shapes) > len(self._where):
+            return call(*args)
+        if len(self._shapes) > len(self._where):
             raise Unsure("what is drawn depends on the rows", lasting=True)
-        dim = self._where[len(self.shapes) - 1]
-        return (
-            func(*args, **kwargs) if dim is None else self._by_row(func, args, kwargs, dim, shape)
-        )
-
-    def _by_row(
-        self, func: Any, args: tuple[Any, ...], kwargs: Any, dim: int, shape: torch.Size
-    ) -> Any:
+        dim = self._where[len(self._shapes) - 1]
+        if dim is None:
+            return call(*args)
         states = [(put, get()) for get, put in self._generators]
-        block = shape[dim] // self._rows
         found = []
-        for start in range(0, shape[dim], block):
+        for start in range(0, shape[dim], shape[dim] // self._rows):
             for put, state in states:
                 put(state)
-            own = [_narrowed(arg, dim, shape[dim], start, block) for arg in args]
-            found.append(func(*own, **kwargs))
+            count = shape[dim] // self._rows
+            found.append(call(*(_narrowed(arg, dim, shape[dim], start, count) for arg in args)))
         if func._schema.name.endswith("_"):
             return args[0]
         if isinstance(found[0], Tensor):
@@ -458,14 +474,14 @@ def _users_code() -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise Unsure("memory ran out", lasting=True, rows=2) from error
-        raise _Needed(f"{type(error).__name__}: {error}") from error
+        raise _NeedsParameters(f"{type(error).__name__}: {error}") from error
 
 
-def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Slopes:
+def _gradients(loss: Tensor, leaves: Leaves, dtypes: set[torch.dtype]) -> Gradients:
     """Those of ``leaves``; the dtypes that they go through on their way are added to ``dtypes``."""
     dtypes.add(loss.dtype)
 
-    def look(gradients: Sequence[Tensor | None]) -> None:
+    def note(gradients: Sequence[Tensor | None]) -> None:
         dtypes.update(gradient.dtype for gradient in gradients if gradient is not None)
 
     nodes, seen = [loss.grad_fn], set()
@@ -473,40 +489,49 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype])
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            node.register_prehook(look)
+            node.register_prehook(note)
             nodes += [following for following, _ in node.next_functions]
     with _users_code(), contextlib.ExitStack() as stack:
         for kind in autocast_types():
             stack.enter_context(torch.autocast(kind, enabled=False))
-        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return [_wider(slope.detach().to_dense()) for slope in found]
+        found = torch.autograd.grad(
+            loss, [*leaves.values()], allow_unused=True, materialize_grads=True
+        )
+    return {k: _wider(g.detach().to_dense()) for k, g in zip(leaves, found, strict=True)}
 
 
-def _combined(factors: Sequence[float], apart: Sequence[Slopes]) -> Slopes:
-    return [
-        cast(Tensor, sum(f * slope for f, slope in zip(factors, own, strict=True)))
-        for own in zip(*apart, strict=True)
-    ]
+def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients:
+    found: dict[Any, Tensor] = {}
+    for factor, own in zip(factors, apart, strict=True):
+        for key, gradient in own.items():
+            found[key] = found[key] + factor * gradient if key in found else factor * gradient
+    return found
 
 
-def _difference(one: Slopes, other: Slopes, floor: float) -> float:
+def _difference(one: Gradients, other: Gradients, floor: float) -> float:
     """The largest relative difference of a tensor, each measured by its own size.
 
-    Tensors smaller than ``floor`` times the largest are measured by that.
+    Tensors smaller than ``floor`` times the largest are measured by that. What the other one lacks
+    is zero.
     """
-    if not all(slope.isfinite().all() for slope in (*one, *other)):
+    squares: dict[Any, list[float]] = defaultdict(lambda: [0.0] * 3)
+    for key, a in one.items():
+        b = other.get(key, torch.zeros((), device=a.device))
+        for k, tensor in enumerate((a, b, a - b)):
+            squares[key[0]][k] += float(torch.linalg.vector_norm(tensor)) ** 2
+    if not all(map(math.isfinite, chain(*squares.values()))):
         return math.inf
-    sizes = [max(_norm(a), _norm(b)) for a, b in zip(one, other, strict=True)]
-    least = floor * max(sizes, default=0.0)
-    pairs = zip(one, other, sizes, strict=True)
-    return max((_norm(a - b) / max(size, least) for a, b, size in pairs if size), default=0.0)
+    sizes = [(max(a, b), difference) for a, b, difference in squares.values()]
+    least = floor**2 * max((size for size, _ in sizes), default=0.0)
+    found = [difference / max(size, least) for size, difference in sizes if size]
+    return math.sqrt(max(found, default=0.0))
 
 
-def _weights(joined: Slopes, apart: Sequence[Slopes], tolerance: float) -> list[float] | None:
+def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) -> list[float] | None:
     """The numbers that the parts are multiplied with to give all, where there are such."""
 
-    def dot(one: Slopes, other: Slopes) -> float:
-        pairs = zip(one, other, strict=True)
+    def dot(one: Gradients, other: Gradients) -> float:
+        pairs = [(a, other[key]) for key, a in one.items() if key in other]
         return sum(float((a.conj() * b).real.sum(dtype=torch.float64)) for a, b in pairs)
 
     gram = torch.tensor([[dot(a, b) for b in apart] for a in apart], dtype=torch.float64)
@@ -518,29 +543,17 @@ def _weights(joined: Slopes, apart: Sequence[Slopes], tolerance: float) -> list[
     return found
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor))
-
-
 def _wider(leaf: Any) -> Any:
     """In single precision, where it is half: what wrong weights do is not lost in rounding."""
-    half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
-    return leaf.float() if half else leaf
-
-
-def _copied(ledger: Ledger, device: torch.device, leaf: Any) -> Any:
-    return ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The smallest of them, and one at least: every layer has some."""
     ordered = sorted(tensors, key=Tensor.numel)
     sizes = accumulate(map(Tensor.numel, ordered))
-    return [
-        t
-        for k, (t, n) in enumerate(zip(ordered, sizes, strict=True))
-        if not k or n <= _MOST_PARAMETERS
-    ]
+    few = [t for t, n in zip(ordered, sizes, strict=True) if n <= _MOST_PARAMETERS]
+    return few or ordered[:1]
 
 
 def _has_statistics(layer: nn.Module) -> bool:

@@ -18,7 +18,8 @@ from scatterpar.step.request import Request
 
 __all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
 
-_SIZES = {9: (4, 3, 2), 8: (3, 3, 2), 7: (4, 2, 1), 6: (3, 2, 1), 5: (3, 2), 4: (3, 1), 3: (2, 1)}
+# Of parts, by the number of rows.
+_SIZES = [*[()] * 2, (1, 1), (1, 1, 1), (3, 1), (3, 2), (3, 2, 1), (4, 2, 1), (3, 3, 2), (4, 3, 2)]
 _LARGEST = 2**22  # tensors of more elements are not searched
 
 Parts = Sequence[Sequence[int]]
@@ -119,7 +120,7 @@ def choose(
     first, rows = _widest(sizes)
     if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
         return [[first], [first]]
-    wanted = min(max(_SIZES), most, rows)
+    wanted = min(len(_SIZES) - 1, most, rows)
     generator = torch.Generator().manual_seed(2 * turn + again)
     jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
     each = [[n for n in _features(t, ignored) if n.max() > n.min()] for t in tensors]
@@ -139,9 +140,8 @@ def choose(
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
     place = {row: k for k, row in enumerate(order)}
     taken.sort(key=place.__getitem__, reverse=again)
-    a, *others = _SIZES.get(wanted, (1, 1))
-    parts = [taken[:a]]
-    parts += [taken[a + sum(others[k + 1 :]) :][: others[k]] for k in range(len(others))]
+    remaining = iter(taken)
+    parts = [[next(remaining) for _ in range(size)] for size in _SIZES[wanted]]
     return [[first + row for row in part] for part in parts]
 
 

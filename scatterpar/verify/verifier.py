@@ -51,6 +51,7 @@ class _Kind:
     Attributes:
         steps: how many there were.
         unsure: how many looks in a row told nothing.
+        most: look at so many rows at most, where that is known.
         met: how far the labels went with which it agreed; ``None`` where it never did.
         refused: it was refused, and has not agreed since.
         told: what was said already.
@@ -58,6 +59,7 @@ class _Kind:
 
     steps: int = 0
     unsure: int = 0
+    most: int = 0
     met: list[float] | None = None
     refused: bool = False
     told: set[str] = field(default_factory=set)
@@ -143,11 +145,12 @@ class Verifier:
 
         try:
             try:
-                found = look(2 * micro)
+                found = look(kind.most or 2 * micro)
             except Unsure as error:
                 if not error.rows:
                     raise
-                found = look(min(error.rows, 2 * micro))
+                kind.most = error.rows
+                found = look(kind.most)
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting

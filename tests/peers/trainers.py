@@ -120,9 +120,7 @@ def zen(tests: Path) -> dict[str, Any]:
 
 def pytest_configure(config: Any) -> None:
     if importlib.util.find_spec("trl"):  # its tests ask an earlier version what is installed
-        import trl.import_utils
-
-        trl.import_utils.is_joblib_available = lambda: False
+        importlib.import_module("trl.import_utils").is_joblib_available = lambda: False  # type: ignore[attr-defined]
     tests = next((p for p in map(Path, config.args) if p.suffix == ".py"), Path.cwd()).resolve().parent
     data = zen(tests)
     load = datasets.load_dataset

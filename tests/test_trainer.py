@@ -470,7 +470,7 @@ def test_a_row_without_a_loss_of_its_own_is_warned_of(tmp_path):
     trainer = ScatterOnceTrainer(
         Outside(), arguments(tmp_path, **options), train_dataset=rows, device_ids=["cpu"] * 2
     )
-    with pytest.warns(UserWarning, match="is not known: .* is NaN or infinite, as one alone"):
+    with pytest.warns(UserWarning, match="is not known: .* that is NaN for a row alone"):
         quietly(trainer.train)
 
 
@@ -537,7 +537,7 @@ def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
         options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": k}
         args = arguments(tmp_path, remove_unused_columns=False, max_steps=2, **options)
         data = {"data_collator": unlabelled, "train_dataset": sentences(16)}
-        words = "is not known: .* A loss that compares rows"
+        words = "is not known: .* loss that compares rows"
         with pytest.warns(UserWarning, match=words) if extra else contextlib.nullcontext():
             trainers.append(cls(Ranks(), args, **data, **extra))
             quietly(trainers[-1].train)
@@ -898,7 +898,7 @@ def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
     )
     quietly(trainer.train)
     assert trainer._train_batch_size == 2
-    assert not recwarn.list
+    assert not [str(w.message) for w in recwarn.list]
     assert trainer.state.global_step == 2
 
 

@@ -204,12 +204,14 @@ class Losses(AllReplicas):
             return
         off = {kind: self._off_on(batch, items, kind) for kind in self._kinds}
         exact = [kind for kind in off if off[kind] == 0]
-        self._fits = bool(exact) or None in off.values()
+        if exact:
+            self._kinds = exact
+        self._fits = bool(exact) or not any(off.values())
         if not self._fits:
             if _is_trl(self):
                 raise ValueError(_refusal(self, "the losses of batches do not make up that of all"))
-            _say(self, _unknown(off[self._kinds[0]] or 0.0))
-        self._kinds = exact or [kind for kind in off if off[kind] is None] or [LABELS]
+            self._kinds = [LABELS]
+            _say(self, _UNKNOWN.format(max(o for o in off.values() if o)))
 
     def _divides(self, batch: Any) -> bool:
         """Whether the loss divides by the number of items: with twice that, it is half of it."""
@@ -401,12 +403,9 @@ _UNTOLD = (
     "how the losses of batches combine could not be told from this step's rows, such as one row in "
     "a batch; they are averaged, weighted by their labels, or by their rows where there are none"
 )
-
-
-def _unknown(off: float) -> str:
-    how = f"off by {off:.2g} (relative)" if math.isfinite(off) else "NaN or infinite, as one alone"
-    return (
-        f"how the losses of batches combine is not known: for a few rows the gradient of their "
-        f"mean is {how}. A loss that compares rows with each other, or an auxiliary one of the "
-        f"whole batch, is computed for each batch, and these are averaged"
-    )
+_UNKNOWN = (
+    "how the losses of batches combine is not known: for a few rows the gradient of the mean or "
+    "sum of their losses is off by up to {:.2g} (relative). A loss that compares rows with each "
+    "other, one that is NaN for a row alone, or an auxiliary one of the whole batch is computed "
+    "for each batch, and these are averaged"
+)

@@ -249,8 +249,6 @@ class Rehearsal:
                 raise Unsure("all gradients are zero")
             tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
             off = _difference(joined, _combined(used, apart), floor)
-            if math.isfinite(total) and not all(map(math.isfinite, values)):
-                off = math.inf  # whose gradient may be zero
             if off > tolerance:
                 _, again = evaluate(few)
                 if math.isfinite(off) and _difference(again, first[1], floor) > tolerance:

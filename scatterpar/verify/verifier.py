@@ -188,12 +188,15 @@ def difference(crew: Crew, module: nn.Module, request: Request, plan: Plan) -> f
                 attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
             )
 
+        most = request.rows
         try:
             with guarded(parts):
-                try:
-                    return look(request.rows).off
-                except Unsure as error:
-                    return look(min(error.rows, request.rows)).off if error.rows else None
+                while most:
+                    try:
+                        return look(most).off
+                    except Unsure as error:
+                        most = error.rows if error.rows < most else 0
+            return None
         except Exception:  # whatever the user's code makes of rows that it never met
             return None
         finally:

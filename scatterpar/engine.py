@@ -284,9 +284,9 @@ class ScatterOnceParallel(Wrapper):
             with Aside(self._crew.claims, parts, named) as aside:
                 with clock.phase("compute"):
                     tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
-                    look = self._verifier.look
+                    verify = self._verifier.verify
                     results = compute(
-                        attempt, request, tasks, parts, criteria[0], look, self._ranks
+                        attempt, request, tasks, parts, criteria[0], verify, self._ranks
                     )
                     ledger.settle()
                     aside.add_up()

@@ -132,7 +132,7 @@ def compute(
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
     criterion: Any,
-    look: Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None],
+    verify: Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None],
     peers: Peers | None,
 ) -> list[Result]:
     """Every replica's sub-steps, each by its worker.
@@ -143,7 +143,7 @@ def compute(
         tasks: what each replica is given to do.
         parts: the replicas of the model, and those of the criterion.
         criterion: as it is on the master.
-        look: looks at a few rows first; raises what the user has to know.
+        verify: rehearses a few rows first; raises what the user has to know.
         peers: other processes, whose outputs the criterion of a whole batch sees too.
 
     Returns:
@@ -156,5 +156,5 @@ def compute(
             peers = None if request.most else peers  # a trial is this process's own
             return train_whole(attempt, request, tasks, parts, criterion, peers)
         warm_up(attempt, tasks, parts, loss_at)
-        look(attempt, request, tasks, parts, peers)
+        verify(attempt, request, tasks, parts, peers)
         return attempt.run(partial(train, request=request), tasks)

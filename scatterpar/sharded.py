@@ -22,7 +22,7 @@ from scatterpar.devices import verbs
 from scatterpar.devices.chunks import bring, in_memory_order
 from scatterpar.devices.ledger import Ledger
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.replicas.replicas import Lent, parameter_like, take_attributes
+from scatterpar.replicas.replicas import Lent, parameter_like
 from scatterpar.step import nested
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
@@ -296,7 +296,7 @@ def _stand_in(p: Tensor, values: Tensor) -> Tensor:
     """A parameter like ``p`` whose values are its copy elsewhere."""
     own = parameter_like(p, values.data).requires_grad_(p.requires_grad)
     own.grad_dtype = p.grad_dtype
-    take_attributes(p, own, lambda value: value)
+    vars(own).update(vars(p))
     return own
 
 

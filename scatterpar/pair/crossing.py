@@ -28,7 +28,7 @@ from scatterpar.replicas.buffers import (
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
-from scatterpar.replicas.replicas import is_state, survey_tensors, take_attributes, take_class
+from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
 from scatterpar.step.markers import Batches, all_tensors
 from scatterpar.step.reduce import sum_in_order
@@ -64,8 +64,6 @@ class PassingReplica:
         self._copies = dict(zip(survey.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
         self.of = Mirror(survey, self._copies).of
-        for original in survey_tensors(survey):
-            take_attributes(original, self.of(original), self.of)
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: where the module's are, and values.
@@ -141,7 +139,7 @@ def replicate(
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         for copy in copies:
-            take_class(original, copy[i])
+            _take_class(original, copy[i])
 
     def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor for tensor, is_own in zip(tensors, owned, strict=True) if not is_own]
@@ -221,7 +219,7 @@ def run_each(
             return call.function(*args, **kwargs)
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
+    with Attempt(workers, plan) as attempt, around:
         results = attempt.run(apply, tasks)
     attempt.streams.commit()
     return results
@@ -312,3 +310,11 @@ class _Cross(torch.autograd.Function):
         with on(ctx.way_back[0], ctx.streams):
             crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return crossed, None, None, None
+
+
+def _take_class(original: Tensor, copy: Tensor) -> None:
+    """Give a copy inside a graph the original's class, where that is the user's own parameter."""
+    kind = type(original)
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        with contextlib.suppress(TypeError):  # it has a layout of its own, such as ``__slots__``
+            copy.__class__ = kind

@@ -19,8 +19,6 @@ from scatterpar.replicas.broadcast import versions
 
 __all__ = ["Shared", "read_only"]
 
-_Positions = dict[torch.device, set[int]]
-_Away = list[tuple[torch.device, int, Tensor]]
 _INSTEAD = (
     "write it after the optimizer's step, or keep what forward passes write in a buffer "
     "(register_buffer)"
@@ -101,17 +99,15 @@ class _Guard:
 
     def settle(self) -> ValueError | RuntimeError | None:
         """Put back what was written, and refuse it."""
-        away = self._away()
-        in_place = self._written_in_place(away)
-        if self._before:
-            for device, positions in self._edited().items():
-                in_place[device] |= positions
-        written = self._with_other_values(away).union(*in_place.values())
+        in_place, exchanged = self._written()
+        for position, memories in self._edited():
+            in_place[position] |= memories
+        written = exchanged | in_place.keys()
         if not written:
             return None
         self._shared.proven.clear()
         self._shared.spoilt |= written
-        lost = in_place[self._memories[0][0]]
+        lost = [i for i, memories in in_place.items() if self._memories[0][0] in memories]
         if self._before:
             with torch.no_grad():
                 for i in lost:
@@ -128,52 +124,41 @@ class _Guard:
             f"changed; {_INSTEAD}"
         )
 
-    def _away(self) -> _Away:
-        """The tensors whose storage was exchanged: their memory, position and what is there."""
-        found = []
-        for device, tensors in self._watched:
-            at_home = list(map(Tensor.is_set_to, tensors, self._shared.memories[device]))
-            if not all(at_home):
-                found += [(device, i, tensors[i]) for i, flag in enumerate(at_home) if not flag]
-        return found
+    def _written(self) -> tuple[dict[int, set[torch.device]], set[int]]:
+        """In which memories versions have moved, by position; whose storage has other values now.
 
-    def _written_in_place(self, away: _Away) -> _Positions:
-        """Those whose versions have moved, by memory; an exchange may move those that share one."""
-        exchanged = {(device, i) for device, i, _ in away}
-        found: _Positions = defaultdict(set)
+        A pass may exchange a parameter's storage for another with the same values, as
+        ``flatten_parameters`` does; then its version may move too.
+        """
+        moved: set[tuple[torch.device, int]] = set()
+        exchanged: list[tuple[torch.device, int, Tensor, Tensor]] = []
         for (device, tensors), before in zip(self._watched, self._versions, strict=True):
-            now = versions(tensors)
+            homes, now = self._shared.memories[device], versions(tensors)
             if now != before:
-                moved = {i for i, old in enumerate(before) if now[i] != old}
-                found[device] |= {i for i in moved if (device, i) not in exchanged}
-        return found
+                moved |= {(device, i) for i, old in enumerate(before) if now[i] != old}
+            if not all(map(Tensor.is_set_to, tensors, homes)):
+                pairs = enumerate(zip(tensors, homes, strict=True))
+                exchanged += [(device, i, t, h) for i, (t, h) in pairs if not t.is_set_to(h)]
+        in_place: dict[int, set[torch.device]] = defaultdict(set)
+        for device, i in moved - {(device, i) for device, i, *_ in exchanged}:
+            in_place[i].add(device)
+        others = {i for _, i, tensor, home in exchanged if _kind(tensor) != _kind(home)}
+        alike = [one for one in exchanged if one[1] not in others]
+        flags = changes([tensor for *_, tensor, _ in alike], [home for *_, home in alike])
+        answers = Readout().ask(flags)()  # the host waits once for each memory
+        others |= {i for (_, i, *_), flag in zip(alike, answers, strict=True) if flag}
+        return in_place, others
 
-    def _with_other_values(self, away: _Away) -> set[int]:
-        """Those that were exchanged for other values; the host waits once for each memory."""
-        found: set[int] = set()
-        doubtful: list[int] = []
-        flags: list[Tensor] = []
-        for device, i, tensor in away:
-            home = self._shared.memories[device][i]
-            if _kind(tensor) == _kind(home):
-                doubtful.append(i)
-                flags += changes([tensor], [home])
-            else:
-                found.add(i)
-        answers = Readout().ask(flags)()
-        return found.union(i for i, answer in zip(doubtful, answers, strict=True) if answer)
-
-    def _edited(self) -> _Positions:
-        """Those whose bits are not those that they were, by memory."""
-        after = self._fingerprints()
+    def _edited(self) -> Iterator[tuple[int, set[torch.device]]]:
+        """Whose bits are not those that they were, and in which memory."""
+        after = self._fingerprints() if self._before else []
         values = Readout().ask([f.values for f in (*self._before, *after)])()
-        found: _Positions = {}
-        for (device, tensors), own, old, new in zip(
+        for (device, _), own, old, new in zip(
             self._memories, after, values, values[len(after) :], strict=False
         ):
-            pairs = zip(range(len(tensors)), own.read(old), own.read(new), strict=True)
-            found[device] = {i for i, before, now in pairs if before != now}
-        return found
+            for i, (before, now) in enumerate(zip(own.read(old), own.read(new), strict=True)):
+                if before != now:
+                    yield i, {device}
 
     def _fingerprints(self) -> list[Fingerprints]:
         """Of the values in each memory."""

@@ -119,6 +119,19 @@ class Survey:
             self.sparse[id(tensor)] = (tensor, pieces)
             self.tensors.update({id(piece): piece for piece in pieces})
 
+    @property
+    def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What Python keeps on each tensor, such as ``bias.scale = 5.0``, where copies have it too.
+
+        Not what wrappers keep there: those are the tensors that they are made of.
+        """
+        tensors = [*self.tensors.values(), *(tensor for tensor, _ in self.sparse.values())]
+        return [
+            (tensor, vars(tensor))
+            for tensor in tensors
+            if isinstance(tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__")
+        ]
+
     def _visit_slots(self, module: nn.Module) -> None:
         kind: Any = type(module)
         for member in slots_of(kind):
@@ -263,6 +276,11 @@ class Mirror:
         self._slots = [(self.of(m), member, self.of(value)) for m, member, value in survey.slots]
         self.rebind()
         self.containers = [self.of(container) for container in survey.containers]
+        for original, attributes in survey.attributes:
+            own = vars(self.of(original))
+            for name, value in attributes.items():
+                own[name] = self.of(value) if isinstance(value, (Tensor, nn.Module)) else value
+            self.containers.append(own)
 
     def of(self, value: Any) -> Any:
         """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -33,20 +33,16 @@ __all__ = [
     "Lent",
     "Replica",
     "Replicas",
-    "attributes_of",
     "guarded",
     "is_state",
     "parameter_like",
     "sum_dtype",
-    "survey_tensors",
-    "take_attributes",
-    "take_class",
 ]
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_Of = Callable[[Any], Any]
+_DTYPE = attrgetter("dtype")
 
 
 class Replicas:
@@ -98,7 +94,8 @@ class Replicas:
         self.kept: list[int] = []
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
-        self._sum_dtypes: list[torch.dtype | None] = []
+        self._trained_as: list[Any] | None = None
+        self._places: list[Tensor] = []
         self._positions: list[int] = []
         self._kinds: list[tuple[Any, ...]] | None = None
         self._state: Snapshot | None = None
@@ -179,7 +176,7 @@ class Replicas:
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._signature() != self._signed:
+        if self._state is None or self._facts() != self._built_of or not self._are_like_before():
             return False
         if not all(replica.is_whole() for replica in self.replicas):
             return False
@@ -192,27 +189,23 @@ class Replicas:
             for state in (self._state, *(replica.state for replica in self.replicas)):
                 state.turn(turned)
             self.rehearsed.clear()
-        dtypes = self._wanted()
-        if dtypes != self._sum_dtypes:
-            self._train(dtypes)
+        if self._trained_as is None or self._training() != self._trained_as:
+            self._train()
         return True
 
-    def _train(self, dtypes: list[torch.dtype | None]) -> None:
-        """From now on gradients add up in these dtypes."""
-        self._sum_dtypes = dtypes
+    def _train(self) -> None:
+        """From now on there are gradients for what requires some, in the dtypes they add up in."""
+        dtypes = [
+            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
+            for t in self.tensors
+        ]
         self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
         self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
         self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
         self.rehearsed.clear()
         for replica in self.replicas:
             replica.train_like(dtypes)
-
-    def _wanted(self) -> list[torch.dtype | None]:
-        """The dtype that each tensor's gradient adds up in; ``None`` for one that has none."""
-        return [
-            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
-            for t in self.tensors
-        ]
+        self._trained_as = self._training()
 
     def _build(self) -> None:
         check_placement(self.roots, self.device_ids)
@@ -224,6 +217,7 @@ class Replicas:
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
         self._slots = survey.slots
+        self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.tied = tied_names(self.registered)
         self.batch_norms = batch_norms(modules) if self._pools else {}
@@ -245,9 +239,10 @@ class Replicas:
             for index, device in enumerate(self.device_ids)
         ]
         self._share(sources)
-        self._train(self._wanted())
-        self._state = Snapshot([*survey.containers, *attributes_of(survey_tensors(survey))])
-        self._signed = self._signature()
+        self._train()
+        self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
+        self._places = [tensor.detach() for tensor in self.tensors]
+        self._built_of = self._facts()
 
     def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
         """Parameters lie where ``sources`` do: one copy for each memory."""
@@ -264,16 +259,38 @@ class Replicas:
             spoilt=self.shared.spoilt,
         )
 
-    def _signature(self) -> list[Any]:
-        """What ``.to()``, ``.half()`` and other shapes change, and the classes of all."""
-        signature: list[Any] = [*map(_kind, self.tensors), *map(type, self._modules.values())]
+    def _facts(self) -> list[Any]:
+        """What no snapshot of containers sees, and copies depend on."""
+        facts = [
+            *map(type, self.tensors),
+            *map(_DTYPE, self.tensors),
+            *map(type, self._modules.values()),
+        ]
         for tensor, _ in self._sparse:
-            signature += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
-        for script in filter(is_script, self._modules.values()):
-            signature += script_state(script)
+            facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
+        for script in self._scripts:
+            facts += script_state(script)
         for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
-            signature.append(id(getattr(module, member.__name__, None)))
-        return signature
+            facts.append(id(getattr(module, member.__name__, None)))
+        return facts
+
+    def _are_like_before(self) -> bool:
+        """Whether the master's tensors have the shapes that they had, wherever they lie now."""
+        if not all(map(Tensor.is_set_to, self.tensors, self._places)):
+            if list(map(_kind, self.tensors)) != self._kinds:
+                return False
+            self._places = [tensor.detach() for tensor in self.tensors]
+        return True
+
+    def _training(self) -> list[Any] | None:
+        """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
+        try:
+            return [
+                *map(_REQUIRES_GRAD, self.tensors),
+                *[self.tensors[i].grad_dtype for i in self.leaves],
+            ]
+        except RuntimeError:  # a leaf is none any more
+            return None
 
 
 @contextlib.contextmanager
@@ -361,12 +378,9 @@ class Replica:
         self.of = mirror.of
         self.roots = tuple(mirror.of(root) for root in roots)
         self.cells = mirror.cells
-        of_all = survey_tensors(survey)
-        for original in of_all:
-            take_attributes(original, mirror.of(original), mirror.of)
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
         self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
-        self.state = Snapshot([*mirror.containers, *attributes_of(map(mirror.of, of_all))])
+        self.state = Snapshot(mirror.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
 
@@ -396,8 +410,10 @@ class Replica:
 
     def strays(self) -> list[int]:
         """Positions of the tensors that do not lie where they did after the last refresh."""
-        at_home = list(map(Tensor.is_set_to, self.tensors, self._homes))
-        return [] if all(at_home) else [i for i, flag in enumerate(at_home) if not flag]
+        if all(map(Tensor.is_set_to, self.tensors, self._homes)):
+            return []
+        pairs = enumerate(zip(self.tensors, self._homes, strict=True))
+        return [i for i, (tensor, home) in pairs if not tensor.is_set_to(home)]
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""
@@ -408,11 +424,6 @@ class Replica:
                 tensor.requires_grad_(dtype is not None)
                 if dtype is not None:
                     tensor.grad_dtype = dtype
-
-
-def survey_tensors(survey: Survey) -> list[Tensor]:
-    """The tensors that modules hold and replicas make anew, the sparse ones last."""
-    return [*survey.tensors.values(), *(tensor for tensor, _ in survey.sparse.values())]
 
 
 def is_state(tensor: Tensor) -> bool:
@@ -426,32 +437,3 @@ def parameter_like(original: Tensor, values: Tensor) -> Tensor:
     is_own = issubclass(kind, nn.Parameter)
     # Not its constructor, which may ask for more than values.
     return nn.Parameter.__new__(kind if is_own else nn.Parameter, values, requires_grad=False)
-
-
-def take_class(original: Tensor, copy: Tensor) -> None:
-    """Give a copy inside a graph the original's class, where that is the user's own parameter."""
-    kind = type(original)
-    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-        with contextlib.suppress(TypeError):  # it has a layout of its own, such as ``__slots__``
-            copy.__class__ = kind
-
-
-def attributes_of(tensors: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """What Python keeps on each of some tensors, where a copy of it has it too."""
-    return [vars(tensor) for tensor in tensors if _is_followed(tensor)]
-
-
-def take_attributes(original: Tensor, copy: Tensor, of: _Of) -> None:
-    """Give a copy the attributes of the original."""
-    if _is_followed(original):
-        vars(copy).update({name: _own(value, of) for name, value in vars(original).items()})
-
-
-def _own(value: Any, of: _Of) -> Any:
-    """The replica's counterpart of another tensor, or of a module; other values are shared."""
-    return of(value) if isinstance(value, (Tensor, nn.Module)) else value
-
-
-def _is_followed(original: Tensor) -> bool:
-    """Whether its attributes are no tensors that it is made of, as those of wrappers are."""
-    return isinstance(original, nn.Parameter) or not hasattr(original, "__tensor_flatten__")

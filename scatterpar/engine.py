@@ -433,9 +433,10 @@ class ScatterOnceParallel(Wrapper):
             ValueError: as ``forward_backward``.
         """
         request = self._request(inputs, reduction=reduction, count=count)
-        with self._crew.step_of(self.module):
+        with self._step():
             request = request.checked(self.device_ids[0])
-            return difference(self._crew, self.module, request, self.plan(request.sizes))
+            with self._attempt(self.plan(request.sizes)) as attempt:
+                return difference(attempt, self._copies, self.module, request)
 
     @property
     def shares(self) -> tuple[float, ...]:

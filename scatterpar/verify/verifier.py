@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.plan import Plan
+from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -34,7 +34,6 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.crew import Crew
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import choose, is_label, range_of, telling
 
@@ -172,36 +171,37 @@ class Verifier:
             kind.unsure = _OFTEN
 
 
-def difference(crew: Crew, module: nn.Module, request: Request, plan: Plan) -> float | None:
+def difference(
+    attempt: Attempt, copies: Copies, module: nn.Module, request: Request
+) -> float | None:
     """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
-    choose_some = partial(choose, telling(request), request.sizes)
-    with crew.attempt(plan) as attempt:
-        parts, criteria = crew.refresh(module, request.criterion, attempt.ledger)
-        arrivals = scatter(request.batch, plan, request.dim, attempt.ledger)
-        tasks = hand_out(request, plan, parts, arrivals, criteria)
-        prepare_autograd()
+    arrivals = scatter(request.batch, attempt.plan, request.dim, attempt.ledger)
+    copies.refresh(module, request.criterion, attempt.ledger)
+    tasks = hand_out(request, attempt.plan, copies, arrivals)
+    prepare_autograd()
 
-        def look(most: int) -> Finding:
-            choices = [choose_some(most, (), 0, again) for again in (False, True)]
-            return _together(
-                attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
-            )
+    def rehearse(most: int) -> Finding:
+        few = partial(choose, telling(request), request.sizes, most, (), 0)
+        choices = [few(again) for again in (False, True)]
+        return _together(
+            attempt, tasks, lambda task: Rehearsal(request, task, copies.parts).run(*choices)
+        )
 
-        most = request.rows
-        try:
-            with guarded(parts):
-                while most:
-                    try:
-                        return look(most).off
-                    except Unsure as error:
-                        most = error.rows if error.rows < most else 0
-            return None
-        except Exception:  # whatever the user's code makes of rows that it never met
-            return None
-        finally:
-            for part in parts:
-                part.forget_step()
-            attempt.undo()
+    most = request.rows
+    try:
+        with guarded(copies.parts):
+            while most:
+                try:
+                    return rehearse(most).off
+                except Unsure as error:
+                    most = error.rows if error.rows < most else 0
+        return None
+    except Exception:  # whatever the user's code makes of rows that it never met
+        return None
+    finally:
+        for part in copies.parts:
+            part.forget_step()
+        attempt.undo()
 
 
 def _say(kind: _Kind, text: str) -> None:

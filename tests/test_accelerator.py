@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scatterpar.devices.verbs
+import scatterpar.threads.sharing
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
@@ -807,3 +809,77 @@ def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
     sharded = peaks_of(lambda e: ShardedOptimizer(e, torch.optim.AdamW), 0, 1, 2, 3)
     print(plain, sharded)
     assert max(sharded) < 0.75 * max(plain)
+
+
+class Crowd(nn.Module):
+    """A forward pass that counts how many are in it; ``meets``: and waits for all others."""
+
+    def __init__(self, cards, meets):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+        self.lock, self.inside = threading.Lock(), Counter()
+        self.barrier = threading.Barrier(cards if meets else 1)
+
+    def forward(self, rows):
+        with self.lock:
+            self.inside["now"] += 1
+            self.inside["most"] = max(self.inside["most"], self.inside["now"])
+        self.barrier.wait(60)
+        for _ in range(200):
+            rows = rows + 0
+        with self.lock:
+            self.inside["now"] -= 1
+        return self.body(rows)
+
+
+class Counter(dict):
+    """Shared by the replicas: not one of the plain containers that they copy."""
+
+    def __missing__(self, key):
+        return 0
+
+
+def crowd(meets, *, criterion=None, **options):
+    """The most replicas that were in their forward passes at once, in a step of every card."""
+    cards = torch.accelerator.device_count()
+    if cards < 2:
+        pytest.skip("needs 2 accelerators")
+    model = Crowd(cards, meets).to(kind(), torch.float64)
+    criterion = criterion or (lambda output, _: output.square().sum())
+    with ScatterOnceParallel(model, 3, range(cards), verify=False) as engine:
+        inputs = torch.randn(6 * cards, FEATURES, dtype=torch.float64, device=kind())
+        if not options:
+            options["reduction"] = "sum"
+        engine.forward_backward(inputs, torch.zeros(6 * cards), criterion, **options)
+    gradient, model.barrier = model.body.weight.grad, threading.Barrier(1)
+    model.zero_grad()
+    model(inputs).square().sum().backward()
+    assert torch.allclose(gradient, model.body.weight.grad, rtol=1e-10)
+    return model.inside["most"]
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
+@pytest.mark.draws
+def test_one_replica_at_a_time_launches(monkeypatch, options):
+    """Threads that launch at once take the interpreter's lock from each other."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        pytest.skip("there is no such lock here")
+    monkeypatch.setattr(scatterpar.threads.sharing, "_LAUNCH_SECONDS", 60.0)
+    assert crowd(meets=False, **options) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole_batch"])
+@pytest.mark.draws
+def test_replicas_that_wait_for_each_other_launch_beside_each_other(options):
+    assert crowd(meets=True, **options) == torch.accelerator.device_count()
+
+
+@pytest.mark.draws
+def test_and_so_do_criteria():
+    barrier = threading.Barrier(torch.accelerator.device_count())
+
+    def meet(output, targets):
+        barrier.wait(60)
+        return output.square().sum()
+
+    crowd(meets=False, criterion=meet)

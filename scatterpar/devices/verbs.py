@@ -25,6 +25,7 @@ __all__ = [
     "empty",
     "finish",
     "keep_memory",
+    "launches",
     "mark",
     "on",
     "physical",
@@ -139,6 +140,11 @@ def at_once(devices: Sequence[torch.device]) -> int:
         return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(len(devices), cores or 1)
+
+
+def launches(device: torch.device) -> bool:
+    """Whether operators on ``device`` return before they are done: the host only launches them."""
+    return device.type != "cpu"
 
 
 def current_streams() -> tuple[torch.Stream, ...]:

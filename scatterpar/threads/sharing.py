@@ -5,41 +5,53 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-__all__ = ["Aside", "Claims", "Turn"]
+__all__ = ["Claims", "Stash", "Turn", "turn_of_criteria"]
 
 _PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
 _BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
+_LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+_AT_ONCE = contextlib.nullcontext()
 
 
 class Turn:
-    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+    """One replica at a time is in the body, in the order in which they come.
 
-    A replica waits as long as the one whose turn it is computes. One that does not, because its
-    criterion waits for the other replicas, lets them go beside it.
+    The next one waits as long as the one whose turn it is gets on. One that does not, because it
+    waits for something itself, lets others go beside it.
+
+    Args:
+        watch: ``watch(thread)()`` tells whether a thread gets on: it changes while it does.
+        seconds: how long it may stay the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[int], Callable[[], Hashable]], seconds: float) -> None:
+        self._watch, self._seconds = watch, seconds
         self._lock = threading.Lock()
-        self._computed = _clock_of(threading.get_ident())
+        self._next = threading.Lock()  # of the one who watches; the others queue for it
+        self._whose: Callable[[], Hashable] = watch(threading.get_ident())
+        self._seen: object = None
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """The body is the only one, or beside one that does not compute."""
-        mine = self._lock.acquire(blocking=False) or self._wait()
-        if mine:
-            self._computed = _clock_of(threading.get_ident())
+        """The body is the only one, or beside one that does not get on."""
+        with self._next:
+            mine = self._lock.acquire(blocking=False) or self._wait()
+            if mine:
+                self._whose = self._watch(threading.get_ident())
         try:
             yield
         finally:
@@ -48,21 +60,41 @@ class Turn:
 
     def _wait(self) -> bool:
         """Whether the turn came, or whoever has it does nothing."""
-        seconds = _PATIENCE_SECONDS if hasattr(time, "pthread_getcpuclockid") else _BLIND_SECONDS
         while True:
-            computed = self._computed
-            before = computed()
-            if self._lock.acquire(timeout=seconds):
-                return True
-            if self._computed is computed and computed() == before:
+            before, self._seen = self._seen, (self._whose, self._whose())
+            if self._seen == before:
                 return False
+            if self._lock.acquire(timeout=self._seconds):
+                return True
+
+
+def turn_of_criteria() -> Turn:
+    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+
+    One that waits for the other replicas lets them go beside it.
+    """
+    can_tell = hasattr(time, "pthread_getcpuclockid")
+    return Turn(_clock_of, _PATIENCE_SECONDS if can_tell else _BLIND_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
     """The seconds that a thread has computed; stands still where the system does not tell."""
     if not hasattr(time, "pthread_getcpuclockid"):
-        return float
+        return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+
+
+def _stack_of(thread: int) -> Callable[[], Hashable]:
+    """Where in its Python a thread is; stands still in what it calls, and while it waits."""
+
+    def look() -> Hashable:
+        places, frame = [], sys._current_frames().get(thread)
+        while frame is not None:
+            places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tuple(places)
+
+    return look
 
 
 class Claims:
@@ -103,8 +135,8 @@ class Claims:
             )
 
 
-class Aside:
-    """``.grad`` and hooks of the user's leaves: taken off for the body, and put back after it.
+class Stash:
+    """``.grad`` and hooks of the user's leaves: stashed for the body, and put back after it.
 
     A criterion that closes over the user's own parameters writes there, from the workers, at every
     sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
@@ -125,7 +157,8 @@ class Aside:
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
-        self._turns = {physical(device): Turn() for device in parts[0].device_ids}
+        self._turns = {physical(device): turn_of_criteria() for device in parts[0].device_ids}
+        self._launching = Turn(_stack_of, _LAUNCH_SECONDS)
 
     def __enter__(self) -> Self:
         try:
@@ -139,21 +172,23 @@ class Aside:
     def __exit__(self, *_: object) -> None:
         self._put_back()
 
-    @property
-    def others(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The leaves of which replicas have no copies, and what they were given."""
-        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
-        others = [leaf for key, (leaf, _) in self._kept.items() if key not in trained]
-        return [(leaf, leaf.grad) for leaf in others]
-
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
 
-    def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
-        """Set aside what a backward pass from ``loss`` comes to without passing ``nodes``.
+    def launching(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """The turn of a replica on ``device`` to run the Python of its forward pass and loss.
 
-        What it gives there is the replica's until ``add_up``: else the order of arrival would
+        Threads that launch at the same time take the interpreter's lock from each other in every
+        operator. Where operators compute before they return, and where there is no such lock, all
+        go at once.
+        """
+        return self._launching.taken() if _HAS_LOCK and launches(device) else _AT_ONCE
+
+    def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
+        """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
+
+        What it gives there is the replica's until ``gradients``: else the order of arrival would
         decide how the sum is rounded.
 
         Raises:
@@ -180,8 +215,11 @@ class Aside:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
 
-    def add_up(self) -> None:
-        """To each leaf what the replicas gave, in their order."""
+    def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """What came to the user's leaves past the replicas, which have no copies of some.
+
+        To each what the replicas gave, added up in their order.
+        """
         for key, sums in self._sums.items():
             leaf, _ = self._kept[key]
             found = [] if leaf.grad is None else [leaf.grad]
@@ -191,6 +229,9 @@ class Aside:
                 is_dense = total.layout == torch.strided
                 leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
         self._sums.clear()
+        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
+        leaves = [leaf for leaf, _ in self._kept.values()]
+        return [(t, t.grad) for t in leaves if t.grad is not None or id(t) not in trained]
 
     def forget(self) -> None:
         """Let go of the gradients that came so far."""

@@ -843,7 +843,7 @@ def test_the_criterion_s_error_is_the_user_s_with_a_note():
 
 
 class Versions:
-    """As timm's JsdCrossEntropy: rows are three versions of the same pictures, one after another."""
+    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
 
     num_splits = 3
 

@@ -62,7 +62,7 @@ def compute(
         arrivals: bring the rows of each share.
         weights: of the micro-batches' losses.
         claims: what the step has for itself.
-        verify: looks at a few rows first; raises what the user has to know.
+        verify: rehearses a few rows first; raises what the user has to know.
         peers: other processes, whose outputs the criterion of a whole batch sees too.
 
     """

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.pictures import needs_torchvision, write_folder
+from helpers.pictures import needs_timm, write_folder
 
 SECONDS = 600
 WITHOUT = '''
@@ -112,11 +112,11 @@ def test_the_doctor_and_the_tool(python):
     assert (python.folder / "what it found.json").exists()
     small = ["--model", "helpers.torchrun:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
     python("-m", "scatterpar", "train", *small, "--out", "a run")
-    python("-m", "scatterpar", "train", *small, "--epochs", "2", "--resume", "--out", "a run")
+    python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
     assert (python.folder / "a run" / "checkpoint.pt").exists()
 
 
-@needs_torchvision
+@needs_timm
 def test_processes_that_read_pictures_are_spawned(python):
     write_folder(python.folder / "my pictures", train=24)
     few = ["--batch", "24", "--model", "helpers.torchrun:Small", "--epochs", "1", "--accum", "2"]

@@ -119,7 +119,7 @@ def test_the_doctor_and_the_tool(python):
 @needs_timm
 def test_processes_that_read_pictures_are_spawned(python):
     write_folder(python.folder / "my pictures", train=24)
-    few = ["--batch", "24", "--model", "helpers.torchrun:Small", "--epochs", "1", "--accum", "2"]
+    few = ["--batch", "24", "--model", "cnn", "--epochs", "1", "--accum", "2"]
     few += ["--devices", "cpu:0,cpu:1", "--image-size", "28", "--out", r"a\run of mine"]
     python("-m", "scatterpar", "train", "--data", "my pictures", *few)
     assert (python.folder / r"a\run of mine" / "checkpoint.pt").exists()

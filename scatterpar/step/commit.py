@@ -70,7 +70,7 @@ def commit(outcome: Outcome) -> None:
             raise
         give(quiet)
         write_buffers()
-        outcome.attempt.streams.commit()
+        outcome.attempt.generators.commit()
 
 
 def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:

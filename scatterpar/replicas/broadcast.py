@@ -70,6 +70,8 @@ class Broadcast:
         self._doubtful: list[int] = []
         self._unknown: list[int] = []
         self._found: Callable[[], list[list[Fingerprint]]] = lambda: [[], []]
+        if self._arrivals:
+            self._find_places()
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""

@@ -25,8 +25,8 @@ from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.outcome import Computed
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival
-from scatterpar.step.substeps import Task, hand_out, loss_at, prepare_autograd, pull, train
+from scatterpar.step.scatter import Arrival, opened
+from scatterpar.step.substeps import Task, hand_out, loss_at, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
 from scatterpar.threads.attempt import Attempt
@@ -114,7 +114,7 @@ def warm_up(
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()
-                with task.substep(number):
+                with noted(task.share, number):
                     _pull_zeros(forward(task, number))
 
     streams = attempt.streams
@@ -153,7 +153,7 @@ def _new_kinds(
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):
-        kind = (flags, tuple(map(_outline, nested.leaves(task.glimpse(number)))))
+        kind = (flags, tuple(map(_outline, nested.leaves(opened(task.arrival.at_source(number))))))
         if _key(task, kind) not in part.rehearsed and kind not in found.values():
             found[number] = kind
     return found

@@ -320,7 +320,7 @@ def train_whole(
 
 def output_at(task: Task, number: int) -> Any:
     """The module's output for one micro-batch."""
-    inputs, _ = task.rows_of(number)
+    inputs, _ = task.arrival.rows_of(number, keep=task.keeps_rows)
     with task.launching():
         return task.output_of(inputs)
 
@@ -343,7 +343,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number):
             positions.append(streams.now(share.replica))
-            with task.substep(number):
+            with noted(task.share, number):
                 output = output_at(task, number)
             pieces.append(nested.transform(_leaf, output))
             if keep:
@@ -412,19 +412,23 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with task.substep(last):
+    with noted(task.share, last):
         _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     replica = model.replicas[share.replica]
-    position, buffers, noted = streams.now(share.replica), _buffers(replica), dict(replica.seen)
+    position, buffers, moments = (
+        streams.now(share.replica),
+        _buffers(replica),
+        dict(replica.seen),
+    )
     model.rewind(share.replica)
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
-        with task.substep(number):
+        with noted(task.share, number):
             streams.rewind(share.replica, own.positions[number])
             output = output_at(task, number)
             changes.append(differences(output, own.pieces[number]))
@@ -433,7 +437,7 @@ def second_pass(
             del output
     streams.rewind(share.replica, position)
     commit_buffers(buffers)
-    replica.seen.update(noted)
+    replica.seen.update(moments)
     require_unchanged(changes, share)
 
 

@@ -34,11 +34,19 @@ from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.fitting import Fitting
+from scatterpar.step.graphs import Graphs
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.noise import Spread, measure
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
-from scatterpar.step.request import Count, Request, check_noise, check_options, check_synchronised
+from scatterpar.step.request import (
+    Count,
+    Request,
+    check_graphs,
+    check_noise,
+    check_options,
+    check_synchronised,
+)
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.substeps import hand_out
 from scatterpar.step.weights import weigh
@@ -105,6 +113,12 @@ class ScatterOnceParallel(Wrapper):
             anything changes where they do not, however often it is tried. What could not be
             told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
             the range that was met so far.
+        graphs: capture a sub-step (forward, criterion and backward) once for each shape of
+            micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
+            sub-steps, which a card has done before the host has launched them. Python then runs
+            while a sub-step is captured and not again, so numbers that change must be tensors; a
+            change of the module, or another criterion, is captured anew. What cannot be captured
+            runs as without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -141,6 +155,7 @@ class ScatterOnceParallel(Wrapper):
         measure_noise: bool = False,
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
+        graphs: bool = False,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
@@ -158,6 +173,8 @@ class ScatterOnceParallel(Wrapper):
         self.measure_noise = measure_noise
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
+        check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_how is not None)
+        self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
@@ -183,6 +200,7 @@ class ScatterOnceParallel(Wrapper):
         wide, how = self.accumulate_dtype, self._compile_how
         self._crew = Crew(self.device_ids, wide, how, earlier, pools)
         self._verifier = Verifier()
+        self._captured = Graphs() if self.graphs else None
 
     def forward_backward(
         self,
@@ -325,7 +343,12 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        told: dict[str, Any] = {
+            "dim": self.dim,
+            "check_finite": self.check_finite,
+            "verify": self.verify,
+        }
+        told["graphs"] = self._captured
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

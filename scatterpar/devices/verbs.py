@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from torch import Tensor
 __all__ = [
     "DeviceLike",
     "at_once",
+    "beside",
+    "can_capture",
+    "capture",
     "current_streams",
     "empty",
     "finish",
@@ -174,6 +179,56 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, between what ``device`` was given before and what comes later."""
+    if device.type == "cpu":
+        yield
+        return
+    stream, current = torch.Stream(device), torch.accelerator.current_stream(device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether ``capture`` is known here."""
+    return device.type == "cpu" or hasattr(torch.get_device_module(device.type), "CUDAGraph")
+
+
+def capture(
+    device: torch.device, work: Callable[..., None], *args: Any, pool: Any = None
+) -> tuple[Callable[..., None], Any]:
+    """What gives ``device`` all that ``work(*args)`` would have given it, which it has not yet.
+
+    On the CPU that is ``work`` itself, with the arguments of each call.
+
+    Args:
+        device: is current, and has been given ``work`` before.
+        work: in it nothing may wait for the device.
+        args: of ``work``.
+        pool: the memory of an earlier one, which is never at work at the same time.
+
+    Returns:
+        It, and its memory.
+    """
+    if device.type == "cpu":
+        return work, None
+    gc.collect()  # what is freed meanwhile may wait for the device
+    graph = torch.get_device_module(device.type).CUDAGraph()
+    with beside(device):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work(*args)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return lambda *_: graph.replay(), graph.pool()
 
 
 def reads_late(tensor: Tensor, device: torch.device) -> bool:

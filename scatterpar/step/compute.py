@@ -157,4 +157,9 @@ def compute(
             return train_whole(attempt, request, tasks, parts, criterion, peers)
         warm_up(attempt, tasks, parts, loss_at)
         look(attempt, request, tasks, parts, peers)
-        return attempt.run(partial(train, request=request), tasks)
+        work = partial(train, request=request)
+        if request.graphs is not None and request.most is None:
+            work.keywords["substeps"] = partial(
+                request.graphs.of, parts=parts, streams=attempt.streams
+            )
+        return attempt.run(work, tasks)

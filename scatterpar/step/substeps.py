@@ -27,9 +27,11 @@ from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
+    "Launched",
     "Result",
     "Task",
     "as_call",
+    "forward",
     "hand_out",
     "kept",
     "loss_at",
@@ -191,10 +193,51 @@ def prepare_autograd() -> None:
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
 
+class Launched:
+    """Sub-steps of one replica in one step: operators as Python comes to them.
+
+    Args:
+        task: the replica, its rows and their weights.
+        request: which outputs to keep.
+    """
+
+    def __init__(self, task: Task, request: Request) -> None:
+        self._task, self._request = task, request
+        self._keep = request.return_outputs
+        self._autocast = autocast_types()
+        self._waiting: Sequence[Tensor] = task.leaves
+
+    def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
+        """The loss of a micro-batch, and what is kept of its output; gradients are added.
+
+        Args:
+            number: of the micro-batch.
+            weight: of its loss; with zero there is no backward pass.
+            rows: inputs and targets, where they are here already.
+        """
+        task, output_kept = self._task, None
+        output, loss = forward(task, task.rows_of(number) if rows is None else rows)
+        if self._keep:
+            output_kept = kept(output, self._keep)
+        del output
+        if weight:
+            if not loss.requires_grad:
+                _require_trainable(task.module)
+            factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
+            pull([loss], [factor], self._autocast)
+            if self._waiting:  # for all of them in the first sub-step, as a rule
+                self._waiting = unalias(self._waiting)
+        return loss.detach(), output_kept
+
+    def finish(self) -> None:
+        """Leave the gradients to who reduces them."""
+
+
 def train(
     task: Task,
     *,
     request: Request,
+    substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -202,32 +245,25 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
+        substeps: what computes them.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
-    autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    waiting = task.leaves
+    computed = substeps(task, request)
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with task.substep(number):
-            output, loss = _forward(task, number)
+            loss, output = computed.run(number, weight)
+            losses.append(loss)
             if keep:
-                outputs.append(kept(output, keep))
+                outputs.append(output)
             del output
-            if weight:
-                if not loss.requires_grad:
-                    _require_trainable(task.module)
-                factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
-                pull([loss], [factor], autocast)
-                if waiting:  # for all of them in the first sub-step, as a rule
-                    waiting = unalias(waiting)
-            losses.append(loss.detach())
-            del loss
     joined = None
     with noted(share):
+        computed.finish()
         if keep:
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
             joined = join_rows(outputs, task.dim, task.weights[: request.most], rows, strict=True)
@@ -251,13 +287,14 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    _, loss = _forward(task, number)
+    _, loss = forward(task, task.rows_of(number))
     return loss
 
 
-def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
-    """The output of one micro-batch, and its loss."""
-    inputs, targets = task.rows_of(number)
+def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
+    """The output of one micro-batch of inputs and targets, and its loss."""
+    inputs, targets = rows
+    del rows
     with task.launching():
         output = task.output_of(inputs)
         del inputs

@@ -222,6 +222,15 @@ class Aside:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
 
+    def gave_beyond(self, replica: int) -> bool:
+        """Whether a replica's backward passes came to leaves beside its own."""
+        return any(replica in sums for sums in list(self._sums.values()))
+
+    def forget_beyond(self, replica: int) -> None:
+        """Let go of what a replica gave to leaves beside its own."""
+        for sums in list(self._sums.values()):
+            sums.pop(replica, None)
+
     def add_up(self) -> None:
         """To each leaf what the replicas gave, in their order."""
         for key, sums in self._sums.items():

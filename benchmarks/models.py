@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.train.models import ResNet20, SmallCNN
+from scatterpar.train.models import SmallCNN
 
 _IMAGE = (1, 28, 28)
 _CLASSES = 10
@@ -52,6 +53,70 @@ def mlp(width: int = 1024) -> nn.Sequential:
 
 def _small_cnn() -> nn.Module:
     return SmallCNN(_IMAGE, _CLASSES)
+
+
+class ResNet20(nn.Module):
+    """The residual network of 20 layers for small images.
+
+    A 3 x 3 convolution, three stages of three blocks with 16, 32 and 64 channels at full, half
+    and quarter size, global average pooling and a linear layer; shortcuts without parameters
+    (option A). He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2,
+    arXiv:1512.03385; weights as in He et al. 2015, arXiv:1502.01852.
+    """
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels = image_shape[0]
+        self.conv1 = _conv3x3(channels, 16, 1)
+        self.bn1 = nn.BatchNorm2d(16)
+        widths = [16, *[16] * 3, *[32] * 3, *[64] * 3]
+        self.blocks = nn.Sequential(*[ResidualBlock(a, b) for a, b in pairwise(widths)])
+        self.head = nn.Linear(64, classes)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute the classes' scores."""
+        features = self.blocks(F.relu(self.bn1(self.conv1(images))))
+        scores: Tensor = self.head(features.mean(dim=(2, 3)))
+        return scores
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions around a shortcut; halves the size where the channels increase."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        stride = 1 if channels_in == channels_out else 2
+        self.conv1 = _conv3x3(channels_in, channels_out, stride)
+        self.bn1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = _conv3x3(channels_out, channels_out, stride=1)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.shortcut = PaddedShortcut(channels_out - channels_in, stride)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Compute the block's features."""
+        out = F.relu(self.bn1(self.conv1(features)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + self.shortcut(features))
+
+
+class PaddedShortcut(nn.Module):
+    """Every `stride`-th pixel, and `extra` channels of zeros after the others (option A)."""
+
+    def __init__(self, extra: int, stride: int) -> None:
+        super().__init__()
+        self.extra = extra
+        self.stride = stride
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Compute the features to add."""
+        return F.pad(features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
+
+
+def _conv3x3(channels_in: int, channels_out: int, stride: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
 
 
 def _resnet20() -> nn.Module:

@@ -1,11 +1,16 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step, as ``forward_backward`` and ``_compute`` walk it::
+The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``_compute``::
 
-    batch - plan - scatter -+- share 0 - replica 0: sub-step 0 ... 15 -+- reduce - commit
-                            +- share 1 - replica 1: sub-step 0 ... 15 -+
-                            +- share 2 - replica 2: sub-step 0 ... 15 -+
-                            +- share 3 - replica 3: sub-step 0 ... 15 -+
+    1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
+
+    batch --+-- share 0 ----- replica 0 -- sub-step 0 ... 15 --+-- sum -- .grad, buffers,
+            +-- share 1 ----- replica 1 -- sub-step 0 ... 15 --+          random state
+            +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
+            +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
+
+Up to 6 nothing of the user's is written that is not put back where the step fails. Where memory
+runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up between 5 and 6.
 """
 
 from __future__ import annotations
@@ -20,25 +25,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
+from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
-from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.inference import infer, rows_of_one_batch
-from scatterpar.step.noise import Spread, measure
 from scatterpar.step.outcome import Outcome
-from scatterpar.step.reduce import reduce_buffers, reduce_gradients, reduce_moments
+from scatterpar.step.reduce import reduce
 from scatterpar.step.request import (
     Count,
     Request,
@@ -48,11 +52,11 @@ from scatterpar.step.request import (
     check_synchronised,
 )
 from scatterpar.step.scatter import micro_batches, scatter
-from scatterpar.step.substeps import hand_out
 from scatterpar.step.weights import weigh
+from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import Interrupts
-from scatterpar.threads.crew import Crew
-from scatterpar.threads.sharing import Aside
+from scatterpar.threads.sharing import Claims
+from scatterpar.threads.workers import Workers
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
@@ -195,12 +199,14 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _hire(self) -> None:
-        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
         pools = self.buffers_from == "batch"
         wide, how = self.accumulate_dtype, self._compile_how
-        self._crew = Crew(self.device_ids, wide, how, earlier, pools)
+        self._workers = Workers(len(self.device_ids), "this engine")
+        self._copies = Copies(self.device_ids, wide, how, pools)
+        self._claims = Claims()
         self._verifier = Verifier()
-        self._captured = Graphs() if self.graphs else None
+        self._graphs = Graphs() if self.graphs else None
+        self._check_links = LinkCheck(self.device_ids)
 
     def forward_backward(
         self,
@@ -261,12 +267,12 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._crew.step_of(self.module) as interrupts:
+        with self._step() as interrupts:
             own = partial(self._fit, request, interrupts)
             outcome = self._ranks.together(own) if self._ranks else own()
             noise = outcome.noise() if self.measure_noise else None
             loss = outcome.returned()  # before the commit, after which nothing may fail
-            commit(outcome)
+            commit(outcome)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
         return (loss, outcome.outputs) if return_outputs else loss
@@ -275,61 +281,58 @@ class ScatterOnceParallel(Wrapper):
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
         request = request.checked(self.device_ids[0])
         if self.accum == "auto":
-            plan = partial(self._plan, request.sizes)
-            release = self._crew.workers.release
+            plan = partial(self._plan, request.sizes)  # 1
+            release = self._workers.release
             outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
         else:
-            outcome = self._compute(request, self.plan(request.sizes))
+            outcome = self._compute(request, self.plan(request.sizes))  # 1
         with outcome.attempt:
             interrupts.deliver()  # later ones wait until all is written, on the other ranks too
         return outcome
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit: scatter, replicate, sub-steps, reduce."""
-        with self._crew.attempt(plan) as attempt:
-            ledger, clock = attempt.ledger, attempt.clock
-            with clock.phase("scatter"):
-                pieces = micro_batches(request.batch, plan, self.dim)
-                weights, terms = weigh(request, plan, pieces, Readout())
-                arrivals = scatter(request.batch, plan, self.dim, ledger)
-            with clock.phase("replicate"):
-                parts, criteria = self._crew.refresh(
-                    self.module, request.criterion, ledger, criterion_at_home=request.whole_batch
+        """All of the step but the commit."""
+        with self._attempt(plan) as attempt:
+            phase, copies = attempt.clock.phase, self._copies
+            with phase("scatter"):  # 2
+                weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
+                arrivals = scatter(request.batch, plan, self.dim, attempt.ledger)
+            with phase("replicate"):  # 3
+                copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
+            with phase("compute"):  # 4
+                verify, claims = self._verifier.verify, self._claims
+                results = compute(
+                    attempt, request, copies, arrivals, weights, claims, verify, self._ranks
                 )
-            brought = brought_along(request.criterion)
-            attempt.keep(statistics(brought))
-            named = other_leaves(brought, parts) if self._ranks else None
-            with Aside(self._crew.claims, parts, named) as aside:
-                with clock.phase("compute"):
-                    tasks = hand_out(request, plan, parts, arrivals, criteria, weights, aside)
-                    look = self._verifier.look
-                    results = compute(
-                        attempt, request, tasks, parts, criteria[0], look, self._ranks
-                    )
-                    ledger.settle()
-                    aside.add_up()
-                with clock.phase("reduce"):
-                    spread = Spread()
-                    if self.measure_noise and not request.whole_batch:  # replicas share one loss
-                        spread = measure(request, parts, plan, weights, terms, aside.others)
-                    gradients = reduce_gradients(parts, len(results), ledger)
-                    gradients += aside.others
-                    buffers = reduce_buffers(parts, plan.shares, self.buffers_from, ledger)
-                    layers = reduce_moments(parts, len(results), ledger)
-            return Outcome(
-                plan=plan,
-                loss=sum(result.loss for result in results),
-                dtype=results[0].dtype,
-                is_mean=request.is_mean,
-                terms=terms,
-                scale=request.scale,
-                spread=spread,
-                outputs=tuple(result.outputs for result in results),
-                gradients=gradients,
-                buffers=buffers,
-                layers=layers,
-                attempt=attempt,
-            )
+            with phase("reduce"):  # 5
+                policy, noisy = self.buffers_from, self.measure_noise
+                return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[Interrupts]:
+        """One step that trains the module, in this engine or in another one.
+
+        Raises:
+            RuntimeError: as ``Workers.exclusive``; another engine is training the module.
+        """
+        with self._workers.exclusive() as interrupts, self._claims:
+            self._claims.take(self.module)
+            yield interrupts
+
+    @contextlib.contextmanager
+    def _attempt(self, plan: Plan) -> Iterator[Attempt]:
+        """One try at a step: what is raised in the body leaves no trace in random numbers."""
+        self._check_links()
+        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
+        try:
+            with Attempt(self._workers, plan, earlier) as attempt:
+                yield attempt
+        finally:
+            if self._workers.abandoned:
+                self._workers.abandoned = False
+                self._copies.leave_behind()
+            else:
+                self._copies.clear_gradients()
 
     def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -348,7 +351,7 @@ class ScatterOnceParallel(Wrapper):
             "check_finite": self.check_finite,
             "verify": self.verify,
         }
-        told["graphs"] = self._captured
+        told["graphs"] = self._graphs
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -379,10 +382,11 @@ class ScatterOnceParallel(Wrapper):
                 "engine.forward_backward(inputs, targets, criterion); for inference, call "
                 "engine.eval() first or use torch.no_grad()"
             )
-        with self._crew.workers.exclusive():
+        with self._workers.exclusive():
             plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
             request = self._request((inputs, kwargs))
-            return infer(self._crew, self.module, request, plan, self.buffers_from)
+            with self._attempt(plan) as attempt:
+                return infer(attempt, self._copies, self.module, request, self.buffers_from)
 
     def check(
         self,
@@ -425,12 +429,12 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
         )
-        with self._crew.step_of(self.module):
+        with self._step():
             request = request.checked(self.device_ids[0])
             request = replace(request, most=request.rows)  # all of them, and of this process alone
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
-            return compare(self.module, request, master, self._crew.workers, attempt)
+            return compare(self.module, request, master, self._workers, attempt)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -453,8 +457,9 @@ class ScatterOnceParallel(Wrapper):
 
         What is written is brought to the master by ``take_in``, or undone where the body fails.
         """
-        with self._crew.workers.exclusive():
-            (copies, *_), _ = self._crew.refresh(self.module, None, Ledger())
+        with self._workers.exclusive():
+            self._copies.refresh(self.module, None, Ledger())
+            (copies,) = self._copies.parts
             try:
                 yield copies
             except BaseException:
@@ -466,7 +471,7 @@ class ScatterOnceParallel(Wrapper):
 
         A step after it is a ``RuntimeError``.
         """
-        self._crew.workers.close()
+        self._workers.close()
         self._ranks = None
 
     def __enter__(self) -> Self:

@@ -9,17 +9,15 @@ import torch
 from helpers.models import CLASSES, FEATURES
 from helpers.oracle import (
     assert_close,
-    assert_gradients,
     assert_step,
     build,
-    gradients,
     randint,
     randn,
 )
-from helpers.zoo import OVERLAPPING, Overlapping
+from helpers.zoo import CASES, Constants, Rebinds, Registers
 from torch import nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 ROWS = 11  # on three replicas: 4 + 4 + 3
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
@@ -74,24 +72,6 @@ def test_mean_weighs_replicas_by_their_rows(devices):
             assert buffer == 1, "a count of batches is replica 0's"
 
 
-class Constants(nn.Module):
-    """A causal mask, a table of frequencies and an id: buffers that nobody writes."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
-        self.register_buffer("table", torch.rand(7) / 3)
-        self.register_buffer("nothing", torch.tensor(float("nan")))
-        self.register_buffer("index", torch.arange(4))
-        self.register_buffer("flag", torch.tensor(True))
-        self.register_buffer("missing", None)
-
-    def forward(self, inputs):
-        scores = (self.mask + self.table[:4]).softmax(1)
-        return self.linear(inputs)[:, self.index] @ scores
-
-
 @pytest.mark.parametrize("buffers", ["master", "mean"])
 def test_constant_buffers_do_not_drift(devices, buffers):
     """A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN."""
@@ -104,59 +84,15 @@ def test_constant_buffers_do_not_drift(devices, buffers):
         assert torch.equal(buffer.nan_to_num(1234), before[name].nan_to_num(1234)), name
 
 
-class RequiresGrad(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
-
-    def forward(self, inputs):
-        return self.linear(inputs) * self.scale
-
-
-@pytest.mark.parametrize("buffers", ["master", "mean"])
-def test_buffers_that_require_grad_get_gradients(devices, buffers):
-    model = build(RequiresGrad)
-    scale = torch.full((CLASSES,), 1.5, dtype=torch.float64, requires_grad=True)
-    model.scale = scale
-    twin = copy.deepcopy(model)
+def test_averaged_buffers_that_require_grad_get_gradients(devices):
+    model, twin = (CASES["a trained buffer"].build() for _ in range(2))
     nn.CrossEntropyLoss()(twin(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, devices(3), buffers=buffers) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert_close(scale.grad, twin.scale.grad, "scale")
-        assert_close(model.linear.weight.grad, twin.linear.weight.grad, "weight")
-        assert model.scale is scale
-        assert scale.requires_grad
-        assert (scale == 1.5).all()
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert_close(scale.grad, 2 * twin.scale.grad, "scale, twice")
-
-
-class Rebinds(nn.Module):
-    """Running state by assignment rather than in place, of a shape that changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("last", torch.zeros(0, FEATURES))
-        self.register_buffer("cache", None)
-
-    def forward(self, inputs):
-        self.seen = self.seen + len(inputs)
-        self.last = inputs.detach().clone()
-        self.cache = inputs.detach().sum()
-        return self.linear(inputs)
-
-
-def test_buffers_rebound_in_forward_are_committed(devices):
-    model = build(Rebinds)
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for step in (1, 2, 3):
+    with ScatterOnceParallel(model, 2, devices(3), buffers="mean") as engine:
+        for times in (1, 2):
             engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-            assert model.seen == 4 * step  # replica 0's rows
-            assert torch.equal(model.last, BATCH[0][2:4])
-            assert torch.equal(model.cache, BATCH[0][2:4].sum())
+            assert_close(model.scale.grad, times * twin.scale.grad, "scale")
+    assert model.scale.requires_grad
+    assert (model.scale == 1.5).all()
 
 
 def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
@@ -191,20 +127,6 @@ def test_committed_buffers_are_the_user_s_alone(devices):
         other = randn(ROWS, FEATURES, seed=77)
         engine.forward_backward(other, BATCH[1], nn.CrossEntropyLoss())
         assert torch.equal(held, before) or held is model.last
-
-
-@pytest.mark.draws
-def test_old_spectral_norm_in_training_keeps_its_power_iteration(devices):
-    """Its forward rewrites ``weight_u``: the module must get the iterate of replica 0."""
-    model = build(lambda: nn.utils.spectral_norm(nn.Linear(FEATURES, CLASSES)))
-    before = model.weight_u.clone()
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        first = model.weight_u.clone()
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert not torch.equal(first, before)
-    assert not torch.equal(first, model.weight_u)
-    assert torch.isfinite(model.weight_orig.grad).all()
 
 
 def test_inference_does_not_write_buffers(devices):
@@ -326,99 +248,8 @@ def test_a_buffer_made_in_inference_mode(devices):
     assert torch.equal(model.table, torch.full((CLASSES,), 2.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "attribute"])
-@pytest.mark.parametrize("other", OVERLAPPING)
-def test_what_overlaps_in_memory_does_so_in_replicas(devices, other, as_buffer):
-    """Copies apart from each other once let a forward pass read what it had overwritten."""
-    model = build(lambda: Overlapping(other, as_buffer))
-    expected = copy.deepcopy(model)
-    for devices_of_engine in (["cpu"], devices(2)):
-        with ScatterOnceParallel(model, 1, devices_of_engine) as engine:
-            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        expected(BATCH[0])
-        assert torch.equal(model.table, expected.table)
-        assert torch.equal(model.other, expected.other)
-        assert model.other.untyped_storage().data_ptr() == model.table.untyped_storage().data_ptr()
-
-
-class Complex(nn.Module):
-    """Writes complex numbers, and reads what is made of the same memory."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
-        self.register_buffer("numbers", torch.complex(values, values + 2))
-        self.register_buffer("other", other(self.numbers))
-
-    def forward(self, inputs):
-        self.numbers *= 2
-        other = self.other
-        return self.linear(inputs) * (other.real + other.imag if other.is_complex() else other)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [torch.conj, torch.real, torch.imag, lambda numbers: numbers.clone().conj()],
-    ids=["conjugate", "real", "imaginary", "a copy's conjugate"],
-)
-def test_buffers_that_are_conjugates_or_parts_of_complex_ones(devices, other):
-    """torch's own operator refuses to copy into the lists that hold a conjugate."""
-    model, expected = (build(lambda: Complex(other)) for _ in range(2))
-    expected.load_state_dict(model.state_dict())
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    nn.CrossEntropyLoss()(expected(BATCH[0]), BATCH[1]).backward()
-    assert_gradients(model, gradients(expected))
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, expected.get_buffer(name)), name
-
-
-class Registers(nn.Module):
-    """Registers buffers in the forward pass, and takes one away."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.register_buffer("once", torch.ones(()))
-        self.register_buffer("shown", torch.ones(()))
-        self.register_buffer("hidden", torch.ones(()), persistent=False)
-
-    def forward(self, inputs):
-        if hasattr(self, "once"):
-            del self.once
-            self.register_buffer("new", inputs.new_ones(CLASSES), persistent=False)
-            self.register_buffer("kept", inputs.new_ones(CLASSES))
-            self.register_buffer("none", None)
-            self.register_buffer("shown", self.shown, persistent=False)
-            self.register_buffer("hidden", self.hidden + 1)
-        return self.linear(inputs) * self.new * self.hidden
-
-
 def registered(model):
     return dict(model._buffers), list(model.state_dict()), set(model._non_persistent_buffers_set)
-
-
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_buffers_are_registered_as_the_forward_pass_does(devices, whole_batch):
-    """Those that state dicts leave out once came into them, and deleted ones stayed as None."""
-    model, twin = build(Registers), build(Registers)
-    nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1]).backward()
-    for device_ids in (["cpu"], devices(3)):
-        model = build(Registers)
-        with ScatterOnceParallel(model, 2, device_ids) as engine:
-            options = {"whole_batch": whole_batch}
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **options)
-            assert_gradients(model, gradients(twin))
-            ours, expected = registered(model), registered(twin)
-            assert ours[1:] == expected[1:]
-            assert list(ours[0]) == list(expected[0])
-            for name, buffer in expected[0].items():
-                assert buffer is ours[0][name] is None or torch.equal(buffer, ours[0][name]), name
-            model.zero_grad()
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), **options)
-            assert_gradients(model, gradients(twin))
-            assert registered(model)[1:] == expected[1:]
 
 
 def test_a_buffer_that_the_last_micro_batch_registers(devices):
@@ -435,18 +266,6 @@ def test_a_buffer_that_the_last_micro_batch_registers(devices):
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss(), whole_batch=True)
     assert (list(model._buffers), list(model.state_dict())) == (["hidden"], ["weight", "bias"])
-
-
-def test_the_pair_registers_buffers_too(devices):
-    """It had the same fault."""
-    for training in (True, False):
-        model, twin = build(Registers).train(training), build(Registers).train(training)
-        twin(BATCH[0])
-        pair = DataParallelModel(model, devices(3))
-        outputs = pair(BATCH[0])
-        DataParallelCriterion(nn.CrossEntropyLoss())(outputs, BATCH[1]).backward()
-        assert list(model._buffers) == list(twin._buffers)
-        assert registered(model)[1:] == registered(twin)[1:]
 
 
 def test_a_step_that_fails_takes_registrations_back(devices):

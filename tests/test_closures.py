@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.zoo import Multiplies, penalised
 from torch import nn
 from torch.nn import functional as F
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 ROWS = 12
 BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
@@ -106,10 +107,6 @@ def test_a_failed_step_and_a_check_leave_it_as_it_was(devices):
 # --- the model's own parameters ---
 
 
-def penalised(model):
-    return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
-
-
 def test_hooks_on_the_model_s_parameters_run_once(devices):
     """A hook that scales the gradient once scaled parts of it twice."""
     model, plain = (build(lambda: nn.Linear(FEATURES, CLASSES)) for _ in range(2))
@@ -142,60 +139,6 @@ def test_an_optimizer_in_the_backward_pass_steps_once(devices):
 # --- functions that the module holds ---
 
 
-class Masked(nn.Module):
-    """A function that closes over it multiplies its child's output with what forward set."""
-
-    def __init__(self, attach):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.mask = torch.ones(CLASSES)
-        self.multiply = lambda output: output * self.mask
-        attach(self)
-
-    def forward(self, rows):
-        self.mask = rows.abs()[:, :CLASSES]
-        return self.linear(rows)
-
-
-def by_hook(masked):
-    masked.linear.register_forward_hook(lambda module, args, output: masked.multiply(output))
-
-
-def by_default(masked):
-    def hook(module, args, output, *, owner=masked):
-        return output * owner.mask
-
-    masked.linear.register_forward_hook(hook)
-
-
-def by_another_forward(masked):
-    old = masked.linear.forward
-    masked.linear.forward = lambda rows: old(rows) * masked.mask
-
-
-def by_a_function_that_calls_itself(masked):
-    def times(output, depth):
-        return times(output, depth - 1) if depth else output * masked.mask
-
-    masked.linear.register_forward_hook(lambda module, args, output: times(output, 3))
-
-
-ATTACH = [by_hook, by_default, by_another_forward, by_a_function_that_calls_itself]
-
-
-@pytest.mark.parametrize("attach", ATTACH)
-@pytest.mark.parametrize("count", [1, 3])
-def test_they_read_the_replica_s_attributes(devices, attach, count):
-    """They once read those of the user's module, on which forward had set nothing."""
-    model, plain = (build(lambda: Masked(attach)) for _ in range(2))
-    F.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, devices(count)) as engine:
-        for _ in range(2):
-            model.zero_grad()
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-            assert_gradients(model, gradients(plain))
-
-
 def test_a_function_that_torch_compiled_has_a_twin_too():
     """``torch.compile`` returns a function that closes over what it compiles."""
 
@@ -204,7 +147,7 @@ def test_a_function_that_torch_compiled_has_a_twin_too():
             torch.compile(lambda module, args, output: masked.multiply(output), backend="eager")
         )
 
-    model, plain = (build(lambda: Masked(compiled)) for _ in range(2))
+    model, plain = (build(lambda: Multiplies(compiled)) for _ in range(2))
     F.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
     with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
@@ -287,14 +230,6 @@ def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
         pytest.warns(UserWarning, match="names 'NAMED' of its file"),
     ):
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-
-
-def test_the_pair_s_replicas_have_twins_too(devices):
-    model, plain = (build(lambda: Masked(by_another_forward)) for _ in range(2))
-    F.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
-    outputs = DataParallelModel(model, devices(3))(BATCH[0])
-    DataParallelCriterion(nn.CrossEntropyLoss())(outputs, BATCH[1]).backward()
-    assert_gradients(model, gradients(plain))
 
 
 def crop(features):

@@ -277,7 +277,7 @@ def test_a_busy_machine_is_noted_and_so_is_what_the_engine_warned_of():
 @pytest.mark.parametrize("load", [0.0, 4.0])
 def test_a_busy_machine_gets_no_ratio(brief, monkeypatch, load):
     """It printed how much of others' time the engine takes, and then that no speed is judged."""
-    monkeypatch.setattr("scatterpar.checkup.machine.load_per_core", lambda: load)
+    monkeypatch.setattr("scatterpar.checkup.doctor.load_per_core", lambda: load)
     page = str(scatterpar.doctor(["cpu:0", "cpu:1"]))
     assert ("(the engine takes " in page) == (load < 1)
     assert ("no speed is judged" in page) == (load > 1)

@@ -19,42 +19,13 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
+from helpers.zoo import Branches
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from scatterpar import ScatterOnceParallel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
-
-
-class Branches(nn.Module):
-    """Rows whose first feature is positive use one head, others the other; one is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.plus = nn.Linear(FEATURES, CLASSES)
-        self.minus = nn.Linear(FEATURES, CLASSES)
-        self.never = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, inputs):
-        positive = inputs[:, 0] > 0
-        outputs = inputs.new_zeros(len(inputs), CLASSES)
-        if positive.any():
-            outputs = outputs.index_put((positive,), self.plus(inputs[positive]))
-        if (~positive).any():
-            outputs = outputs.index_put((~positive,), self.minus(inputs[~positive]))
-        return outputs
-
-
-def test_unused_everywhere_stays_none_and_unused_somewhere_counts_as_zero(devices):
-    inputs = BATCH[0].clone()
-    inputs[:6, 0], inputs[6:, 0] = 1.0, -1.0  # replica 2 alone uses the other head
-    model = build(Branches)
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for _ in range(2):
-            assert_step(engine, inputs, BATCH[1], nn.CrossEntropyLoss())
-            assert model.never.weight.grad is None
-            assert model.minus.weight.grad is not None
 
 
 def test_weight_decay_does_not_move_what_is_unused(devices):
@@ -80,34 +51,6 @@ def test_used_once_then_unused_keeps_the_gradient_it_had(devices):
         engine.forward_backward(all_minus, BATCH[1], nn.CrossEntropyLoss())
         assert torch.equal(model.plus.weight.grad, kept)
         assert model.minus.weight.grad is not None
-
-
-class Embedding(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(40, 6, sparse=True)
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, ids):
-        return self.head(self.embedding(ids).mean(1).tanh())
-
-
-@pytest.mark.parametrize("accum", [1, 3])
-def test_sparse_gradients_stay_sparse(devices, accum):
-    model = build(Embedding)
-    ids, targets = randint(40, 9, 3), randint(CLASSES, 9)
-    with ScatterOnceParallel(model, accum, devices(3)) as engine:
-        assert_step(engine, ids, targets, nn.CrossEntropyLoss())
-        assert model.embedding.weight.grad.is_sparse
-        _, once = whole_batch(model, ids, targets, nn.CrossEntropyLoss())
-        engine.forward_backward(ids, targets, nn.CrossEntropyLoss())
-        assert model.embedding.weight.grad.is_sparse
-        assert_close(
-            model.embedding.weight.grad.to_dense(),
-            2 * once["embedding.weight"].to_dense(),
-            "two steps",
-        )
-        torch.optim.SparseAdam([model.embedding.weight]).step()
 
 
 def test_sparse_on_one_replica_and_dense_on_another(devices):
@@ -269,21 +212,6 @@ def positive_first(rows):
     inputs = randn(rows, FEATURES)
     inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(rows) < rows // 2, 1, -1)
     return inputs
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("accum", [1, 2, 4])
-def test_gradients_that_share_memory_are_not_added_up_twice(devices, accum, whole):
-    """``a.view(1, -1) + b.view(1, -1)``: torch adds the second gradient to both of them."""
-    model = build(Overlapping)
-    batch = randn(8, FEATURES), randint(CLASSES, 8)
-    for count in (1, 2):
-        with ScatterOnceParallel(model, accum, devices(count)) as engine:
-            assert_step(engine, *batch, nn.CrossEntropyLoss(), whole_batch=whole)
-            once = gradients(model)
-            engine.forward_backward(*batch, nn.CrossEntropyLoss(), whole_batch=whole)
-            for name, gradient in gradients(model).items():
-                assert_close(gradient, 2 * once[name], name)
 
 
 def test_gradients_that_share_memory_and_arrive_late(devices):

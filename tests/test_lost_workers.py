@@ -91,7 +91,7 @@ def test_one_that_is_dead_already_is_replaced(devices, monkeypatch, free_threade
         victim = workers()[1]
         wait_until_idle(victim)
         kill(victim)
-        engine._crew.workers._queues[1].put(lambda: None)  # wakes it up
+        engine._workers._queues[1].put(lambda: None)  # wakes it up
         deadline = time.monotonic() + SECONDS
         while victim.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -11,8 +11,7 @@ import torch
 
 import scatterpar.train
 from scatterpar.train import data as data_module
-from scatterpar.train.data import Split, load, make_dataset, read_idx
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import Split, UsageError, load, make_dataset, read_idx
 
 EMBEDDED = Path(scatterpar.train.__file__).parent / "embedded"
 PIXELS = [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
@@ -24,14 +23,14 @@ def idx_bytes(values):
     return header + bytes(tensor.flatten().tolist())
 
 
-def write_set(folder, prefix="", labels=(0, 1), test="t10k", ending=""):
+def write_set(folder, labels=(0, 1), ending=""):
     folder.mkdir(exist_ok=True)
-    for part in ("train", test):
+    for part in ("train", "t10k"):
         for kind, values in (("images-idx3", PIXELS), ("labels-idx1", labels)):
             content = idx_bytes(values)
             if ending == ".gz":
                 content = gzip.compress(content)
-            (folder / f"{prefix}{part}-{kind}-ubyte{ending}").write_bytes(content)
+            (folder / f"{part}-{kind}-ubyte{ending}").write_bytes(content)
     return folder
 
 
@@ -70,37 +69,22 @@ def test_statistics_are_those_of_each_channel():
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize("test", ["t10k", "test"])
-def test_a_folder_is_read_gzip_or_not(tmp_path, ending, test):
-    data = load(str(write_set(tmp_path, ending=ending, test=test)))
+def test_a_folder_is_read_gzip_or_not(tmp_path, ending):
+    data = load(str(write_set(tmp_path, ending=ending)))
     assert data.train.images.tolist() == [[image] for image in PIXELS]
     assert data.test.labels.tolist() == [0, 1]
-
-
-def test_emnist_is_turned_upright_and_its_labels_counted_from_zero(tmp_path):
-    folder = write_set(tmp_path, "emnist-letters-", labels=(1, 26), test="test")
-    data = load(str(folder))
-    assert data.train.images[0, 0].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert data.train.labels.tolist() == [0, 1]
-    assert data.classes == 2
-
-
-def test_of_several_sets_one_must_be_chosen(tmp_path):
-    write_set(tmp_path, "emnist-letters-")
-    write_set(tmp_path, "emnist-digits-", labels=(3, 4))
-    choices = f"holds 2 data sets; choose one: --data {tmp_path}/emnist-digits, {tmp_path}/emnist-l"
-    refused(choices, load, str(tmp_path))
-    assert load(f"{tmp_path}/emnist-digits").train.labels.tolist() == [0, 1]
 
 
 def test_a_missing_file_is_named(tmp_path):
     write_set(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    refused("lacks t10k-labels-idx1-ubyte", load, str(tmp_path))
+    refused("it lacks t10k-labels-idx1-ubyte, gzip or not", load, str(tmp_path))
 
 
 def test_a_folder_without_data_says_what_was_looked_for(tmp_path):
-    refused("neither MNIST-family files .* nor image folders", load, str(tmp_path))
+    refused(
+        "neither image folders .* nor MNIST's files: it lacks train-images", load, str(tmp_path)
+    )
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -126,42 +110,36 @@ PACKED = gzip.compress(GOOD, mtime=0)  # the same in every process that collects
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("content", "words"),
     [
-        ("x", GOOD[:-1], "x is truncated: .* promises 2 x 2 x 3 = 12 bytes of data, but 11 follow"),
-        ("x", GOOD + b"!", "x is longer than it says: .* = 12 bytes of data, but 13 follow"),
-        ("x", GOOD[:9], "x is truncated: it ends within its header"),
-        ("x", GOOD[:3], "x is truncated: it has 3 bytes, but a file of images begins with"),
-        ("x", b"", "x is truncated: it has 0 bytes"),
-        ("x", b"\x89PNG" + GOOD, "x is not an IDX file: it begins with 89 50 4e 47"),
-        (
-            "x",
-            b"\0\0\x0d\3" + GOOD[4:],
-            "x does not hold unsigned bytes: it begins with 00 00 0d 03",
-        ),
-        ("x", idx_bytes([1, 2]), "x holds labels where images are expected: .*00 00 08 01"),
-        ("x", idx_bytes([[1]]), "x holds 2-dimensional data where images are expected"),
-        ("x", b"\0\0\x08\3" + bytes(12), "x is empty: its header says 0 x 0 x 0"),
-        ("x", PACKED, "x is a gzip file, though its name does not end in .gz"),
-        ("x.gz", GOOD, "x.gz is not a gzip file, though its name ends in .gz"),
-        ("x.gz", PACKED[:-9], "x.gz is truncated: its gzip data end too early"),
-        ("x.gz", PACKED + b"!", "x.gz is a damaged gzip file: Not a gzipped file"),
-        ("x.gz", PACKED[:-6] + b"abcdef", "x.gz is a damaged gzip file: CRC check"),
-        ("x.gz", PACKED[:10] + b"\xff" * 30, "x.gz is a damaged gzip file: Error"),
+        (GOOD[:-1], "has 27 bytes, where 00 00 08 03 and 28 are expected, for 2 x 2 x 3"),
+        (GOOD + b"!", "has 29 bytes, where 00 00 08 03 and 28 are expected"),
+        (GOOD[:9], "begins with 00 00 08 03 and has 9 bytes"),
+        (b"", "begins with nothing and has 0 bytes"),
+        (b"\x89PNG" + GOOD, "begins with 89 50 4e 47 "),
+        (b"\0\0\x0d\3" + GOOD[4:], "begins with 00 00 0d 03 .* where 00 00 08 03 "),
+        (idx_bytes([1, 2]), "IDX file of images: it begins with 00 00 08 01 .* where 00 00 08 03"),
+        (b"\0\0\x08\3" + bytes(12), "has 16 bytes, .* for 0 x 0 x 0"),
+        (PACKED[:-9], "cannot be read: Compressed file ended"),
+        (PACKED + b"!", "cannot be read: Not a gzipped file"),
+        (PACKED[:-6] + b"abcdef", "cannot be read: CRC check"),
+        (PACKED[:10] + b"\xff" * 30, "cannot be read: Error"),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_off(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    refused(words, read_idx, tmp_path / name, 3)
+def test_a_wrong_file_is_named_with_what_is_off(tmp_path, content, words):
+    (tmp_path / "x").write_bytes(content)
+    refused(f"x.* {words}", read_idx, tmp_path / "x", 3)
 
 
 def test_images_where_labels_are_expected_are_named(tmp_path):
     (tmp_path / "x").write_bytes(GOOD)
-    refused("x holds images where labels are expected", read_idx, tmp_path / "x", 1)
+    refused(
+        "not a whole IDX file of labels: it begins with 00 00 08 03", read_idx, tmp_path / "x", 1
+    )
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    refused("cannot be read: Is a directory", read_idx, tmp_path, 3)
+    refused("cannot be read: .*Is a directory", read_idx, tmp_path, 3)
 
 
 def test_labels_and_images_must_be_as_many(tmp_path):

@@ -181,7 +181,7 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, options, tmp_
 
 def test_what_it_needs_is_said(tmp_path, capsys):
     assert main(["--batch", "auto", "--devices", "cpu", "--out", str(tmp_path)]) == 2
-    words = "is measured between replicas, and there is one: give --replicas 2, or name its device"
+    words = "is measured between replicas, and there is one: name its device twice"
     printed = capsys.readouterr().err
     assert words in printed
     assert "--devices cpu,cpu" in printed

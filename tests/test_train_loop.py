@@ -10,13 +10,13 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
 from scatterpar.plan import make_plan
-from scatterpar.train.data import Split, make_dataset
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import Split, UsageError, make_dataset
 from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training, train_epoch
 from scatterpar.train.models import OnPixels
-from scatterpar.train.records import Metrics, draw_curves
+from scatterpar.train.page import draw_curves
+from scatterpar.train.records import Metrics
 from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
 pytestmark = pytest.mark.draws

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import multiprocessing
 import os
 import sys
 import time
-import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,17 @@ import torch
 from helpers.pictures import CLASSES, needs_timm, needs_torchvision, truncate, write_folder
 from PIL import Image
 
-from scatterpar.train import feed, pictures
-from scatterpar.train.data import TEST, TRAIN
-from scatterpar.train.errors import UsageError
+from scatterpar.train import data as data_module
+from scatterpar.train import feed
+from scatterpar.train.data import TEST, TRAIN, UsageError, load
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
 from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
-from scatterpar.train.pictures import Augmentation, Files, Reading, find_files, open_data
+from scatterpar.train.pictures import Files, Reading, find_files, open_data
 from scatterpar.train.schedule import foresee
 
-pytestmark = needs_torchvision
-NONE = Augmentation(kind="none")
+pytestmark = [needs_torchvision, needs_timm]
+NONE = Reading(augment="none")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_a_side_without_class_folders_is_refused(tmp_path):
 
 def test_sets_in_memory_take_no_options_of_pictures():
     refused("embedded: it is used as it is: --image-size, --augment", "embedded", image_size=32)
-    refused("embedded: it is used as it is", "embedded", augmentation=Augmentation("trivial"))
+    refused("embedded: it is used as it is", "embedded", augment="rand-m9")
 
 
 def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path):
@@ -125,14 +126,14 @@ def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
     assert torch.equal(first[50:], data.read(TRAIN, rows[50:], 0).images)
     for images in (data.read(TRAIN, rows, 1).images, other.read(TRAIN, rows, 0).images):
         assert (images != first).flatten(1).any(1).sum() > 90
-    plain = open_data(str(folder), Reading(augmentation=NONE))
+    plain = open_data(str(folder), NONE)
     epochs = [plain.read(TRAIN, rows, epoch).images for epoch in (0, 1)]
     assert torch.equal(*epochs)
 
 
 def requests(number=180, batch=70, epochs=2):
     batches = Batches(number, batch, seed=3)
-    return list(foresee(batches, 0, epochs, 1, 12, batch, Machines()))
+    return list(foresee(batches, 0, epochs, 12, batch, Machines()))
 
 
 def everything(data, workers):
@@ -229,7 +230,7 @@ def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
 
 
 def test_a_killed_worker_is_said_in_words(folder):
-    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 1, 12, 60, Machines()))
+    many = list(foresee(Batches(180, 60, seed=3), 0, 400, 12, 60, Machines()))
     others = multiprocessing.active_children()  # the ranks that other tests use
     with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
         first = many[0]
@@ -268,10 +269,10 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
 def test_what_is_foreseen_is_what_is_asked_for():
     batches = Batches(10, 4, seed=0)
     batches.consumed = 4
-    rest = {"every": 2, "test_images": 5, "tested_together": 4, "machines": Machines()}
+    rest = {"test_images": 5, "tested_together": 4, "machines": Machines()}
     found = list(foresee(batches, 0, epochs=3, **rest))
     assert [(r.part, len(r.rows), r.epoch) for r in found] == [
-        *[(TRAIN, 4, 0), (TRAIN, 2, 0)],
+        *[(TRAIN, 4, 0), (TRAIN, 2, 0), (TEST, 4, 0), (TEST, 1, 0)],
         *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
         *[(TRAIN, 4, 2), (TRAIN, 4, 2), (TRAIN, 2, 2), (TEST, 4, 0), (TEST, 1, 0)],
     ]
@@ -281,125 +282,73 @@ def test_what_is_foreseen_is_what_is_asked_for():
     assert [(r.part, len(r.rows)) for r in found] == [(TEST, 4), (TEST, 1)]
 
 
-def test_torchvisions_sets_are_found_by_name(tmp_path, monkeypatch):
-    class Toy:
-        """As those of torchvision with `train=`."""
-
-        classes = ("dark", "light")
-
-        def __init__(self, root, train, download=False):
-            if not download:
-                raise RuntimeError("Dataset not found.\nYou can use download=True")
-            self.rows = 6 if train else 2
-
-        def __len__(self):
-            return self.rows
-
-        def __getitem__(self, row):
-            return Image.new("L", (8, 8), 200 * (row % 2)), row % 2
-
-    class Module:
-        Toy = None
-        number = 3
-
-    Module.Toy = Toy
-    datasets = lambda name: Module if name == "datasets" else torchvision(name)  # noqa: E731
-    torchvision = pictures.torchvision
-    monkeypatch.setattr(pictures, "torchvision", datasets)
-    words = r"torchvision:Toy: Dataset not found. You can .*--data-root data; --download fetches it"
-    refused(words, "torchvision:Toy")
-    refused("torchvision.datasets has no Absent", "torchvision:Absent")
-    refused("torchvision.datasets has no number", "torchvision:number")
-    data = open_data("torchvision:Toy", Reading(augmentation=NONE, download=True))
+def test_torchvisions_sets_are_found_by_name(tmp_path):
+    """Fashion-MNIST, of which only the included test images are there, under both names."""
+    raw, images = tmp_path / "FashionMNIST" / "raw", load("embedded")
+    refused(
+        rf"torch/fashion_mnist: Dataset not found.*--data-root {tmp_path}; --download fetches it",
+        *("torch/fashion_mnist",),
+        root=tmp_path,
+    )
+    refused("torch/absent: Unknown torchvision dataset absent", "torch/absent")
+    raw.mkdir(parents=True)
+    for file in Path(data_module.__file__).with_name("embedded").glob("*.gz"):
+        for part in ("train", "t10k"):
+            target = raw / file.name.replace("t10k", part).removesuffix(".gz")
+            target.write_bytes(gzip.decompress(file.read_bytes()))
+    data = open_data("torch/fashion_mnist", Reading(augment="none", root=tmp_path))
+    assert (len(data.train), len(data.test), data.class_names[0]) == (10_000, 10_000, "T-shirt/top")
     found = data.read(TRAIN, torch.arange(6), 0)
-    assert found.labels.tolist() == [0, 1] * 3
-    assert found.images[:, 0, 0, 0].tolist() == [0, 200] * 3
-    assert len(data.test) == 2
+    assert torch.equal(found.labels, images.train.labels[:6])
+    assert torch.equal(found.images[:, :1], images.train.images[:6])
 
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
-    refused(r"needs torchvision: pip install scatterpar\[images\]", "torchvision:CIFAR10")
+    monkeypatch.setitem(sys.modules, "torchvision.ops", None)
+    refused(r"needs torchvision: pip install scatterpar\[images\]", "torch/cifar10")
 
 
-@needs_timm
 @pytest.mark.parametrize("name", ["nonsense"])
 def test_a_policy_that_timm_does_not_have_is_named(folder, name):
     refused(
-        "is none of none, crop, trivial and rand, nor a policy",
+        "is neither none, nor crop, nor a policy",
         folder,
-        augmentation=Augmentation(name),
+        augment=name,
     )
 
 
-def test_a_data_set_of_hugging_face_is_read_from_its_folder(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
-    kinds = {"shown": datasets.Image(), "kind": datasets.ClassLabel(names=["dark", "light"])}
-
-    def table(rows):
-        pictures = [Image.new("L", (9, 8), 200 * (row % 2)) for row in range(rows)]
-        columns = {"shown": pictures, "kind": [row % 2 for row in range(rows)]}
-        return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
-
-    datasets.DatasetDict({"train": table(6), "validation": table(2)}).save_to_disk(tmp_path / "set")
-    data = open_data(f"datasets:{tmp_path}/set", Reading(augmentation=NONE))
-    assert data.class_names == ("dark", "light")
-    found = data.read(TRAIN, torch.arange(6), 0)
-    assert found.labels.tolist() == [0, 1] * 3
-    assert found.images.shape == (6, 3, 8, 8)
-    assert found.images[:, 0, 0, 0].tolist() == [0, 200] * 3
-    assert len(data.test) == 2
-
-
-@pytest.fixture
-def fake_datasets(monkeypatch):
-    """Stands for the library: what `load_dataset` returns can be set."""
-    module = types.ModuleType("datasets")
-    module.Image, module.ClassLabel = type("Image", (), {}), type("ClassLabel", (), {})
+def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return module
-
-
-def test_a_data_set_of_hugging_face_that_does_not_fit_is_named(fake_datasets):
-    def refuse(words, parts):
-        fake_datasets.load_dataset = lambda name, cache_dir: parts()
-        refused(words, "datasets:toy")
-
-    def missing():
-        raise ConnectionError("no network\nhere")
-
-    def without_pictures():
-        part = types.SimpleNamespace(features={"text": 1, "kind": fake_datasets.ClassLabel()})
-        return {"train": part, "test": part}
-
-    refuse(r"datasets:toy: no network here .*--data-root data; --download fetches it", missing)
-    refuse(
-        "datasets:toy: it has train, other, not train and test", lambda: {"train": 1, "other": 2}
-    )
-    refuse("needs one column of kind Image, and has none among text, kind", without_pictures)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
+    ours = open_data(str(folder), NONE)
+    data = open_data(f"hfds/{folder}", replace(NONE, root=tmp_path))
+    assert data.class_names == ours.class_names
+    assert (len(data.train), len(data.test)) == (180, 12)
+    rows = torch.tensor([0, 5, 11])
+    for one, other in zip(data.read(TEST, rows, 0), ours.read(TEST, rows, 0), strict=True):
+        assert one == other if isinstance(one, list) else torch.equal(one, other)
 
 
 def test_missing_datasets_names_the_extra(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(r"needs Hugging Face's datasets: pip install scatterpar\[datasets\]", "datasets:toy")
+    monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+    refused(r"hfds/toy: .*datasets.* \(pip install scatterpar\[datasets\]\)", "hfds/toy")
 
 
 @pytest.mark.parametrize(
     "augmentation",
     [
-        Augmentation("trivial"),
-        Augmentation("rand", erase=0.5),
-        Augmentation("none", erase=1.0),
-        Augmentation(mixup=0.2),
-        Augmentation(mixup=0.2, cutmix=1.0),
-        pytest.param(Augmentation("rand-m9-mstd0.5-inc1"), marks=needs_timm),
+        Reading(augment="original", erase=0.5),
+        Reading(augment="none", erase=1.0),
+        Reading(mixup=0.2),
+        Reading(mixup=0.2, cutmix=1.0),
+        Reading(augment="rand-m9-mstd0.5-inc1"),
     ],
 )
 def test_torchvisions_augmentation_is_the_same_in_any_worker(folder, augmentation):
-    data = open_data(str(folder), Reading(augmentation=augmentation, seed=1))
+    data = open_data(str(folder), replace(augmentation, seed=1))
     alone, plain = everything(data, workers=0), everything(open_data(str(folder), Reading()), 0)
     for one, other in zip(alone, everything(data, workers=2), strict=True):
         assert torch.equal(one.images, other.images)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from faults.processes import SILENCE, run
-from helpers.pictures import needs_torchvision, truncate, write_folder
+from helpers.pictures import needs_timm, needs_torchvision, truncate, write_folder
 from helpers.torchrun import differences, environment, steps, wait_until
 from torch import nn
 
@@ -26,7 +26,7 @@ from scatterpar.train import run as tool
 from scatterpar.train.records import Metrics, writing
 from scatterpar.train.run import main
 
-pytestmark = [pytest.mark.draws, needs_torchvision]
+pytestmark = [pytest.mark.draws, needs_torchvision, needs_timm]
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
 QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default network's time
@@ -76,7 +76,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
     assert len(losses[0]) == 9
     results = [[r["test_accuracy"] for r in records(out, "epoch")] for out in (whole, parts)]
     assert results[0] == results[1]
-    starts = json.loads((parts / "run.json").read_text())
+    starts = records(parts, "run")
     assert [start["options"]["resume"] for start in starts] == [False, True, True]
     assert starts[0]["versions"]["torch"] == torch.__version__
 
@@ -157,7 +157,7 @@ def test_killed_workers_end_a_run_in_words_and_lose_nothing(folder, tmp_path):
     """The processes that read are killed; the run goes on from its last step afterwards."""
     out = tmp_path / "out"
     tool = [sys.executable, "-m", "scatterpar", "train", "--data", str(folder), *QUICK]
-    tool += ["--epochs", "2000", "--workers", "2", "--out", str(out), "--eval-every", "50"]
+    tool += ["--epochs", "2000", "--workers", "2", "--out", str(out)]
     with subprocess.Popen(tool, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         wait_until(lambda: len(steps(out)) >= 5 or process.poll() is not None, tmp_path)
         assert process.poll() is None
@@ -246,26 +246,24 @@ class Residual(Dropping):
 
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ["--optimizer", "adamw", "--optimizer-option", "betas=(0.9,0.95)", "--autocast"]
+    options = ["--optimizer", "adamw", "--autocast"]
     options += ["float16", "--channels-last", "--zero-init-residual"]
-    options += ["--model", "test_train_runs:Residual", "--shares", "2,1", "--measure-noise"]
-    options += ["--base-lr", "0.003", "--eval-every", "2", "--drop-at", "1,2", "--workers", "0"]
+    options += ["--model", "test_train_runs:Residual", "--shares", "2", "1", "--measure-noise"]
+    options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--workers", "0"]
     options += ["--warmup-epochs", "0", "--augment", "none"]
     assert train(folder, out, *options) == 0
     printed = capsys.readouterr().out
     assert "1 residual blocks start as the identity" in printed
-    assert [r["test_accuracy"] is None for r in records(out, "epoch")] == [True, False, False]
     rates = [r["learning_rate"] for r in steps(out)]
     peak = 0.003 * 48 / 256
     assert rates == pytest.approx([peak] * 3 + [peak / 10] * 3 + [peak / 100] * 3)
     state = torch.load(out / "checkpoint.pt")
-    assert state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
     assert state["scaler"]["scale"] > 0
     assert state["progress"]["noise"]["noise"] > 0
     assert "noise scale" in printed
     assert "cpu:0   0:32" in printed
     best = torch.load(out / "best.pt")
-    assert best["accuracy"] == max(r["test_accuracy"] or 0 for r in records(out, "epoch"))
+    assert best["accuracy"] == max(r["test_accuracy"] for r in records(out, "epoch"))
     assert best["model"].keys() == Residual(3).state_dict().keys()
 
 
@@ -295,7 +293,7 @@ def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsy
     for option, words in [
         (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
         (["--shares", "auto"], "'shares': 'auto'"),
-        (["--shares", "3,0.5", "--measure-noise"], "(3.0, 0.5), 'measure_noise': True, 'comp"),
+        (["--shares", "3", "0.5", "--measure-noise"], "(3.0, 0.5), 'measure_noise': True, 'comp"),
     ]:
         assert train(folder, tmp_path, *option) == 2
         assert words in capsys.readouterr().err
@@ -342,6 +340,7 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
         return read(self, wanted)
 
     monkeypatch.setattr(feed.Feed, "_read", slowly)
+    monkeypatch.setattr(tool, "_LONG_WAIT", 0.01)  # the machine may be busy
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()

@@ -83,7 +83,6 @@ def test_the_tool_trains_on_two_hosts_as_on_one(hosts, tmp_path, capsys):
         "curves.png",
         "metrics.jsonl",
         "report.html",
-        "run.json",
     ]
     images = [record["images"] for record in steps(written[0])]
     assert images == [*[1000] * 8, 192]

@@ -38,7 +38,7 @@ def main() -> None:
     source = open_data(given.folder, Reading())
     rows = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
     batches = list(rows.split(given.batch))[: given.batches]
-    devices = choose_devices(None, None)
+    devices = choose_devices(None)
     model = build_model(given.model, source.image_shape, len(source.class_names)).to(devices[0])
     with ScatterOnceParallel(model, accum=4, device_ids=devices) as engine:
         criterion = nn.CrossEntropyLoss()

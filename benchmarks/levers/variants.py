@@ -33,7 +33,7 @@ class Variant:
         start = time.perf_counter()
         self.engine.forward_backward(*self.batch, self.criterion)
         if self.respawn:
-            self.engine._crew.workers._stop()
+            self.engine._workers._stop()
         return time.perf_counter() - start
 
     def gradient(self) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from torch import Tensor
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.links import pattern
 from scatterpar.devices.verbs import physical
-
-__all__ = ["HOST", "PINNED", "Route", "examine", "routes", "settle"]
 
 HOST, PINNED = "host", "pinned host"
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
@@ -69,15 +66,25 @@ def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     samples = {size: [pattern(size) ^ (i + 1) for i in range(_TRIES)] for size in SIZES}
     for source, target in routes(devices):
         altered: dict[int, int] = {}
-        seconds, failed = math.inf, None
+        speed, failed = 0.0, None
         try:
             for size in SIZES:
                 tries = [_tried(sent, source, target) for sent in samples[size]]
                 altered[size] = max(wrong for wrong, _ in tries)
-                seconds = min(spent for _, spent in tries)
+                speed = size / min(seconds for _, seconds in tries) / 1e9
         except Exception as error:
-            seconds, failed = math.inf, f"{type(error).__name__}: {error}"
-        yield Route(str(source), str(target), altered, SIZES[-1] / seconds / 1e9, failed)
+            speed, failed = 0.0, f"{type(error).__name__}: {error}"
+        yield Route(str(source), str(target), altered, speed, failed)
+
+
+def _tried(sent: Tensor, source: Place, target: Place) -> tuple[int, float]:
+    """How many bytes of one copy are wrong, and the seconds that it took."""
+    if source == PINNED:
+        there = sent.pin_memory()
+    else:
+        there = sent if isinstance(source, str) else sent.to(physical(source))
+    arrived, seconds = carry(there, source, target)
+    return int((arrived.cpu() != sent).sum()), seconds
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
@@ -100,13 +107,3 @@ def settle(devices: Sequence[Place]) -> None:
     for device in devices:
         if isinstance(device, torch.device) and device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _tried(sent: Tensor, source: Place, target: Place) -> tuple[int, float]:
-    """How many bytes of one copy are wrong, and the seconds that it took."""
-    if source == PINNED:
-        there = sent.pin_memory()
-    else:
-        there = sent if isinstance(source, str) else sent.to(physical(source))
-    arrived, seconds = carry(there, source, target)
-    return int((arrived.cpu() != sent).sum()), seconds

@@ -12,22 +12,11 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import settle
 from scatterpar.devices.verbs import physical
 from scatterpar.engine import ScatterOnceParallel
-
-__all__ = [
-    "ACCUM",
-    "ENGINE",
-    "NETWORKS",
-    "ONE",
-    "PER_CALL",
-    "Speed",
-    "Step",
-    "measure",
-    "take_step",
-]
 
 ACCUM = 16
 ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
@@ -52,26 +41,17 @@ def _cnn() -> nn.Module:
     )
 
 
-class _Transformer(nn.Module):
-    """Two encoder layers over embedded words, averaged."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(_WORDS, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(width, _CLASSES)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """Maps integers (rows, length) to logits (rows, classes)."""
-        out: Tensor = self.head(self.encoder(self.embed(words)).mean(1))
-        return out
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.Embedding(_WORDS, 64),
+        nn.TransformerEncoder(layer, 2),
+        nn.Flatten(),
+        nn.Linear(64 * _LENGTH, _CLASSES),
+    )
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "small CNN": _cnn,
-    "small transformer": _Transformer,
-}
+NETWORKS = {"small CNN": _cnn, "small transformer": _transformer}
 
 
 def _module(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -114,11 +94,10 @@ class Step:
         return self.error is None and self.worst <= self.limit
 
     def __str__(self) -> str:
-        start = f"{self.problem}, {self.rows} rows, {self.dtype}: "
-        if self.error is not None:
-            return f"{start}failed: {self.error}"
         result = "exact" if self.is_exact else "WRONG"
-        return f"{start}{result}, {self.worst:.1e} apart at most ({self.parameter})"
+        words = f"{result}, {self.worst:.1e} apart at most ({self.parameter})"
+        words = words if self.error is None else f"failed: {self.error}"
+        return f"{self.problem}, {self.rows} rows, {self.dtype}: {words}"
 
 
 def take_step(name: str, devices: Sequence[torch.device]) -> Step:
@@ -134,12 +113,11 @@ def take_step(name: str, devices: Sequence[torch.device]) -> Step:
                 engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
         step.warned = tuple(str(warning.message) for warning in caught)
         here = physical(devices[0])
-        nn.functional.cross_entropy(plain(inputs.to(here)), labels.to(here)).backward()
+        cross_entropy(plain(inputs.to(here)), labels.to(here)).backward()
+        pairs = zip(module.named_parameters(), plain.parameters(), strict=True)
+        step.worst, step.parameter = max((_apart(one, other), n) for (n, one), other in pairs)
     except Exception as error:
         step.error = f"{type(error).__name__}: {error}"
-        return step
-    pairs = zip(module.named_parameters(), plain.parameters(), strict=True)
-    step.worst, step.parameter = max((_apart(one, other), name) for (name, one), other in pairs)
     return step
 
 
@@ -197,13 +175,12 @@ class Speed:
         if self.error is not None:
             return f"{lines[0]}\n  failed: {self.error}"
         for name, seconds in self.seconds.items():
-            line = f"  {name + ':':22} {1e3 * median(seconds):8.1f} ms"
+            more = f"  (the engine takes {self.ratio(name):.2f} of it)" if self.is_judged else ""
             if name == ENGINE:
-                parts = [f"{phase} {1e3 * spent:.1f}" for phase, spent in self.phases.items()]
-                line += f"  ({', '.join(parts)})"
-            elif self.is_judged:
-                line += f"  (the engine takes {self.ratio(name):.2f} of it)"
-            lines.append(line)
+                more = (
+                    f"  ({', '.join(f'{p} {1e3 * spent:.1f}' for p, spent in self.phases.items())})"
+                )
+            lines.append(f"  {name + ':':22} {1e3 * median(seconds):8.1f} ms{more}")
         lines += [f"  {name + ':':22} not compared: {why}" for name, why in self.absent.items()]
         for name, paces in self.paces.items():
             lines.append(f"  {name + ' alone:':22} {median(paces):8.1f} sub-steps a second")
@@ -215,19 +192,19 @@ def measure(name: str, devices: Sequence[torch.device], *, is_judged: bool = Tru
     on_cpu = any(device.type == "cpu" for device in devices)
     size = _ROWS_ON_CPU if on_cpu else _ROWS_ELSEWHERE
     speed = Speed(name, size * ACCUM * len(devices), is_judged=is_judged)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the engine warns of, the exact step has told
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the engine warns of, the exact step has told
+        try:
             _measure(speed, devices, on_cpu)
-    except Exception as error:
-        speed.error = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            speed.error = f"{type(error).__name__}: {error}"
     return speed
 
 
 def _measure(speed: Speed, devices: Sequence[torch.device], on_cpu: bool) -> None:
     inputs, labels = _batch(speed.problem, speed.rows)
-    master, *_ = devices
-    module = _module(speed.problem, master)
+    master, rows = devices[0], speed.rows // len(devices)
+    module, alone = (_module(speed.problem, master) for _ in range(2))
     phases: list[dict[str, float]] = []
 
     def step() -> None:
@@ -236,23 +213,20 @@ def _measure(speed: Speed, devices: Sequence[torch.device], on_cpu: bool) -> Non
         assert engine.last_step is not None
         phases.append(engine.last_step.seconds)
 
-    steps: dict[str, Callable[[], object]] = {ENGINE: step}
-    alone = _module(speed.problem, master)
-    steps[ONE] = _plain(alone, master, inputs, labels, len(devices) * ACCUM)
+    steps = {ENGINE: step, ONE: _plain(alone, master, inputs, labels, len(devices) * ACCUM)}
     if on_cpu:
         speed.absent[PER_CALL] = "on the CPU torch calls the module itself"
     elif len(set(devices)) < max(len(devices), 2):
         speed.absent[PER_CALL] = "needs several cards, each of them once"
     else:
         parallel = nn.DataParallel(_module(speed.problem, master), [d.index for d in devices])
-        steps[PER_CALL] = _plain(parallel, master, inputs, labels, ACCUM)
+        per_call = _plain(parallel, master, inputs, labels, ACCUM)
         try:
-            steps[PER_CALL]()
+            per_call()
+            steps[PER_CALL] = per_call
         except Exception as error:  # some accelerators do not have what it needs
-            del steps[PER_CALL]
             speed.absent[PER_CALL] = f"did not run: {type(error).__name__}: {error}"
     different = [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-    rows = speed.rows // len(devices)
     for device in different if len(different) > 1 else ():
         replica = _module(speed.problem, device)
         steps[str(device)] = _plain(replica, device, inputs[:rows], labels[:rows], ACCUM)
@@ -266,7 +240,7 @@ def _measure(speed: Speed, devices: Sequence[torch.device], on_cpu: bool) -> Non
 
 def _plain(
     module: nn.Module, device: torch.device, inputs: Tensor, labels: Tensor, parts: int
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     """A step by gradient accumulation, as one writes it by hand."""
     there = physical(device)
     pieces = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
@@ -275,14 +249,14 @@ def _plain(
         module.zero_grad()
         for piece, wanted in pieces:
             out = module(piece.to(there, non_blocking=True))
-            loss = nn.functional.cross_entropy(out, wanted.to(there, non_blocking=True))
+            loss = cross_entropy(out, wanted.to(there, non_blocking=True))
             (loss / parts).backward()
 
     return step
 
 
 def _rounds(
-    steps: dict[str, Callable[[], object]], devices: Sequence[torch.device]
+    steps: dict[str, Callable[[], None]], devices: Sequence[torch.device]
 ) -> dict[str, list[float]]:
     """Seconds of each step in each round; a slow machine gets fewer rounds, not an endless wait."""
     spent: dict[str, list[float]] = defaultdict(list)

@@ -11,8 +11,6 @@ import torch
 from scatterpar.checkup.copies import HOST, PINNED, Route
 from scatterpar.checkup.training import ACCUM, ENGINE, ONE, PER_CALL, Speed, Step
 
-__all__ = ["Verdict", "judge"]
-
 _SLOWER = 1.1  # more than this is no accident of the measurement
 _LAME = 0.5  # of the bandwidth of its like
 _MOVING = 0.4  # of a step
@@ -31,12 +29,7 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the end.
-
-    Attributes:
-        kind: ``fine``, ``note``, ``slow`` or ``WRONG``.
-        text: what, why, and what to do.
-    """
+    """One line of the end: ``fine``, ``note``, ``slow`` or ``WRONG``, why, and what to do."""
 
     kind: str
     text: str
@@ -59,11 +52,12 @@ def judge(
         if speed.error is not None:
             found.append(Verdict("WRONG", f"timing the {speed.problem} failed: {speed.error}"))
         elif not is_busy:
-            found.append(_on_speed(speed, devices))
+            kind, words = _on_speed(speed, devices)
+            found.append(Verdict(kind, f"with the {speed.problem} {words}"))
     if is_busy:
         words = (
             f"the machine is busy with other work ({load_per_core:.1f} processes for each core), "
-            f"so no speed is judged; run this again when it is quiet."
+            "so no speed is judged; run this again when it is quiet."
         )
         return [*found, Verdict("note", words)]
     return [*found, *_on_shares(devices, speeds)]
@@ -71,17 +65,15 @@ def judge(
 
 def _on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
     broken = [route for route in routes if not route.arrives]
+    advice = _MEMORY if any(_ends(route) != ("card", "card") for route in broken) else _LINKS
     for route in broken:
+        way = f"{route.source} to {route.target}"
         if route.error is not None:
-            yield Verdict("WRONG", f"{route.source} to {route.target} failed: {route.error}")
+            yield Verdict("WRONG", f"{way} failed: {route.error}")
             continue
         size, altered = max(route.altered.items(), key=lambda item: item[1] / item[0])
-        advice = _MEMORY if any(_ends(one) != ("card", "card") for one in broken) else _LINKS
-        yield Verdict(
-            "WRONG",
-            f"copies from {route.source} to {route.target} bring other bytes than were sent: "
-            f"{altered} of {size} arrived altered. {advice}",
-        )
+        words = f"bring other bytes than were sent: {altered} of {size} arrived altered. {advice}"
+        yield Verdict("WRONG", f"copies from {way} {words}")
     if routes and not broken:
         yield Verdict("fine", f"copies arrive as they were sent, on all {len(routes)} ways.")
 
@@ -102,55 +94,47 @@ def _on_links(routes: Sequence[Route]) -> Iterator[Verdict]:
                 "slow",
                 f"{route.source} to {route.target} moves {route.gigabytes_per_second:.2f} GB/s, "
                 f"and {usual:.2f} is usual here. Look at the slot and its PCIe lanes (nvidia-smi "
-                f"-q, lspci -vv: LnkSta), at a riser cable, and at what else uses the way.",
+                "-q, lspci -vv: LnkSta), at a riser cable, and at what else uses the way.",
             )
 
 
 def _on_steps(steps: Sequence[Step]) -> Iterator[Verdict]:
     for step in steps:
+        gradient = f"the gradient of the {step.problem} on all devices"
         if step.error is not None:
             yield Verdict("WRONG", f"a step of the {step.problem} failed: {step.error}")
-        elif not step.is_exact:
-            yield Verdict(
-                "WRONG",
-                f"the gradient of the {step.problem} on all devices differs from that on one by "
-                f"{step.worst:.1e} in {step.parameter}, and rounding stays below "
-                f"{step.limit:.0e}. If copies are fine, this is a bug: please report it.",
-            )
+        elif step.is_exact:
+            words = f"is that on one ({step.worst:.1e} apart, in {step.dtype})."
+            yield Verdict("fine", f"{gradient} {words}")
         else:
             yield Verdict(
-                "fine",
-                f"the gradient of the {step.problem} on all devices is that on one "
-                f"({step.worst:.1e} apart, in {step.dtype}).",
+                "WRONG",
+                f"{gradient} differs from that on one by {step.worst:.1e} in {step.parameter}, and "
+                f"rounding stays below {step.limit:.0e}. If copies are fine, this is a bug: please "
+                "report it.",
             )
     for words in dict.fromkeys(words for step in steps for words in step.warned):
         yield Verdict("note", words)
 
 
-def _on_speed(speed: Speed, devices: Sequence[torch.device]) -> Verdict:
+def _on_speed(speed: Speed, devices: Sequence[torch.device]) -> tuple[str, str]:
     per_call, one = speed.ratio(PER_CALL), speed.ratio(ONE)
     assert one is not None
-    start = f"with the {speed.problem}"
     if per_call is not None and per_call > _SLOWER:
-        return Verdict(
-            "slow",
-            f"{start} {PER_CALL} takes less time ({1 / per_call:.2f} of the engine's). That should "
-            f"not be: please report it, with this page.",
+        return "slow", (
+            f"{PER_CALL} takes less time ({1 / per_call:.2f} of the engine's). That should not be: "
+            "please report it, with this page."
         )
     if len(devices) > 1 and one > 1 / _SLOWER:
-        return Verdict(
-            "slow",
-            f"{start} {len(devices)} replicas take {one:.2f} of one device's time. "
-            f"{_why(speed, devices)}",
-        )
+        why = _why(speed, devices)
+        return "slow", f"{len(devices)} replicas take {one:.2f} of one device's time. {why}"
     if one > _SLOWER:
-        return Verdict(
-            "slow",
-            f"{start} the engine takes {one:.2f} of a plain loop's time. What is done once a step "
-            f"weighs much with so little to compute: larger batches.",
+        return "slow", (
+            f"the engine takes {one:.2f} of a plain loop's time. What is done once a step weighs "
+            "much with so little to compute: larger batches."
         )
     against = "" if per_call is None else f" and {per_call:.2f} of {PER_CALL}'s"
-    return Verdict("fine", f"{start} the {ENGINE} takes {one:.2f} of one device's time{against}.")
+    return "fine", f"the {ENGINE} takes {one:.2f} of one device's time{against}."
 
 
 def _why(speed: Speed, devices: Sequence[torch.device]) -> str:
@@ -162,13 +146,13 @@ def _why(speed: Speed, devices: Sequence[torch.device]) -> str:
     if speed.moving > _MOVING:
         return (
             f"{speed.moving:.0%} of the step is spent on moving parameters, gradients and the "
-            f"batch. Take larger batches (more rows between two of the optimizer's steps), and "
-            f"compare the bandwidths above with what the slots should give."
+            "batch. Take larger batches (more rows between two of the optimizer's steps), and "
+            "compare the bandwidths above with what the slots should give."
         )
     return (
-        f"All replicas are launched by one interpreter, and these sub-steps are too short to keep "
+        "All replicas are launched by one interpreter, and these sub-steps are too short to keep "
         f"the cards busy. Take a smaller accum than {ACCUM} (fewer and larger sub-steps), or "
-        f"compile=True. A real network has more to compute."
+        "compile=True. A real network has more to compute."
     )
 
 

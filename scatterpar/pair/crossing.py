@@ -219,7 +219,7 @@ def run_each(
             return call.function(*args, **kwargs)
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, [share.device for share in plan.shares]) as attempt, around:
+    with Attempt(workers, plan) as attempt, around:
         results = attempt.run(apply, tasks)
     attempt.streams.commit()
     return results

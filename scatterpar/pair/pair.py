@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
@@ -212,7 +211,7 @@ class DataParallelCriterion(Wrapper):
             devices = [share.device for share in plan.shares]
             pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
-            weights, _ = weigh(request, plan, calls, Readout())
+            weights = weigh(request, plan, calls)
             owner = holder_of(self.module)
             replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
             criteria = [replica.of(self.module) for replica in replicas]
@@ -224,7 +223,7 @@ class DataParallelCriterion(Wrapper):
             losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
             if replicas:
                 commit_buffers(replicas[0].changed_buffers())
-        return combine(losses, [weight for (weight,) in weights], devices)
+        return combine(losses, [weight for (weight,) in weights.of_shares], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""

@@ -1,5 +1,5 @@
 """Copies of the user's modules that are never stale, and what all wrappers of a module share.
 
-The engine, the pair and ``threads.crew`` come in here. Replicas know the devices below them,
+The engine, the pair and ``step`` come in here. Replicas know the devices below them,
 and neither threads nor batches.
 """

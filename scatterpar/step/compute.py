@@ -19,17 +19,76 @@ import torch
 from torch import Tensor
 
 from scatterpar import torch_private
+from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
+from scatterpar.step.captured import brought_along, other_leaves, statistics
+from scatterpar.step.outcome import Computed
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Result, Task, loss_at, prepare_autograd, pull, train
+from scatterpar.step.scatter import Arrival
+from scatterpar.step.substeps import Task, hand_out, loss_at, prepare_autograd, pull, train
+from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
+from scatterpar.threads.sharing import Claims, Stash
 
 __all__ = ["compute", "warm_up"]
 
+Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
+
 _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
+
+
+def compute(
+    attempt: Attempt,
+    request: Request,
+    copies: Copies,
+    arrivals: Sequence[Arrival],
+    weights: Weights,
+    claims: Claims,
+    verify: Verify,
+    peers: Peers | None,
+) -> Computed:
+    """Every replica's sub-steps, each by its worker: gradients are in the replicas afterwards.
+
+    What the user's code may write meanwhile is the step's: ``.grad`` of the user's own parameters
+    until the end of this, statistics that a criterion moves until the commit.
+
+    Args:
+        attempt: the step.
+        request: what the user asked for.
+        copies: the replicas.
+        arrivals: bring the rows of each share.
+        weights: of the micro-batches' losses.
+        claims: what the step has for itself.
+        verify: rehearses a few rows first; raises what the user has to know.
+        peers: other processes, whose outputs the criterion of a whole batch sees too.
+
+    """
+    prepare_autograd()
+    parts = copies.parts
+    brought = brought_along(request.criterion)
+    attempt.keep(statistics(brought))
+    named = other_leaves(brought, parts) if peers else None
+    with Stash(claims, parts, named) as stash:
+        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash)
+        with guarded(parts):
+            if request.whole_batch:
+                warm_up(attempt, tasks, parts, output_at)
+                peers = None if request.most else peers  # a trial is this process's own
+                criterion = copies.criteria[0]
+                results = train_whole(attempt, request, tasks, parts, criterion, peers)
+            else:
+                warm_up(attempt, tasks, parts, loss_at)
+                verify(attempt, request, tasks, parts, peers)
+                work = partial(train, request=request)
+                if request.graphs is not None and request.most is None:
+                    launch = partial(request.graphs.of, parts=parts, streams=attempt.streams)
+                    work.keywords["substeps"] = launch
+                results = attempt.run(work, tasks)
+        attempt.ledger.settle()
+        return Computed(results, stash.gradients())
 
 
 def warm_up(
@@ -72,8 +131,8 @@ def warm_up(
             streams.rewind(task.share.replica, position)
         for part in parts:
             part.forget_step()
-        if tasks[0].aside is not None:
-            tasks[0].aside.forget()
+        if tasks[0].stash is not None:
+            tasks[0].stash.forget()
     for task, kinds in zip(tasks, new, strict=True):
         parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
 
@@ -124,42 +183,3 @@ def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator
         yield
     finally:
         own.set()
-
-
-def compute(
-    attempt: Attempt,
-    request: Request,
-    tasks: Sequence[Task],
-    parts: Sequence[Replicas],
-    criterion: Any,
-    look: Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None],
-    peers: Peers | None,
-) -> list[Result]:
-    """Every replica's sub-steps, each by its worker.
-
-    Args:
-        attempt: the step.
-        request: what the user asked for.
-        tasks: what each replica is given to do.
-        parts: the replicas of the model, and those of the criterion.
-        criterion: as it is on the master.
-        look: looks at a few rows first; raises what the user has to know.
-        peers: other processes, whose outputs the criterion of a whole batch sees too.
-
-    Returns:
-        What each replica made of its share.
-    """
-    prepare_autograd()
-    with guarded(parts):
-        if request.whole_batch:
-            warm_up(attempt, tasks, parts, output_at)
-            peers = None if request.most else peers  # a trial is this process's own
-            return train_whole(attempt, request, tasks, parts, criterion, peers)
-        warm_up(attempt, tasks, parts, loss_at)
-        look(attempt, request, tasks, parts, peers)
-        work = partial(train, request=request)
-        if request.graphs is not None and request.most is None:
-            work.keywords["substeps"] = partial(
-                request.graphs.of, parts=parts, streams=attempt.streams
-            )
-        return attempt.run(work, tasks)

@@ -210,7 +210,7 @@ class Graphed(Launched):
             _Refused: it cannot be had.
         """
         task, leaves = self._task, self._task.leaves
-        if task.aside is None or task.aside.gave_beyond(task.share.replica):
+        if task.stash is None or task.stash.gave_beyond(task.share.replica):
             raise _Refused("the criterion reaches parameters beside those of the module")
         came = [leaf.grad for leaf in leaves]
         states = [t for one in self._replicas for t in one.tensors if is_state(t)]
@@ -242,16 +242,16 @@ class Graphed(Launched):
         task, leaves, number = self._task, self._task.leaves, self._task.share.replica
         for leaf in leaves:
             leaf.grad = None
-        aside, nothing_kept = task.aside, replace(self._request, return_outputs=False)
-        assert aside is not None
+        stash, nothing_kept = task.stash, replace(self._request, return_outputs=False)
+        assert stash is not None
         host: list[tuple[Any, ...]] = [()]
         for _ in range(_WARM_UPS):
             launched = Launched(task, nothing_kept)
             loss, _ = launched.run(0, 1.0, _copied(rows))
             now = self._streams.now(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
-            if aside.gave_beyond(number):
-                aside.forget_beyond(number)
+            if stash.gave_beyond(number):
+                stash.forget_beyond(number)
                 raise _Refused("the criterion reaches parameters beside those of the module")
         if any(not one.is_as_refreshed() for one in self._replicas):
             raise _Refused(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import running
+from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
@@ -21,7 +21,7 @@ from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, noted
-from scatterpar.threads.crew import Crew
+from scatterpar.threads.attempt import Attempt
 
 __all__ = ["infer", "rows_of_one_batch"]
 
@@ -42,30 +42,31 @@ def rows_of_one_batch(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int)
     return rows
 
 
-def infer(crew: Crew, module: nn.Module, request: Request, plan: Plan, buffers_from: str) -> Any:
+def infer(
+    attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
+) -> Any:
     """The module's output for the whole batch, on the master.
 
     Args:
-        crew: computes.
+        attempt: says how the batch is cut.
+        copies: the replicas.
         module: the user's.
         request: its ``inputs`` are positional and keyword arguments.
-        plan: how the batch is cut.
         buffers_from: whose buffers the module has afterwards, if it is in training mode.
 
     Raises:
         ValueError: a forward pass wrote parameters.
     """
-    with crew.attempt(plan) as attempt:
-        ledger = attempt.ledger
-        arrivals = scatter(request.batch, plan, request.dim, ledger)
-        parts, criteria = crew.refresh(module, None, ledger)
-        tasks = hand_out(request, plan, parts, arrivals, criteria)
-        with guarded(parts):
-            warm_up(attempt, tasks, parts, _predicted)
-            lists = has_entries(request.batch)
-            outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
-        output = collect(outputs, plan, request.dim, ledger, lists=lists)
-        ledger.settle()
+    plan, ledger = attempt.plan, attempt.ledger
+    arrivals = scatter(request.batch, plan, request.dim, ledger)
+    copies.refresh(module, None, ledger)
+    tasks, parts = hand_out(request, plan, copies, arrivals), copies.parts
+    with guarded(parts):
+        warm_up(attempt, tasks, parts, _predicted)
+        lists = has_entries(request.batch)
+        outputs = attempt.run(partial(_infer_share, lists=lists), tasks)
+    output = collect(outputs, plan, request.dim, ledger, lists=lists)
+    ledger.settle()
     if module.training:
         buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
         for layer in reduce_moments(parts, len(outputs), ledger):

@@ -13,6 +13,7 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import GradientNoise
 from scatterpar.step.request import Request
+from scatterpar.step.weights import Weights
 
 __all__ = ["Spread", "estimate", "measure"]
 
@@ -39,9 +40,8 @@ def measure(
     request: Request,
     parts: Sequence[Replicas],
     plan: Plan,
-    weights: Sequence[Sequence[float]],
-    terms: float,
-    others: Sequence[tuple[Tensor, Tensor | None]],
+    weights: Weights,
+    past: Sequence[tuple[Tensor, Tensor | None]],
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up.
 
@@ -49,13 +49,13 @@ def measure(
         request: says how the losses combined.
         parts: the replicas of the model, and those of the criterion.
         plan: the shares.
-        weights: those of each share's micro-batches.
-        terms: how many terms the loss is a mean of; where it is a sum, its rows are its terms.
-        others: leaves of which the replicas have no copies, and their gradients.
+        weights: of the micro-batches' losses. Where the loss is a sum, its rows are its terms.
+        past: what came to the user's leaves past the replicas.
     """
+    terms = weights.terms
     if request.is_mean:
-        counts = [sum(own) * terms for own in weights]
-        added = [request.scale * sum(own) for own in weights]
+        counts = [sum(own) * terms for own in weights.of_shares]
+        added = [request.scale * sum(own) for own in weights.of_shares]
     else:
         counts = [float(share.rows) for share in plan.shares]
         added = [request.scale * count for count in counts]
@@ -67,8 +67,7 @@ def measure(
     ]
     # A criterion that closes over parameters writes past the replicas, and what the module keeps
     # that was made of them passes its gradient on later.
-    closed_over = [g for _, g in others] + [t.grad for part in parts for t in part.trained_tensors]
-    is_whole = all(gradient is None for gradient in closed_over)
+    is_whole = all(gradient is None for _, gradient in past)
     is_whole = is_whole and not any(_uses_kept(part) for part in parts)
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,36 @@ from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["Outcome"]
+__all__ = ["Computed", "Gradient", "Outcome", "Result"]
+
+Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
+
+
+@dataclass
+class Result:
+    """What one replica made of its share.
+
+    Attributes:
+        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
+        dtype: the dtype of the losses.
+        outputs: the module's outputs, detached and joined, where they were asked for.
+    """
+
+    loss: float = 0.0
+    dtype: torch.dtype = torch.float32
+    outputs: Any = None
+
+
+class Computed(NamedTuple):
+    """What the replicas made of their shares, beside the gradients that they hold.
+
+    Attributes:
+        results: of each replica.
+        past: leaves of the user's that gradients came to past the replicas, and these.
+    """
+
+    results: list[Result]
+    past: list[Gradient]
 
 
 @dataclass
@@ -46,7 +75,7 @@ class Outcome:
     scale: float
     spread: Spread
     outputs: tuple[Any, ...]
-    gradients: list[tuple[Tensor, Tensor | None]]
+    gradients: list[Gradient]
     buffers: list[BufferValue]
     layers: list[Layer]
     attempt: Attempt

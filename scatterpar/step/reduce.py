@@ -27,48 +27,90 @@ from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, po
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
+from scatterpar.step.noise import Spread, measure
+from scatterpar.step.outcome import Computed, Gradient, Outcome
+from scatterpar.step.request import Request
+from scatterpar.step.weights import Weights
+from scatterpar.threads.attempt import Attempt
 from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
 
 __all__ = [
     "collect",
     "mean_buffers",
+    "reduce",
     "reduce_buffers",
     "reduce_gradients",
     "reduce_moments",
     "sum_in_order",
 ]
 
-_Gradient = tuple[Tensor, Tensor | None]
+
+def reduce(
+    attempt: Attempt,
+    request: Request,
+    parts: Sequence[Replicas],
+    computed: Computed,
+    weights: Weights,
+    policy: str,
+    measures_noise: bool,
+) -> Outcome:
+    """What the step computed, in the master's memory.
+
+    Args:
+        attempt: the step.
+        request: what the user asked for.
+        parts: the replicas of the model, and those of the criterion.
+        computed: what the replicas made of their shares.
+        weights: of the micro-batches' losses.
+        policy: whose buffers the module has afterwards.
+        measures_noise: compare the replicas' gradients, unless they share one loss.
+    """
+    plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
+    spread = Spread()
+    if measures_noise and not request.whole_batch:
+        spread = measure(request, parts, plan, weights, past)
+    return Outcome(
+        plan=plan,
+        loss=sum(result.loss for result in results),
+        dtype=results[0].dtype,
+        is_mean=request.is_mean,
+        terms=weights.terms,
+        scale=request.scale,
+        spread=spread,
+        outputs=tuple(result.outputs for result in results),
+        gradients=reduce_gradients(parts, len(results), ledger, past),
+        buffers=reduce_buffers(parts, plan.shares, policy, ledger),
+        layers=reduce_moments(parts, len(results), ledger),
+        attempt=attempt,
+    )
 
 
 def reduce_gradients(
-    parts: Sequence[Replicas], active: int, ledger: Ledger
-) -> list[tuple[Tensor, Tensor | None]]:
+    parts: Sequence[Replicas], active: int, ledger: Ledger, past: Sequence[Gradient]
+) -> list[Gradient]:
     """The sum of the replicas' gradients, in the master's memory.
 
     Args:
         parts: the replicas of the model, and those of the criterion.
         active: how many of them took part, the master's own first.
         ledger: copies, and counts what it copied.
-
-    The master's own ``.grad`` must be set aside: what is there now, came in this step.
+        past: leaves of the master's that gradients came to past the replicas, and these.
 
     Returns:
         Every trained leaf of the master's with its gradient; ``None`` for one that no
         replica used, and zero stands in where only some did. Whichever finished first, the sum
         has the same bits.
     """
-    total: dict[int, tuple[Tensor, Tensor | None]] = {}
+    total: dict[int, Gradient] = {}
     kept: list[tuple[Tensor, Tensor]] = []
+    own: list[Gradient] = []
     for part in parts:
         found = _sum(part.replicas[:active], part.trained, ledger)
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
-        for i in part.leaves:
-            tensor, gradient = part.tensors[i], found.get(i)
-            # Tied between model and criterion, or reached through a closure over the tensor itself.
-            for other in (total.get(id(tensor), (tensor, None))[1], tensor.grad):
-                gradient = _both(gradient, other)
-            total[id(tensor)] = (tensor, gradient)
+        own += [(part.tensors[i], found.get(i)) for i in part.leaves]
+    for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
+        _, other = total.get(id(leaf), (leaf, None))
+        total[id(leaf)] = leaf, _both(other, gradient)
     return pass_on(kept, list(total.values()))
 
 
@@ -283,7 +325,7 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
         total.update(zip(both, sums, strict=True))
 
 
-def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[_Gradient]) -> list[_Gradient]:
+def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
     """The leaves' gradients, to which those of tensors made of leaves were added.
 
     A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import finish
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.copies import Copies
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
+from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival, opened
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
-from scatterpar.threads.sharing import Aside
+from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
     "Launched",
-    "Result",
     "Task",
     "as_call",
     "forward",
@@ -58,7 +58,7 @@ class Task:
         dim: the dimension that holds the rows.
         keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
-        aside: what a step takes off the user's leaves, and whose turn it is; inference has none.
+        stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
     share: Share
@@ -69,7 +69,7 @@ class Task:
     dim: int = 0
     keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
-    aside: Aside | None = None
+    stash: Stash | None = None
 
     def rows_of(self, number: int) -> tuple[Any, Any]:
         """Inputs and targets of one micro-batch, on the replica's device: the sub-step's own."""
@@ -87,8 +87,8 @@ class Task:
 
     def launching(self) -> contextlib.AbstractContextManager[None]:
         """What is around the Python of a forward pass and its loss: the replica's turn."""
-        aside = self.aside
-        return contextlib.nullcontext() if aside is None else aside.launching(self.share.device)
+        stash = self.stash
+        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
 
     def substep(self, number: int) -> noted:
         """What is around every sub-step: errors say where they happened."""
@@ -130,60 +130,43 @@ class noted:
 def hand_out(
     request: Request,
     plan: Plan,
-    parts: Sequence[Replicas],
+    copies: Copies,
     arrivals: Sequence[Arrival],
-    criteria: Sequence[Any],
     weights: Sequence[Sequence[float]] | None = None,
-    aside: Aside | None = None,
+    stash: Stash | None = None,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest.
 
     Args:
         request: what the user asked for.
         plan: the shares.
-        parts: the replicas of the model, and those of the criterion.
+        copies: the replicas. The criterion of a whole batch is called elsewhere.
         arrivals: bring the rows of each share.
-        criteria: the criterion of each replica; that of a whole batch is called elsewhere.
         weights: those of each share's micro-batches.
-        aside: what a step takes off the user's leaves.
+        stash: what a step takes off the user's leaves.
     """
     seen_twice = request.whole_batch and request.keeps_rows
     tasks = []
     for i, share in enumerate(plan.shares):
-        own = [(part, part.replicas[i]) for part in parts if i < len(part.replicas)]
+        own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
         replicas = [replica for _, replica in own]
         tasks.append(
             Task(
                 share,
                 module=replicas[0].roots[0],
                 arrival=arrivals[i],
-                criterion=None if request.whole_batch else criteria[i],
+                criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
                 dim=request.dim,
                 keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
-                aside=aside,
+                stash=stash,
             )
         )
     return tasks
 
 
 Criterion = Callable[[Any, Any], Any]
-
-
-@dataclass
-class Result:
-    """What one replica made of its share.
-
-    Attributes:
-        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
-        dtype: the dtype of the losses.
-        outputs: the module's outputs, detached and joined, where they were asked for.
-    """
-
-    loss: float = 0.0
-    dtype: torch.dtype = torch.float32
-    outputs: Any = None
 
 
 @functools.cache
@@ -302,13 +285,13 @@ def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
 
 
 def judged(task: Task, output: Any, targets: Any) -> Tensor:
-    """The loss of this output of a micro-batch, in turn; what it reaches is set aside."""
-    if task.aside is None or task.criterion is None or _is_of_torch(task.criterion):
+    """The loss of this output of a micro-batch, in turn; what it reaches is stashed."""
+    if task.stash is None or task.criterion is None or _is_of_torch(task.criterion):
         return loss_of(output, targets, task.criterion)
     nodes = nodes_of(nested.tensors(output))
-    with task.aside.turn_on(task.share.device):
+    with task.stash.turn_on(task.share.device):
         loss = loss_of(output, targets, task.criterion)
-    task.aside.reach(loss, nodes, task.share.replica)
+    task.stash.reach(loss, nodes, task.share.replica)
     return loss
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,59 +23,67 @@ from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.request import Request, as_function, option_of, resolve_reduction
 
-__all__ = ["class_counts", "counts_of", "is_counted", "weigh"]
+__all__ = ["Weights", "class_counts", "counts_of", "is_counted", "weigh"]
 
 
-def weigh(
-    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]], readout: Readout
-) -> tuple[list[list[float]], float]:
-    """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
+class Weights(NamedTuple):
+    """How the losses of micro-batches combine.
 
-    And how many terms the whole batch's loss is a mean of; one for a sum.
+    Attributes:
+        of_shares: the factor of each micro-batch's loss in the loss of the whole batch.
+        terms: how many terms the whole batch's loss is a mean of; one for a sum.
+    """
+
+    of_shares: list[list[float]]
+    terms: float
+
+
+def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
+    """How the losses of this plan's micro-batches combine.
 
     Args:
         request: says how the losses combine.
         plan: how the batch is cut.
         pieces: the inputs and targets of each micro-batch in order, for the user's ``count``.
-        readout: brings counts to the host.
 
     Raises:
         TypeError: a count that is neither a number nor a 0-dim tensor.
         ValueError: a count below zero, infinite or NaN.
     """
     spans = [span for share in plan.shares for span in share.micro_batches]
-    weights, total = [1.0] * len(spans), 1.0
+    factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:
-        counts = counts_of(request, spans, pieces, readout)
-        total = sum(counts)  # where nothing counts, all weights are zero
-        weights = [count / total if count else 0.0 for count in counts]
-    remaining = iter(weights)
-    return [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
+        counts = counts_of(request, spans, pieces)
+        total = sum(counts)  # where nothing counts, all factors are zero
+        factors = [count / total if count else 0.0 for count in counts]
+    remaining = iter(factors)
+    return Weights(
+        [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
+    )
 
 
 def counts_of(
     request: Request,
     spans: Sequence[tuple[int, int]],
     pieces: Iterable[tuple[Any, Any]],
-    readout: Readout,
 ) -> list[float]:
     """How many terms the loss of each micro-batch is a mean of."""
     if request.count is not None:
         asked = [request.count(*piece) for piece in pieces]
-        return [_as_number(count) for count in _fetched(asked, readout)]
+        return [_as_number(count) for count in _fetched(asked)]
     targets, labels = request.targets, (piece for _, piece in pieces)
-    counts = class_counts(request.criterion, targets, labels, spans, request.dim, readout)
+    counts = class_counts(request.criterion, targets, labels, spans, request.dim)
     if counts is None:
         return [float(stop - start) for start, stop in spans]
-    return [float(count) for count in _fetched(counts, readout)]
+    return [float(count) for count in _fetched(counts)]
 
 
-def _fetched(counts: Sequence[float | Tensor], readout: Readout) -> Sequence[float | Tensor]:
+def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
     positions = [
         i for i, count in enumerate(counts) if isinstance(count, Tensor) and not count.ndim
     ]
-    arrived = readout.ask([counts[i] for i in positions])()  # type: ignore[misc]
+    arrived = Readout().ask([counts[i] for i in positions])()  # type: ignore[misc]
     fetched = list(counts)
     for i, count in zip(positions, arrived, strict=True):
         fetched[i] = count
@@ -117,7 +125,6 @@ def class_counts(
     labels: Iterable[Any],
     spans: Sequence[tuple[int, int]],
     dim: int,
-    readout: Readout,
 ) -> Sequence[float | Tensor] | None:
     """What torch's mean cross entropies divide by; ``None`` for any other criterion.
 
@@ -127,13 +134,12 @@ def class_counts(
         labels: the targets of each micro-batch in order.
         spans: where each of them starts and stops.
         dim: the dimension that holds the rows.
-        readout: brings counts to the host.
     """
     criterion = as_function(criterion)
     if not _averages_classes(criterion):
         return None
     if isinstance(targets, Tensor) and list(spans) == sorted(spans):
-        return _count_classes(criterion, targets, dim, spans, readout)
+        return _count_classes(criterion, targets, dim, spans)
     return [_count_piece(criterion, piece) for piece in labels]
 
 
@@ -146,7 +152,7 @@ def _averages_classes(criterion: Any) -> bool:
 
 
 def _count_classes(
-    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]], readout: Readout
+    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
 ) -> list[float]:
     """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
     if targets.is_floating_point():
@@ -155,7 +161,7 @@ def _count_classes(
     terms = _class_terms(criterion, targets)
     if terms.ndim > 1:
         terms = terms.movedim(dim, 0).flatten(1).sum(1)
-    (rows,) = readout.ask([terms])()
+    (rows,) = Readout().ask([terms])()
     sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
     counts: list[float] = torch.segment_reduce(rows.double(), "sum", lengths=sizes).tolist()
     return counts

@@ -40,9 +40,10 @@ from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.markers import Batches, all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
+from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery, copied, opened, take
-from scatterpar.step.substeps import Result, Task, kept, noted, pull, scalar_loss, unalias
+from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Position, RandomStreams
@@ -176,7 +177,7 @@ class WholeBatch:
 
         Args:
             criterion: called once.
-            reach: sets aside the leaves that the loss comes from, beside the outputs' nodes.
+            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
             scale: the gradient scaler's factor.
             check_finite: refuse a loss that is NaN or infinite.
         """
@@ -289,21 +290,21 @@ def train_whole(
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    streams, aside = attempt.streams, tasks[0].aside
-    assert aside is not None
+    streams, stash = attempt.streams, tasks[0].stash
+    assert stash is not None
     seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
     shares = [task.share for task in tasks]
     lists = has_entries(request.inputs)
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    judge = partial(batch.judge, criterion, aside.reach, request.scale, request.check_finite)
+    judge = partial(batch.judge, criterion, stash.reach, request.scale, request.check_finite)
     try:
         with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _judged(attempt.workers, judge, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
-            aside.forget()  # the criterion's: rank 0 has them too, and they count once
+            stash.forget()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
-from scatterpar.plan import Share
+from scatterpar.plan import Plan, Share
 from scatterpar.threads.generators import RandomStreams
 from scatterpar.threads.workers import Cancelled, Workers
 
@@ -39,7 +39,7 @@ class Attempt:
 
     Args:
         workers: compute, one replica each.
-        devices: the device of each replica that takes part.
+        plan: what each replica is given.
         earlier: how many replicas of other processes are numbered before these.
 
     Attributes:
@@ -48,9 +48,10 @@ class Attempt:
         clock: what it takes.
     """
 
-    def __init__(self, workers: Workers, devices: Sequence[torch.device], earlier: int = 0) -> None:
+    def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
         self.workers = workers
-        self.streams = RandomStreams(devices, earlier)
+        self.plan = plan
+        self.streams = RandomStreams([share.device for share in plan.shares], earlier)
         self.ledger = Ledger()
         self.clock = Clock()
         self._kept: list[Tensor] = []

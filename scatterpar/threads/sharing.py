@@ -18,7 +18,7 @@ from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-__all__ = ["Aside", "Claims", "Turn", "turn_of_criteria"]
+__all__ = ["Claims", "Stash", "Turn", "turn_of_criteria"]
 
 _PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
 _BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
@@ -135,8 +135,8 @@ class Claims:
             )
 
 
-class Aside:
-    """``.grad`` and hooks of the user's leaves: taken off for the body, and put back after it.
+class Stash:
+    """``.grad`` and hooks of the user's leaves: stashed for the body, and put back after it.
 
     A criterion that closes over the user's own parameters writes there, from the workers, at every
     sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
@@ -172,13 +172,6 @@ class Aside:
     def __exit__(self, *_: object) -> None:
         self._put_back()
 
-    @property
-    def others(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The leaves of which replicas have no copies, and what they were given."""
-        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
-        others = [leaf for key, (leaf, _) in self._kept.items() if key not in trained]
-        return [(leaf, leaf.grad) for leaf in others]
-
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
@@ -193,9 +186,9 @@ class Aside:
         return self._launching.taken() if _HAS_LOCK and launches(device) else _AT_ONCE
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
-        """Set aside what a backward pass from ``loss`` comes to without passing ``nodes``.
+        """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
 
-        What it gives there is the replica's until ``add_up``: else the order of arrival would
+        What it gives there is the replica's until ``gradients``: else the order of arrival would
         decide how the sum is rounded.
 
         Raises:
@@ -231,8 +224,11 @@ class Aside:
         for sums in list(self._sums.values()):
             sums.pop(replica, None)
 
-    def add_up(self) -> None:
-        """To each leaf what the replicas gave, in their order."""
+    def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
+        """What came to the user's leaves past the replicas, which have no copies of some.
+
+        To each what the replicas gave, added up in their order.
+        """
         for key, sums in self._sums.items():
             leaf, _ = self._kept[key]
             found = [] if leaf.grad is None else [leaf.grad]
@@ -242,6 +238,9 @@ class Aside:
                 is_dense = total.layout == torch.strided
                 leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
         self._sums.clear()
+        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
+        leaves = [leaf for leaf, _ in self._kept.values()]
+        return [(t, t.grad) for t in leaves if t.grad is not None or id(t) not in trained]
 
     def forget(self) -> None:
         """Let go of the gradients that came so far."""

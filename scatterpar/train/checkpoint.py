@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scatterpar.train.errors import UsageError, words_of
-from scatterpar.train.evaluation import averaged
+from scatterpar.train.data import UsageError, words_of
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels
@@ -102,30 +100,33 @@ def collect(
         job: torchrun's name of the run, if any.
         about: what `predict` needs to know of the model.
     """
-    scaler, average = training.scaler, training.average
+    parts = _parts(training).items()
     return {
-        **_weights(training, about),
+        **_weights(training.engine.module, about),
+        **{name: None if part is None else dict(part.state_dict()) for name, part in parts},
         "job": job,
         "settings": settings,
         "progress": asdict(progress),
         "consumed": training.batches.consumed,
         "batch": training.batches.batch,
-        "average": None if average is None else dict(average.state_dict()),
-        "optimizer": training.optimizer.state_dict(),
-        "scheduler": training.scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
         "random": training.machines.everyones(random_states(training.engine.device_ids)),
     }
 
 
 def collect_best(training: Training, accuracy: float, about: dict[str, Any]) -> dict[str, Any]:
     """The weights that were tested (the averaged ones, where these are kept), and no more."""
-    with averaged(training.engine.module, training.average):
-        return copy.deepcopy({**_weights(training, about), "accuracy": accuracy})
+    average = training.average
+    module = training.engine.module if average is None else average.module
+    return {**_weights(module, about), "accuracy": accuracy}
 
 
-def _weights(training: Training, about: dict[str, Any] | None) -> dict[str, Any]:
-    module = training.engine.module
+def _parts(training: Training) -> dict[str, Any]:
+    """What has a state dict of its own, and may not be there."""
+    names = ("average", "optimizer", "scheduler", "scaler")
+    return {name: getattr(training, name) for name in names}
+
+
+def _weights(module: nn.Module, about: dict[str, Any] | None) -> dict[str, Any]:
     model = (module.network if isinstance(module, OnPixels) else module).state_dict()
     versions = getattr(model, "_metadata", {})
     return {
@@ -156,16 +157,12 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
     module = training.engine.module
     network = module.network if isinstance(module, OnPixels) else module
     load_weights(network, {**state, "average": None})
-    if training.average is not None and state["average"] is not None:
-        training.average.load_state_dict(state["average"])
-    training.optimizer.load_state_dict(state["optimizer"])
-    training.scheduler.load_state_dict(state["scheduler"])
-    if training.scaler is not None and state["scaler"] is not None:
-        training.scaler.load_state_dict(state["scaler"])
+    for name, part in _parts(training).items():
+        if part is not None and state[name] is not None:
+            part.load_state_dict(state[name])
     training.batches.consumed = state["consumed"]
-    training.batches.batch = state.get("batch", training.batches.batch)
-    everyones = state["random"]
-    rank = training.machines.rank
+    training.batches.batch = state["batch"]
+    everyones, rank = state["random"], training.machines.rank
     set_random_states(everyones[rank if rank < len(everyones) else 0])
     return Progress(**state["progress"])
 

@@ -1,10 +1,9 @@
-"""What data are to the training loop, and the sets that stay in memory: the MNIST family's."""
+"""What data are to the training loop, and the sets that stay in memory: IDX files, like MNIST's."""
 
 from __future__ import annotations
 
 import gzip
 import math
-import re
 import struct
 import zlib
 from collections.abc import Sequence, Sized
@@ -14,8 +13,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from scatterpar.train.errors import UsageError
 
 TRAIN, TEST = "train", "test"
 EMBEDDED = "embedded"
@@ -27,12 +24,16 @@ _FASHION = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
-_NAME = re.compile(
-    r"(?P<prefix>.*?)-?(?P<part>train|t10k|test)-(?P<kind>images|labels)[-.]idx[13]-ubyte(\.gz)?"
-)
-_WANTED = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 _KINDS = {1: "labels", 3: "images"}
-_Files = dict[str, Path]
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message is one line that says why."""
+
+
+def words_of(error: BaseException) -> str:
+    """An error's message in one line, or its kind where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Broken(NamedTuple):
@@ -136,7 +137,7 @@ def load(source: str) -> Dataset:
     """Load a small set into memory.
 
     Args:
-        source: a folder (or folder/prefix) of MNIST-family IDX files, or, where no such folder
+        source: a folder of MNIST's four IDX files, gzip or not, or, where no such folder
             exists, `"embedded"` or `"fashion-mnist"` (the installed Debian package
             dataset-fashion-mnist).
 
@@ -147,16 +148,16 @@ def load(source: str) -> Dataset:
     'embedded Fashion-MNIST: 8,192 images to train on, 1,808 to test, 10 classes, 1 x 28 x 28'
     """
     path = Path(source).expanduser()
-    if path.is_dir() or (path.parent.is_dir() and path.name in _find(path.parent)):
-        return make_dataset(source, *_load_sets(path))
+    if path.is_dir():
+        return make_dataset(source, _load_split(path, "train"), _load_split(path, "t10k"))
     if source == EMBEDDED:
-        images, labels = (_EMBEDDED_FOLDER / f"{name}-ubyte.gz" for name in _WANTED[2:])
-        whole, rows = _load_pair(images, labels), _EMBEDDED_TRAIN_ROWS
+        whole, rows = _load_split(_EMBEDDED_FOLDER, "t10k"), _EMBEDDED_TRAIN_ROWS
         train = Split(whole.images[:rows], whole.labels[:rows])
         test = Split(whole.images[rows:], whole.labels[rows:])
         return make_dataset("embedded Fashion-MNIST", train, test, _FASHION)
     if source == INSTALLED_NAME and INSTALLED.is_dir():
-        return make_dataset("Fashion-MNIST", *_load_sets(INSTALLED), _FASHION)
+        train, test = (_load_split(INSTALLED, part) for part in ("train", "t10k"))
+        return make_dataset("Fashion-MNIST", train, test, _FASHION)
     if source == INSTALLED_NAME:
         raise UsageError(
             f"--data {INSTALLED_NAME}: {INSTALLED} is not there; install Debian's package "
@@ -164,17 +165,14 @@ def load(source: str) -> Dataset:
         )
     raise UsageError(
         f"--data {source}: there is no such folder; known by name are {EMBEDDED}, "
-        f"{INSTALLED_NAME} (Debian's package), torchvision:NAME and datasets:NAME"
+        f"{INSTALLED_NAME} (Debian's package), torch/NAME and hfds/NAME"
     )
 
 
 def make_dataset(
     name: str, train: Split, test: Split, class_names: tuple[str, ...] | None = None
 ) -> Dataset:
-    """Put the two splits together, with their labels counted from 0 and the pixels' statistics.
-
-    Labels become 0, 1, … in the order of the training labels' values, so that a set that counts
-    from 1 needs no class that never occurs.
+    """Put the two splits together, with the pixels' statistics.
 
     Raises:
         UsageError: the splits have images of different shapes, or the test labels are unknown.
@@ -182,19 +180,12 @@ def make_dataset(
     shapes = [tuple(split.images.shape[1:]) for split in (train, test)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"{name}: training images are {shapes[0]}, but test images {shapes[1]}")
-    values = torch.unique(train.labels)
-    unknown = sorted(set(torch.unique(test.labels).tolist()) - set(values.tolist()))
-    if unknown:
+    if unknown := sorted({*test.labels.tolist()} - {*train.labels.tolist()}):
         raise UsageError(f"{name}: the test labels {unknown} do not occur in the training labels")
+    names = class_names or tuple(str(label) for label in range(int(train.labels.max()) + 1))
     channels, height, width = shapes[0]
-    return Dataset(
-        name,
-        Split(train.images, torch.searchsorted(values, train.labels)),
-        Split(test.images, torch.searchsorted(values, test.labels)),
-        class_names or tuple(str(value) for value in values.tolist()),
-        (channels, height, width),
-        *_pixel_statistics(train.images),
-    )
+    statistics = _pixel_statistics(train.images)
+    return Dataset(name, train, test, names, (channels, height, width), *statistics)
 
 
 def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,50 +198,23 @@ def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), std.clamp_min(1e-3).float()
 
 
-def _load_sets(path: Path) -> tuple[Split, Split]:
-    """Load the training and the test split of a folder, or of a folder/prefix.
-
-    Files are named as MNIST, Fashion-MNIST, KMNIST and EMNIST name theirs, with or without .gz;
-    where both are there, the one without is read.
-    """
-    folder, prefix = (path, None) if path.is_dir() else (path.parent, path.name)
-    sets = _find(folder)
-    if not sets:
-        raise UsageError(
-            f"{folder} holds neither MNIST-family files (train-images-idx3-ubyte and so on, "
-            "gzip or not) nor image folders train/ and test/ with a folder for each class"
-        )
-    if prefix is None and len(sets) > 1:
-        choices = ", ".join(str(folder / name) for name in sorted(sets))
-        raise UsageError(f"{folder} holds {len(sets)} data sets; choose one: --data {choices}")
-    prefix = next(iter(sets)) if prefix is None else prefix
-    files, start = sets[prefix], f"{prefix}-" if prefix else ""
-    if missing := [f"{start}{name}-ubyte" for name in _WANTED if name not in files]:
-        raise UsageError(f"{folder} lacks {', '.join(missing)} (gzip or not)")
-    upright = not prefix.startswith("emnist")  # whose images are stored transposed
-    train = _load_pair(files[_WANTED[0]], files[_WANTED[1]], upright)
-    return train, _load_pair(files[_WANTED[2]], files[_WANTED[3]], upright)
-
-
-def _find(folder: Path) -> dict[str, _Files]:
-    """Map each prefix to its files, under the names of `_WANTED`."""
-    sets: dict[str, _Files] = {}
-    for file in sorted(folder.iterdir(), reverse=True):  # plain files after their .gz twins
-        if match := _NAME.fullmatch(file.name):
-            part = "train" if match["part"] == "train" else "t10k"
-            dimensions = 3 if match["kind"] == "images" else 1
-            files = sets.setdefault(match["prefix"], {})
-            files[f"{part}-{match['kind']}-idx{dimensions}"] = file
-    return sets
-
-
-def _load_pair(images_path: Path, labels_path: Path, upright: bool = True) -> Split:
-    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
+def _load_split(folder: Path, part: str) -> Split:
+    """Load images and labels under the names that MNIST, Fashion-MNIST and KMNIST give them."""
+    paths = []
+    for kind in ("images-idx3", "labels-idx1"):
+        name = f"{part}-{kind}-ubyte"
+        found = [folder / file for file in (name, f"{name}.gz") if (folder / file).is_file()]
+        if not found:
+            raise UsageError(
+                f"{folder} holds neither image folders train/ and test/ with a folder for each "
+                f"class nor MNIST's files: it lacks {name}, gzip or not"
+            )
+        paths.append(found[0])
+    images, labels = read_idx(paths[0], 3), read_idx(paths[1], 1)
     if len(images) != len(labels):
         raise UsageError(
-            f"{labels_path} has {len(labels)} labels, but {images_path} has {len(images)} images"
+            f"{paths[1]} has {len(labels)} labels, but {paths[0]} has {len(images)} images"
         )
-    images = images if upright else images.transpose(1, 2).contiguous()
     return Split(images.unsqueeze(1), labels.long())
 
 
@@ -264,50 +228,19 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     Raises:
         UsageError: the file cannot be read, or is not whole, with what is off.
     """
-    content, begins = _bytes_of(path), 4 + 4 * dimensions
-    begin = content[:4].hex(" ")
-    expected = f"a file of {_KINDS[dimensions]} begins with 00 00 08 {dimensions:02x}"
-    if len(content) < 4:
-        raise UsageError(f"{path} is truncated: it has {len(content)} bytes, but {expected}")
-    if content[:2] != b"\0\0":
-        raise UsageError(f"{path} is not an IDX file: it begins with {begin}, but {expected}")
-    if content[2] != 8:
-        raise UsageError(f"{path} does not hold unsigned bytes: it begins with {begin}, {expected}")
-    if content[3] != dimensions:
-        kind = _KINDS.get(content[3], f"{content[3]}-dimensional data")
-        raise UsageError(
-            f"{path} holds {kind} where {_KINDS[dimensions]} are expected: "
-            f"it begins with {begin}, but {expected}"
-        )
-    if len(content) < begins:
-        raise UsageError(f"{path} is truncated: it ends within its header")
-    shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    sizes, size, found = " x ".join(map(str, shape)), math.prod(shape), len(content) - begins
-    if found != size:
-        fault = "truncated" if found < size else "longer than it says"
-        raise UsageError(
-            f"{path} is {fault}: its header promises {sizes} = {size} bytes of data, "
-            f"but {found} follow it"
-        )
-    if not size:
-        raise UsageError(f"{path} is empty: its header says {sizes}")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=begins).view(shape)
-
-
-def _bytes_of(path: Path) -> bytearray:
     try:
         content = path.read_bytes()
-        is_compressed, says_compressed = content.startswith(b"\x1f\x8b"), path.suffix == ".gz"
-        if says_compressed and not is_compressed:
-            raise UsageError(f"{path} is not a gzip file, though its name ends in .gz")
-        if is_compressed and not says_compressed:
-            raise UsageError(
-                f"{path} is a gzip file, though its name does not end in .gz: rename it"
-            )
-        return bytearray(gzip.decompress(content) if is_compressed else content)
-    except EOFError as error:
-        raise UsageError(f"{path} is truncated: its gzip data end too early") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UsageError(f"{path} is a damaged gzip file: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path} cannot be read: {words_of(error)}") from error
+    begin, begins = bytes((0, 0, 8, dimensions)), 4 + 4 * dimensions
+    shape = struct.unpack_from(f">{dimensions}I", content.ljust(begins, b"\0"), 4)
+    size = math.prod(shape)
+    if content[:4] != begin or len(content) != begins + size or not size:
+        raise UsageError(
+            f"{path} is not a whole IDX file of {_KINDS[dimensions]}: it begins with "
+            f"{content[:4].hex(' ') or 'nothing'} and has {len(content)} bytes, where "
+            f"{begin.hex(' ')} and {begins + size} are expected, for {' x '.join(map(str, shape))}"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=begins).view(shape)

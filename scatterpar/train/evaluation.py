@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from scatterpar.train.data import TEST
+from scatterpar import ScatterOnceParallel
+from scatterpar.train.data import TEST, Images
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Training
 from scatterpar.train.machines import Machines
-from scatterpar.train.schedule import rows_to_test
 
 _WORST = 24  # mistakes that are kept
 
@@ -52,6 +52,23 @@ class Evaluation:
     worst: list[Mistake]
 
 
+def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]:
+    """Yield the rows that this rank tests, batch by batch: int64."""
+    mine = machines.share(torch.arange(count))
+    yield from torch.split(mine, -(-batch // machines.size)) if len(mine) else ()
+
+
+def scored(
+    engine: ScatterOnceParallel, feed: Feed, batches: Iterable[Tensor]
+) -> Iterator[tuple[Images, Tensor]]:
+    """Yield the images of each batch that can be read, and their scores: float32, on the host."""
+    classes = len(feed.source.class_names)
+    for rows in batches:
+        found = feed.batch(TEST, rows)
+        if len(found.labels):
+            yield found, engine(found.images).float().cpu()[:, :classes]
+
+
 @torch.no_grad()
 def evaluate(
     training: Training, feed: Feed, batch: int, between: Callable[[], None] = lambda: None
@@ -64,31 +81,41 @@ def evaluate(
         batch: how many of them are tested at once.
         between: called after each batch.
     """
-    classes = len(feed.source.class_names)
-    loss, right, right5, images = 0.0, 0, 0, 0
+    classes, machines = len(feed.source.class_names), training.machines
+    loss, among_five = 0.0, 0
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
-    worst: list[Mistake] = []
+    worst: list[list[float]] = []
     training.engine.eval()
-    with averaged(training.engine.module, training.average):
-        for rows in rows_to_test(len(feed.source.test), batch, training.machines):
-            found = feed.batch(TEST, rows)
-            if not len(found.labels):
-                continue
-            with training.precision():
-                scores = training.engine(found.images)
-            scores, labels = scores.float().cpu()[:, :classes], found.labels
-            losses = F.cross_entropy(scores, labels, reduction="none")
+    batches = rows_to_test(len(feed.source.test), batch, machines)
+    with averaged(training.engine.module, training.average), training.precision():
+        for found, scores in scored(training.engine, feed, batches):
+            losses = F.cross_entropy(scores, found.labels, reduction="none")
             best = scores.topk(min(5, classes)).indices
-            hits = best == labels[:, None]
             loss += float(losses.double().sum())
-            right += int(hits[:, 0].sum())
-            right5 += int(hits.sum())
-            images += len(labels)
-            pairs = labels * classes + best[:, 0]
+            among_five += int((best == found.labels[:, None]).sum())
+            pairs = found.labels * classes + best[:, 0]
             confusion += pairs.bincount(minlength=classes**2).view(classes, classes)
-            worst = _worst([*worst, *_mistakes(losses, found.rows, labels, best[:, 0])])
+            columns = torch.stack((losses, found.rows, found.labels, best[:, 0]), 1).double()
+            wrong = columns[found.labels != best[:, 0]]
+            wrong = wrong[wrong[:, 0].argsort(descending=True)[:_WORST]]
+            worst = _worst([*worst, *wrong.tolist()])
             between()
-    return _together(training.machines, loss, right, right5, images, confusion, worst)
+    everyones = machines.everyones((loss, among_five, confusion, worst))
+    all_losses, all_among_five, confusions, worsts = zip(*everyones, strict=True)
+    confusion = torch.stack(confusions).sum(0)
+    images = int(confusion.sum())
+    return Evaluation(
+        images=images,
+        loss=sum(all_losses) / max(1, images),
+        top1=int(confusion.diag().sum()) / max(1, images),
+        top5=sum(all_among_five) / max(1, images),
+        confusion=confusion,
+        worst=[Mistake(m[0], *map(int, m[1:])) for m in _worst(chain(*worsts))],
+    )
+
+
+def _worst(mistakes: Iterable[list[float]]) -> list[list[float]]:
+    return sorted(mistakes, key=lambda mistake: (-mistake[0], mistake[1]))[:_WORST]
 
 
 @contextlib.contextmanager
@@ -105,48 +132,8 @@ def averaged(model: nn.Module, average: AveragedModel | None) -> Iterator[None]:
 
 @torch.no_grad()
 def _exchange(one: nn.Module, other: nn.Module) -> None:
-    pairs = zip(
-        chain(one.parameters(), one.buffers()),
-        chain(other.parameters(), other.buffers()),
-        strict=True,
-    )
-    for a, b in pairs:
+    tensors = (chain(module.parameters(), module.buffers()) for module in (one, other))
+    for a, b in zip(*tensors, strict=True):
         kept = a.clone()
         a.copy_(b)
         b.copy_(kept)
-
-
-def _mistakes(losses: Tensor, rows: Tensor, labels: Tensor, predicted: Tensor) -> list[Mistake]:
-    wrong = (labels != predicted).nonzero().flatten()
-    wrong = wrong[losses[wrong].argsort(descending=True)[:_WORST]]
-    columns = (losses[wrong], rows[wrong], labels[wrong], predicted[wrong])
-    return [Mistake(*entry) for entry in zip(*(c.tolist() for c in columns), strict=True)]
-
-
-def _worst(mistakes: list[Mistake]) -> list[Mistake]:
-    return sorted(mistakes, key=lambda mistake: (-mistake.loss, mistake.row))[:_WORST]
-
-
-def _together(
-    machines: Machines,
-    loss: float,
-    right: int,
-    right5: int,
-    images: int,
-    confusion: Tensor,
-    worst: list[Mistake],
-) -> Evaluation:
-    """Put together what the ranks have found."""
-    everyones = machines.everyones(
-        (loss, right, right5, images, confusion, [tuple(mistake) for mistake in worst])
-    )
-    losses, rights, rights5, counts, confusions, worsts = zip(*everyones, strict=True)
-    total = max(1, sum(counts))
-    return Evaluation(
-        images=sum(counts),
-        loss=sum(losses) / total,
-        top1=sum(rights) / total,
-        top5=sum(rights5) / total,
-        confusion=torch.stack(confusions).sum(0),
-        worst=_worst([Mistake(*mistake) for part in worsts for mistake in part]),
-    )

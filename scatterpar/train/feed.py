@@ -8,6 +8,7 @@ batch that the engine has, the next one, and some pieces.
 What will be wanted is known beforehand (`foreseen`), over the ends of epochs too: there is one
 set of workers and one stream for training and testing, which never runs dry in between. The number
 of images that were used is all there is to a resume, with any number of workers and machines.
+(torchdata's StatefulDataLoader refuses another number of workers when it goes on.)
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source
-from scatterpar.train.errors import UsageError, words_of
+from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
@@ -59,10 +59,6 @@ class Request:
         for rows in torch.split(self.rows, PIECE):
             yield self.part, rows.tolist(), self.epoch
 
-    def is_the_same(self, other: Request) -> bool:
-        """Whether the other asks for the same."""
-        return str(self) == str(other) and torch.equal(self.rows, other.rows)
-
     def __str__(self) -> str:
         return f"{len(self.rows)} {self.part} images of epoch {self.epoch}"
 
@@ -74,7 +70,6 @@ class Feed:
         source: what is read.
         foreseen: the requests to come, in order; needed with workers.
         workers: processes that read; 0: this one reads, when it is asked.
-        pin: put batches into page-locked memory, from which accelerators copy by themselves.
         skip_broken: how many images may be left out that cannot be read.
         warn: called with a line for each image that is left out for the first time.
 
@@ -89,18 +84,23 @@ class Feed:
         source: Source,
         foreseen: Iterable[Request] = (),
         workers: int = 0,
-        pin: bool = False,
         skip_broken: int = 0,
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source = source
-        self.waited = 0.0
-        self.started = 0.0
+        self.waited = self.started = 0.0
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
-        self._read_ahead = partial(_Ahead, source, workers=workers, pin=pin) if workers else None
-        self._ahead = None if self._read_ahead is None else self._read_ahead(foreseen)
+        self._workers = workers
+        self._ahead: _Ahead | None = None
+        self.foresee(foreseen)
+
+    def foresee(self, foreseen: Iterable[Request]) -> None:
+        """Let other requests come from here on; what was read ahead is dropped."""
+        self.close()
+        if self._workers:
+            self._ahead = _Ahead(self.source, foreseen, self._workers)
 
     def batch(self, part: str, rows: Tensor, epoch: int = 0) -> Images:
         """Return rows of a part as they are in an epoch, without those that are broken.
@@ -117,12 +117,6 @@ class Feed:
         for problem in found.broken:
             self._leave_out(problem)
         return found
-
-    def foresee(self, foreseen: Iterable[Request]) -> None:
-        """Let other requests come from here on; what was read ahead is dropped."""
-        self.close()
-        if self._read_ahead is not None:
-            self._ahead = self._read_ahead(foreseen)
 
     def close(self) -> None:
         """End the workers."""
@@ -155,13 +149,11 @@ class Feed:
 class _Ahead:
     """The stream of what was foreseen: workers read pieces, a thread joins the next batch."""
 
-    def __init__(
-        self, source: Source, foreseen: Iterable[Request], workers: int, pin: bool
-    ) -> None:
+    def __init__(self, source: Source, foreseen: Iterable[Request], workers: int) -> None:
         requests, cut = tee(foreseen)
         pieces = (piece for request in cut for piece in request.pieces())
         self._loader, self._alive = _loader(_Pieces(source), pieces, workers)
-        self._batches = self._assembled(requests, pin)
+        self._batches = self._assembled(requests)
         self._closed = False
         self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
         self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
@@ -169,7 +161,8 @@ class _Ahead:
     def take(self, wanted: Request) -> Images:
         """Return the next batch, which must be the one foreseen, and begin with the one after."""
         foreseen, found = self._next.result()
-        if foreseen is None or not foreseen.is_the_same(wanted):
+        same = str(foreseen) == str(wanted)
+        if foreseen is None or not (same and torch.equal(foreseen.rows, wanted.rows)):
             raise RuntimeError(f"{wanted} are wanted, but {foreseen or 'no more'} were foreseen")
         self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
         return found
@@ -181,15 +174,15 @@ class _Ahead:
         self._batches.close()
 
     def _assembled(
-        self, requests: Iterator[Request], pin: bool
+        self, requests: Iterator[Request]
     ) -> Generator[tuple[Request, Images], None, None]:
-        """Read one batch after the other.
+        """Read one batch after the other, into page-locked memory where accelerators copy from it.
 
         The workers are started here rather than in the main thread. There torch would install a
         signal handler that raises in the middle of anything when a worker ends by itself. Here
         it is noticed when the worker's piece does not come.
         """
-        pieces = iter(self._loader)
+        pieces, pin = iter(self._loader), torch.accelerator.is_available()
         for request in requests:
             mine = (self._piece(pieces) for _ in range(-(-len(request.rows) // PIECE)))
             yield request, _joined(mine, len(request.rows), pin)
@@ -209,23 +202,19 @@ class _Ahead:
             ) from error
 
 
+@dataclass(frozen=True)
 class _Pieces(Dataset[Images]):
-    """What a worker does."""
+    """What a worker does; where it only looks, names and faults come back, and no images."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    source: Source
+    looks: bool = False
 
     def __getitem__(self, piece: _Piece) -> Images:
         part, rows, epoch = piece
-        return self.source.read(part, torch.tensor(rows), epoch)
-
-
-class _Problems(_Pieces):
-    """What a worker does to look at pictures: no more than their names and faults come back."""
-
-    def __getitem__(self, piece: _Piece) -> Images:
-        found = super().__getitem__(piece)
-        return NOTHING._replace(rows=torch.tensor(piece[1]), broken=found.broken)
+        found = self.source.read(part, torch.tensor(rows), epoch)
+        if self.looks:
+            return NOTHING._replace(rows=torch.tensor(rows), broken=found.broken)
+        return found
 
 
 def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
@@ -238,7 +227,7 @@ def check_data(source: Source, workers: int, told: Callable[[int], object]) -> l
     """
     parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
     pieces = (piece for part, n in parts for piece in Request(part, torch.arange(n)).pieces())
-    loader, _alive = _loader(_Problems(source), pieces, workers)
+    loader, _alive = _loader(_Pieces(source, looks=True), pieces, workers)
     broken: list[Broken] = []
     for found in loader:
         broken += found.broken
@@ -257,33 +246,22 @@ def _loader(
     pieces: _Pieces, sampler: Iterator[_Piece], workers: int
 ) -> tuple[DataLoader[Images], Connection | None]:
     """Make a loader, and what its workers live as long as."""
-    how: dict[str, Any] = {}
+    # A generator of its own, so that the process's own is left alone.
+    how: dict[str, Any] = {"collate_fn": _as_it_is, "generator": torch.Generator()}
     alive = None
     if workers:
         context = _context()
         theirs, alive = context.Pipe(duplex=False)
-        how = {
-            "num_workers": workers,
-            "prefetch_factor": PIECES_AHEAD,
-            "multiprocessing_context": context,
-            "worker_init_fn": partial(_end_with, theirs),
-        }
-    generator = torch.Generator()  # so that the process's own is left alone
+        how["worker_init_fn"] = partial(_end_with, theirs)
+        how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
     made: Any = DataLoader
-    return made(
-        pieces,
-        batch_size=None,
-        sampler=sampler,
-        collate_fn=_as_it_is,
-        generator=generator,
-        **how,
-    ), alive
+    return made(pieces, batch_size=None, sampler=sampler, num_workers=workers, **how), alive
 
 
 def _joined(pieces: Iterable[Images], rows: int, pin: bool = False) -> Images:
     """Copy pieces into one batch of at most so many rows, each as soon as it is there."""
     images: Tensor | None = None
-    kept: list[Images] = []
+    columns: tuple[list[Tensor], list[Tensor]] = [], []
     broken: list[Broken] = []
     filled = 0
     for piece in pieces:
@@ -295,10 +273,11 @@ def _joined(pieces: Iterable[Images], rows: int, pin: bool = False) -> Images:
             images = torch.empty(shape, dtype=piece.images.dtype, pin_memory=pin)
         images[filled : filled + len(piece.labels)] = piece.images
         filled += len(piece.labels)
-        kept.append(Images(images, piece.labels.clone(), piece.rows.clone()))
+        for column, values in zip(columns, (piece.labels, piece.rows), strict=True):
+            column.append(values.clone())
     if images is None:
         return NOTHING._replace(broken=broken)
-    labels, numbers = (torch.cat(column) for column in list(zip(*kept, strict=True))[1:3])
+    labels, numbers = map(torch.cat, columns)
     return Images(images[:filled], labels, numbers, broken)
 
 

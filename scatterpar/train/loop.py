@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from scatterpar import ScatterOnceParallel, StepReport
 from scatterpar.train.data import TRAIN
 from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
+from scatterpar.train.random_state import seed_of
 
 IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
@@ -113,9 +113,7 @@ class Batches:
 
     def order(self, epoch: int) -> Tensor:
         """Return the order of an epoch's rows: int64, shape (rows,)."""
-        # A seed of 32 bits made of both numbers: torch's CPU generator ignores higher bits.
-        seed = random.Random(f"{self.seed} {epoch}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         return torch.randperm(self.rows, generator=generator)
 
 

@@ -18,50 +18,49 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import UsageError
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
 _PAUSE_SECONDS = 0.02
-_DEFAULT_CPU_REPLICAS = 4
+_CPU_REPLICAS = 4
 
 
-def choose_devices(names: str | None, replicas: int | None) -> list[torch.device]:
-    """Turn `--devices` and `--replicas` into a device for each replica, the master's first.
+def choose_devices(names: str | None) -> list[torch.device]:
+    """Turn `--devices` into a device for each replica, the master's first.
 
     Without names: every accelerator, else four CPU replicas with a memory of their own each
-    (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs. With a
-    number of replicas: that many, in turn over the accelerators.
+    (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
 
     Raises:
         UsageError: a name is no device, or the device is not there.
 
-    >>> choose_devices("cpu:0,cpu:1", replicas=None)
+    >>> choose_devices("cpu:0,cpu:1")
     [device(type='cpu', index=0), device(type='cpu', index=1)]
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if names is not None:
-        return [_device(name.strip(), accelerator) for name in names.split(",")]
-    if accelerator is None:
-        return [torch.device("cpu", i) for i in range(replicas or _DEFAULT_CPU_REPLICAS)]
-    count = torch.accelerator.device_count()
-    return [torch.device(accelerator.type, i % count) for i in range(replicas or count)]
-
-
-def _device(name: str, accelerator: torch.device | None) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(
-            f"--devices: {name!r} is not a device; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
-        ) from error
-    if device.type == "cpu":
-        return device
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    here = accelerator is not None and accelerator.type == device.type
-    if not here or (device.index or 0) >= count:
-        present = f"{count} of type {accelerator.type}" if accelerator is not None else "none"
-        raise UsageError(f"--devices: {name} is not there; accelerators on this machine: {present}")
-    return torch.device(device.type, device.index or 0)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    if names is None and accelerator is None:
+        return [torch.device("cpu", i) for i in range(_CPU_REPLICAS)]
+    if names is None and accelerator is not None:
+        return [torch.device(accelerator.type, i) for i in range(count)]
+    devices = []
+    for name in map(str.strip, str(names).split(",")):
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise UsageError(
+                f"--devices: {name!r} is not a device; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
+            ) from error
+        if device.type != "cpu":
+            here = accelerator is not None and accelerator.type == device.type
+            device = torch.device(device.type, device.index or 0)
+            if not here or device.index >= count:
+                present = "none" if accelerator is None else f"{count} of type {accelerator.type}"
+                raise UsageError(
+                    f"--devices: {name} is not there; accelerators on this machine: {present}"
+                )
+        devices.append(device)
+    return devices
 
 
 class Machines:
@@ -123,11 +122,15 @@ def from_bytes(data: bytes) -> Any:
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Machines]:
+def connected(devices: list[torch.device]) -> Iterator[Machines]:
     """Meet the other machines where torchrun started this process; otherwise open no port.
 
     Tensors on the host go by gloo, those on NVIDIA GPUs by NCCL.
+
+    Raises:
+        UsageError: torchrun started several processes on a machine with accelerators.
     """
+    require_one_process(devices)
     if not launched():
         yield Machines()
         return
@@ -159,11 +162,7 @@ def was_restarted() -> bool:
 
 
 def require_one_process(devices: list[torch.device]) -> None:
-    """Make sure that no other process of this machine uses the same accelerators.
-
-    Raises:
-        UsageError: torchrun started several processes on a machine with accelerators.
-    """
+    """Make sure that no other process of this machine uses the same accelerators."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched() else 1
     if here > 1 and any(device.type != "cpu" for device in devices):
         raise UsageError(

@@ -1,22 +1,23 @@
-"""The built-in networks, and from the name of a model to one that takes the data's images."""
+"""The built-in network, and from the name of a model to one that takes the data's images."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scatterpar.train.errors import UsageError, words_of
+from scatterpar.train.data import UsageError, words_of
 from scatterpar.train.pictures import import_timm
 
-_SMALLEST_SIDE = 8
+BUILT_IN = "cnn"
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # what these put before a name
 
 
 class SmallCNN(nn.Sequential):
@@ -35,7 +36,10 @@ class SmallCNN(nn.Sequential):
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         channels, height, width = image_shape
-        _require_side("cnn", height, width)
+        if min(height, width) < 8:
+            raise UsageError(
+                f"cnn takes images of 8 x 8 pixels or more, but these are {height} x {width}"
+            )
         super().__init__(
             _convolution(channels, 16),
             _convolution(16, 32),
@@ -48,99 +52,13 @@ class SmallCNN(nn.Sequential):
         )
 
 
-class ResNet20(nn.Module):
-    """The residual network of 20 layers for small images.
-
-    A 3 x 3 convolution, three stages of three blocks with 16, 32 and 64 channels at full, half
-    and quarter size, global average pooling and a linear layer; shortcuts without parameters
-    (option A). He et al. 2016, "Deep Residual Learning for Image Recognition", section 4.2,
-    arXiv:1512.03385; weights as in He et al. 2015, arXiv:1502.01852.
-
-    Args:
-        image_shape: (channels, height, width) of the images; the sides at least 8.
-        classes: number of outputs.
-
-    Maps float32 (rows, channels, height, width) to float32 (rows, classes).
-
-    >>> model = ResNet20((3, 32, 32), classes=10)
-    >>> sum(parameter.numel() for parameter in model.parameters())
-    269722
-    """
-
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        super().__init__()
-        channels, height, width = image_shape
-        _require_side("resnet20", height, width)
-        self.conv1 = _conv3x3(channels, 16, stride=1)
-        self.bn1 = nn.BatchNorm2d(16)
-        widths = [16, *[16] * 3, *[32] * 3, *[64] * 3]
-        self.blocks = nn.Sequential(*[ResidualBlock(a, b) for a, b in pairwise(widths)])
-        self.head = nn.Linear(64, classes)
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Compute the classes' scores."""
-        features = self.blocks(F.relu(self.bn1(self.conv1(images))))
-        scores: Tensor = self.head(features.mean(dim=(2, 3)))
-        return scores
-
-
-class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut; halves the size where the channels increase."""
-
-    def __init__(self, channels_in: int, channels_out: int) -> None:
-        super().__init__()
-        stride = 1 if channels_in == channels_out else 2
-        self.conv1 = _conv3x3(channels_in, channels_out, stride)
-        self.bn1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = _conv3x3(channels_out, channels_out, stride=1)
-        self.bn2 = nn.BatchNorm2d(channels_out)
-        self.shortcut = PaddedShortcut(channels_out - channels_in, stride)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Compute the block's features."""
-        out = F.relu(self.bn1(self.conv1(features)))
-        out = self.bn2(self.conv2(out))
-        return F.relu(out + self.shortcut(features))
-
-
-class PaddedShortcut(nn.Module):
-    """Every `stride`-th pixel, and `extra` channels of zeros after the others (option A)."""
-
-    def __init__(self, extra: int, stride: int) -> None:
-        super().__init__()
-        self.extra = extra
-        self.stride = stride
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Compute the features to add."""
-        return F.pad(features[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
-
-
 def _convolution(channels_in: int, channels_out: int) -> nn.Sequential:
     return nn.Sequential(
-        _conv3x3(channels_in, channels_out, stride=1),
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels_out),
         nn.ReLU(),
         nn.MaxPool2d(2),
     )
-
-
-def _conv3x3(channels_in: int, channels_out: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
-
-
-def _require_side(name: str, height: int, width: int) -> None:
-    if min(height, width) < _SMALLEST_SIDE:
-        raise UsageError(
-            f"{name} takes images of {_SMALLEST_SIDE} x {_SMALLEST_SIDE} pixels or more, "
-            f"but these are {height} x {width}"
-        )
-
-
-BUILT_IN = {"cnn": SmallCNN, "resnet20": ResNet20}
 
 
 class OnPixels(nn.Module):
@@ -184,7 +102,7 @@ def build_model(
     """Build the model that `--model` names, on the CPU, and try it on one image.
 
     Args:
-        name: a built-in name; `timm:` and a name of timm's; or `package.module:callable`, which is
+        name: `cnn`; `timm:` and a name of timm's; or `package.module:callable`, which is
             called with `num_classes` where it has such a parameter.
         image_shape: (channels, height, width) of the images. Grey ones are repeated three times
             for a model that takes three channels.
@@ -214,50 +132,36 @@ def build_model(
 
 
 def _find(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    if name in BUILT_IN:
-        return BUILT_IN[name](image_shape, classes)
-    place, colon, attribute = name.partition(":")
-    if not (place and colon and attribute):
-        raise UsageError(
-            f"neither built in ({', '.join(BUILT_IN)}) nor timm:NAME nor package.module:callable"
-        )
-    if place == "timm":
-        found: Any = _of_timm(attribute, image_shape)
-    else:
-        try:
-            found = importlib.import_module(place)
-        except Exception as error:
-            words = f"{type(error).__name__}: {words_of(error)}"
-            raise UsageError(f"cannot import {place}: {words}") from error
-        try:
-            for part in attribute.split("."):
-                found = getattr(found, part)
-        except AttributeError as error:
-            raise UsageError(f"{place} has no {attribute}") from error
-    if not callable(found):
-        raise UsageError(f"{attribute} is a {type(found).__name__}, not callable")
+    if name == BUILT_IN:
+        return SmallCNN(image_shape, classes)
+    place, _, attribute = name.partition(":")
+    if not (place and attribute):
+        raise UsageError(f"neither {BUILT_IN} nor timm:NAME nor package.module:callable")
     try:
-        model = found(**({"num_classes": classes} if _takes_num_classes(found) else {}))
+        if place == "timm":
+            model = _of_timm(attribute, image_shape, classes)
+        else:
+            factory = operator.attrgetter(attribute)(importlib.import_module(place))
+            takes = _takes_num_classes(factory)
+            model = factory(**({"num_classes": classes} if takes else {}))
+    except UsageError:
+        raise
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
-        raise UsageError(f"calling it failed: {words}") from error
+        raise UsageError(f"importing and calling it failed: {words}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"it returned a {type(model).__name__}, not an nn.Module")
     return model
 
 
-def _of_timm(name: str, image_shape: tuple[int, int, int]) -> Callable[..., Any]:
-    """What makes a model of timm's for the images' channels, and their size where it has one."""
+def _of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> Any:
+    """Make a model of timm's for the images' channels, and their size where it has one."""
     create = import_timm("models").create_model
-
-    def make(num_classes: int) -> Any:
-        options = {"num_classes": num_classes, "in_chans": image_shape[0]}
-        try:
-            return create(name, img_size=image_shape[1:], **options)
-        except TypeError:  # a convolutional network takes any size
-            return create(name, **options)
-
-    return make
+    options = {"num_classes": classes, "in_chans": image_shape[0]}
+    try:
+        return create(name, img_size=image_shape[1:], **options)
+    except TypeError:  # a convolutional network takes any size
+        return create(name, **options)
 
 
 def _takes_num_classes(factory: Callable[..., Any]) -> bool:
@@ -298,40 +202,33 @@ def initialise(model: nn.Module, path: Path) -> str:
     Raises:
         UsageError: the file cannot be read, or nothing in it fits.
     """
+    wanted = model.state_dict()
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content = content.get("model", content.get("state_dict", content))
+        found = {_WRAPPERS.sub("", name): value for name, value in content.items()}
+        found |= {name: value for name, value in content.items() if name in wanted}
     except Exception as error:
         raise UsageError(f"--init {path} cannot be read: {words_of(error):.200}") from error
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict):
-        raise UsageError(f"--init {path} holds a {type(content).__name__}, not a state dict")
-    wanted = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-    found = {_bare(str(n), wanted): x for n, x in content.items() if isinstance(x, Tensor)}
-    fitting = {n: x for n, x in found.items() if n in wanted and x.shape == wanted[n].shape}
+    fitting = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, Tensor) and name in wanted and value.shape == wanted[name].shape
+    }
     if not any(name in fitting for name, _ in model.named_parameters()):
         raise UsageError(
             f"--init {path}: nothing in it fits the model; it has {_list(found)}, the model has "
             f"{_list(wanted)}"
         )
     model.load_state_dict(fitting, strict=False)
-    words = f"initialised from {path}: {len(fitting)} of {len(wanted)} tensors"
-    for told, names in (("loaded", wanted), ("used", found)):
-        if left := [name for name in names if name not in fitting]:
-            words += f"; not {told}: {_list(left)}"
-    return words
+    return (
+        f"initialised from {path}: {len(fitting)} of {len(wanted)} tensors; "
+        f"not loaded: {_list(name for name in wanted if name not in fitting)}; "
+        f"not used: {_list(name for name in found if name not in fitting)}"
+    )
 
 
-def _bare(name: str, wanted: dict[str, Tensor]) -> str:
-    """Take off what wrappers put before a name, unless the model has it so."""
-    for prefix in ("module.", "_orig_mod.", "network."):
-        if name not in wanted:
-            name = name.removeprefix(prefix)
-    return name
-
-
-def _list(names: Any) -> str:
+def _list(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return ", ".join(names[:6]) + more if names else "none"

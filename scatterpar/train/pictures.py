@@ -1,7 +1,4 @@
-"""Pictures in files: torchvision finds, opens and varies them, each with random numbers of its own.
-
-The settings are those of torchvision's reference scripts; timm's policies can be named too.
-"""
+"""Pictures in files: torchvision finds them, timm varies them, each with its own random numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, load
-from scatterpar.train.errors import UsageError, words_of
+from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, UsageError, load, words_of
 from scatterpar.train.random_state import drawing_from, seed_of
 
-Transform = Callable[[Any], Tensor]
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # of 0 to 255; that of models trained there
 IMAGENET_STD = (58.395, 57.12, 57.375)
 LARGEST_DEFAULT_SIZE = 224
@@ -59,91 +54,6 @@ def torchvision(module: str) -> Any:
         return importlib.import_module(f"torchvision.{module}")
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """How training images are varied.
-
-    Attributes:
-        kind: `none`; `crop`: random crop and flip; `trivial` (Müller and Hutter 2021,
-            arXiv:2103.10158), `rand` (Cubuk et al. 2019, arXiv:1909.13719) or a policy of timm's,
-            such as `rand-m9-mstd0.5` or `augmix-m5`: those after it.
-        smallest_crop: smallest part of an image's area that a random crop shows.
-        erase: how often a rectangle is erased (Zhong et al. 2017, arXiv:1708.04896).
-        mixup: alpha of mixup (Zhang et al. 2017, arXiv:1710.09412); 0 for none.
-        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 for none.
-    """
-
-    kind: str = "crop"
-    smallest_crop: float = 0.08
-    erase: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How pictures in files are read: what the command line says about it.
-
-    Attributes:
-        image_size: height and width that they are brought to; None: 224, or the shorter side
-            of the first one where that is smaller.
-        augmentation: how training images are varied; None: the default for pictures in files.
-        seed: decides what is random about that.
-        root: where data sets of libraries lie.
-        download: whether these may be fetched.
-    """
-
-    image_size: int | None = None
-    augmentation: Augmentation | None = None
-    seed: int = 0
-    root: Path = Path("data")
-    download: bool = False
-
-
-def for_training(size: int, augmentation: Augmentation) -> Transform:
-    """Make the transform of training pictures to uint8 (3, size, size).
-
-    Raises:
-        UsageError: timm is needed and not there, or has no such policy.
-    """
-    v2, kind = torchvision("transforms.v2"), augmentation.kind
-    crop = [
-        v2.RandomResizedCrop(size, (augmentation.smallest_crop, 1.0)),
-        v2.RandomHorizontalFlip(),
-    ]
-    own = {"crop": [], "trivial": [v2.TrivialAugmentWide()], "rand": [v2.RandAugment()]}
-    if kind == "none":
-        steps = [for_testing(size)]
-    else:
-        steps = [*crop, *(own[kind] if kind in own else _policy(kind, size)), v2.PILToTensor()]
-    if augmentation.erase:
-        grey = [round(value) for value in IMAGENET_MEAN]  # zero once it is standardised
-        steps.append(v2.RandomErasing(augmentation.erase, value=grey))
-    transform: Transform = v2.Compose(steps)
-    return transform
-
-
-def _policy(name: str, size: int) -> list[Any]:
-    try:
-        made = import_timm("data").create_transform(
-            size, is_training=True, auto_augment=name, separate=True, interpolation="bilinear"
-        )
-    except (AssertionError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"--augment {name} is none of none, crop, trivial and rand, nor a policy of timm's, "
-            f"such as rand-m9-mstd0.5 ({words_of(error)})"
-        ) from error
-    for step in made[1].transforms:
-        for op in getattr(step, "ops", ()):
-            if "Posterize" in op.name:  # down to no bits, which Pillow 13 refuses
-                op.level_fn = functools.partial(_some_bits, op.level_fn)
-    return list(made[1].transforms)
-
-
-def _some_bits(level: Callable[..., tuple[int]], *strength: Any) -> tuple[int]:
-    return (max(1, level(*strength)[0]),)
-
-
 def import_timm(module: str) -> Any:
     """Import a module of timm.
 
@@ -157,47 +67,79 @@ def import_timm(module: str) -> Any:
         raise UsageError(f"this needs timm: pip install scatterpar[images] ({error})") from error
 
 
-def for_testing(size: int) -> Transform:
-    """Make the transform of test pictures: the middle, as uint8 (3, size, size).
+@dataclass(frozen=True)
+class Reading:
+    """How pictures in files are read: what the command line says about it.
 
-    The shorter side is brought to 8/7 of the size before: 256 for 224, the size itself below 128.
+    Attributes:
+        image_size: height and width that they are brought to; None: 224, or the shorter side
+            of the first one where that is smaller.
+        augment: how training pictures are varied. `none`: not; None or `crop`: random crop and
+            flip; a policy of timm's, such as `rand-m9-mstd0.5` or `augmix-m5`: that after them.
+        smallest_crop: smallest part of an image's area that a random crop shows.
+        erase: how often a rectangle is erased (Zhong et al. 2017, arXiv:1708.04896).
+        mixup: alpha of mixup (Zhang et al. 2017, arXiv:1710.09412); 0 for none.
+        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 for none.
+        seed: decides what is random about that.
+        root: where data sets of libraries lie.
+        download: whether these may be fetched.
     """
-    v2 = torchvision("transforms.v2")
-    resize = v2.Resize(size if size < _SMALL else round(size * 8 / 7))
-    transform: Transform = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
-    return transform
 
+    image_size: int | None = None
+    augment: str | None = None
+    smallest_crop: float = 0.08
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    seed: int = 0
+    root: Path = Path("data")
+    download: bool = False
 
-def for_batches(augmentation: Augmentation, classes: int) -> Any:
-    """Return what mixes images and labels of a piece with each other, or None."""
-    v2, choices = torchvision("transforms.v2"), []
-    if augmentation.mixup:
-        choices.append(v2.MixUp(alpha=augmentation.mixup, num_classes=classes))
-    if augmentation.cutmix:
-        choices.append(v2.CutMix(alpha=augmentation.cutmix, num_classes=classes))
-    return v2.RandomChoice(choices) if choices else None
+    @property
+    def changes_pictures(self) -> bool:
+        """Whether anything is asked for that pictures in memory do not have."""
+        elsewhere = {"seed": 0, "root": Path("data"), "download": False}
+        asked = None if self.augment == "none" else self.augment
+        return replace(self, augment=asked, **elsewhere) != Reading()  # type: ignore[arg-type]
 
 
 @functools.cache
-def _transforms(
-    size: int, augmentation: Augmentation, classes: int
-) -> dict[str, tuple[Transform, Any]]:
-    """What is done to each picture of a part, and to a piece; each process makes its own."""
-    varied = for_training(size, augmentation), for_batches(augmentation, classes)
-    return {TRAIN: varied, TEST: (for_testing(size), None)}
+def _transforms(size: int, how: Reading, classes: int) -> dict[str, tuple[Any, Any]]:
+    """What is done to each picture of a part, and to a piece; each process makes its own.
+
+    Test pictures are the middle, after the shorter side was brought to 8/7 of the size: 256 for
+    224, the size itself below 128. All come out as uint8 (3, size, size).
+    """
+    v2, policy = torchvision("transforms.v2"), how.augment if how.augment != "crop" else None
+    make = functools.partial(
+        import_timm("data").create_transform, size, interpolation="bilinear", normalize=False
+    )
+    test = varied = make(crop_pct=1.0 if size < _SMALL else 7 / 8)
+    if policy != "none":
+        crop = (how.smallest_crop, 1.0)
+        try:
+            varied = make(is_training=True, scale=crop, color_jitter=None, auto_augment=policy)
+        except (AssertionError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"--augment {policy} is neither none, nor crop, nor a policy of timm's, such as "
+                f"rand-m9-mstd0.5 ({words_of(error)})"
+            ) from error
+        for op in (op for step in varied.transforms for op in getattr(step, "ops", ())):
+            if "Posterize" in op.name:  # down to no bits, which Pillow 13 refuses
+                op.level_fn = functools.partial(_some_bits, op.level_fn)
+    if how.erase:
+        grey = [round(value) for value in IMAGENET_MEAN]  # zero once it is standardised
+        varied = v2.Compose([varied, v2.RandomErasing(how.erase, value=grey)])
+    mixing = [
+        kind(alpha=alpha, num_classes=classes)
+        for kind, alpha in ((v2.MixUp, how.mixup), (v2.CutMix, how.cutmix))
+        if alpha
+    ]
+    return {TRAIN: (varied, v2.RandomChoice(mixing) if mixing else None), TEST: (test, None)}
 
 
-class Pictures(Protocol):
-    """Pictures with labels, each opened on its own."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def name(self, row: int) -> str:
-        """Where a picture is, in words."""
-
-    def open(self, row: int) -> tuple[Any, int]:
-        """Decode a picture; return a `PIL.Image.Image` in RGB and its label."""
+def _some_bits(level: Callable[..., tuple[int]], *strength: Any) -> tuple[int]:
+    return (max(1, level(*strength)[0]),)
 
 
 class Files:
@@ -222,34 +164,37 @@ class Files:
         return os.fsdecode(bytes(self._names[row].tolist()).rstrip(b"\0"))
 
     def open(self, row: int) -> tuple[Any, int]:
-        """Decode the file; return it with its label."""
+        """Decode the file; return the picture in RGB with its label."""
         from PIL import Image
 
         with Image.open(self.name(row)) as image:
             return image.convert("RGB"), int(self.labels[row])
 
 
+@dataclass
 class LibrarySet:
-    """A data set of a library's, of pairs of a PIL image and a label."""
+    """A data set that timm opens: pairs of a picture, decoded or not, and a label."""
 
-    def __init__(self, pairs: Any, name: str) -> None:
-        self._pairs = pairs
-        self._name = name
+    pairs: Any
+    title: str
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self.pairs)
 
     def name(self, row: int) -> str:
         """Return the set's name and the row."""
-        return f"{self._name}, image {row}"
+        return f"{self.title}, image {row}"
 
     def open(self, row: int) -> tuple[Any, int]:
-        """Decode the picture; return it with its label."""
-        found = self._pairs[row]
-        image, label = found.values() if isinstance(found, dict) else found
+        """Decode the picture; return it in RGB with its label."""
+        from PIL import Image
+
+        found, label = self.pairs[row]
+        image = found if isinstance(found, Image.Image) else Image.open(found)
         return image.convert("RGB"), int(label)
 
 
+Pictures = Files | LibrarySet
 _Parts = tuple[Pictures, Pictures, tuple[str, ...]]
 
 
@@ -259,46 +204,29 @@ class PictureData:
     What is random about an image is decided by the seed, the epoch and its row alone. So it is
     the same in every worker, and in a run that goes on in the middle of an epoch. (Mixing
     images with each other is decided by the first row of what is read together.)
-
-    Args:
-        name: what the data are called.
-        train: pictures to train on.
-        test: pictures to test on.
-        class_names: a name for each label.
-        size: height and width that they are brought to.
-        augmentation: how training images are varied.
-        seed: decides what is random.
     """
 
     def __init__(
-        self,
-        name: str,
-        train: Pictures,
-        test: Pictures,
-        class_names: tuple[str, ...],
-        size: int,
-        augmentation: Augmentation,
-        seed: int,
+        self, name: str, train: Pictures, test: Pictures, classes: tuple[str, ...], how: Reading
     ) -> None:
         self.name = name
         self.train = train
         self.test = test
-        self.class_names = class_names
+        self.class_names = classes
+        size = how.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
         self.image_shape = (3, size, size)
         self.mean = torch.tensor(IMAGENET_MEAN)
         self.std = torch.tensor(IMAGENET_STD)
         self.in_memory = False
-        self.seed = seed
-        self._how = size, augmentation, len(class_names)
+        self.seed = how.seed
+        self._how = size, how, len(classes)
         _transforms(*self._how)  # to say at once what is missing
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
         """Decode and transform rows of a part, as they are in an epoch."""
         pictures = self.train if part == TRAIN else self.test
         transform, mix = _transforms(*self._how)[part]
-        images: list[Tensor] = []
-        labels: list[int] = []
-        numbers: list[int] = []
+        found: list[tuple[Tensor, int, int]] = []
         broken: list[Broken] = []
         with drawing_from() as seed:
             for row in rows.tolist():
@@ -310,12 +238,13 @@ class PictureData:
                     broken.append(Broken(pictures.name(row), words_of(error)))
                     continue
                 seed(seed_of(self.seed, epoch, row))
-                images.append(transform(picture))
-                labels.append(label)
-                numbers.append(row)
-            stacked = torch.stack(images) if images else torch.empty(0, dtype=torch.uint8)
-            targets = torch.tensor(labels, dtype=torch.int64)
-            if mix is not None and labels:
+                found.append((transform(picture), label, row))
+            if not found:
+                empty = torch.empty(0)
+                return Images(empty, empty, empty, broken)
+            images, labels, numbers = zip(*found, strict=True)
+            stacked, targets = torch.stack(images), torch.tensor(labels)
+            if mix is not None:
                 seed(seed_of(self.seed, epoch, -1 - int(rows[0])))
                 mixed, targets = mix(stacked.float(), targets)
                 stacked = mixed.round_().to(torch.uint8)
@@ -334,8 +263,8 @@ def open_data(name: str, reading: Reading) -> Source:
 
     Args:
         name: a folder of images in train/CLASS/ and test/CLASS/ (or val), what `data.load`
-            takes, or `torchvision:` and the name of a set in `torchvision.datasets`, or `datasets:`
-            and the name or folder of one of Hugging Face's `datasets`.
+            takes, or timm's name of a set: `torch/` and one of torchvision's, `hfds/` and one of
+            Hugging Face's, or a folder that its `datasets` can read.
         reading: how pictures in files are read.
 
     Raises:
@@ -343,26 +272,21 @@ def open_data(name: str, reading: Reading) -> Source:
             and so takes no such options.
     """
     path = Path(name).expanduser()
-    library, colon, wanted = name.partition(":")
     try:
         if (path / "train").is_dir() and ((path / "test").is_dir() or (path / "val").is_dir()):
-            train, test, classes = _open_folder(path)
-        elif colon and library == "torchvision":
-            train, test, classes = _open_torchvision(wanted, reading)
-        elif colon and library == "datasets":
-            train, test, classes = _open_datasets(wanted, reading)
-        elif reading.augmentation not in (None, Augmentation("none")) or reading.image_size:
+            parts = _open_folder(path)
+        elif name.startswith(("torch/", "hfds/")):
+            parts = _open_library(name, reading)
+        elif reading.changes_pictures:
             raise UsageError(
                 "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
                 "for pictures in files"
             )
         else:
             return load(name)
+        return PictureData(name, *parts, reading)
     except UsageError as error:
         raise UsageError(f"--data {name}: {str(error).removeprefix(f'--data {name}: ')}") from error
-    size = reading.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
-    augmentation = reading.augmentation or Augmentation()
-    return PictureData(name, train, test, classes, size, augmentation, reading.seed)
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:
@@ -391,90 +315,46 @@ def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) 
 
 def _open_folder(path: Path) -> _Parts:
     held_out = path / "test" if (path / "test").is_dir() else path / "val"
-    classes = _classes(path / "train")
-    if odd := sorted(set(classes) ^ set(_classes(held_out))):
-        raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
-    return find_files(path / "train", classes), find_files(held_out, classes, True), classes
-
-
-def _classes(folder: Path) -> tuple[str, ...]:
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be read: {error.strerror}") from error
-    classes = tuple(name for name in names if not name.startswith("."))
+    classes, others = (
+        [entry.name for entry in sorted(part.iterdir()) if _is_class(entry)]
+        for part in (path / "train", held_out)
+    )
     if not classes:
-        raise UsageError(f"{folder} has no folders in it: it needs one for each class")
-    return classes
+        raise UsageError(f"{path / 'train'} has no folders in it: it needs one for each class")
+    if odd := sorted({*classes} ^ {*others}):
+        raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
+    test = find_files(held_out, classes, allow_empty=True)
+    return find_files(path / "train", classes), test, tuple(classes)
 
 
-def _open_torchvision(name: str, reading: Reading) -> _Parts:
-    """Open a set whose constructor takes `train=` or `split=`, such as `CIFAR10`."""
-    factory = getattr(torchvision("datasets"), name, None)
-    if not isinstance(factory, type):
-        raise UsageError(f"torchvision.datasets has no {name}")
-    keywords = {"download": True} if reading.download else {}
-    problem: object = "its constructor takes neither train= nor split="
-
-    def opened(*choices: dict[str, Any]) -> Any:
-        nonlocal problem
-        for choice in choices:
-            try:
-                return factory(str(reading.root), **choice, **keywords)
-            except TypeError:
-                continue  # its constructor has no such parameter
-            except Exception as error:
-                problem = error
-        raise UsageError(_not_there(problem, reading))
-
-    train = opened({"train": True}, {"split": "train"})
-    test = opened({"train": False}, {"split": "test"}, {"split": "val"})
-    labels = getattr(train, "classes", None)
-    count = len(labels) if labels else 1 + max(int(train[row][1]) for row in range(len(train)))
-    names = tuple(str(label) for label in labels or range(count))
-    return LibrarySet(train, f"{name} (train)"), LibrarySet(test, f"{name} (test)"), names
+def _is_class(entry: Path) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _open_datasets(name: str, reading: Reading) -> _Parts:
-    """Open a hub's name or a `save_to_disk` folder, with an image and a class in each row."""
+def _open_library(name: str, reading: Reading) -> _Parts:
     if not reading.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UsageError(
-            "this needs Hugging Face's datasets: pip install scatterpar[datasets]"
-        ) from error
-    try:
-        if (Path(name) / "dataset_dict.json").exists():
-            parts = library.load_from_disk(name)
-        else:
-            parts = library.load_dataset(name, cache_dir=str(reading.root))
-    except Exception as error:
-        raise UsageError(_not_there(error, reading)) from error
-    held_out = next((part for part in ("test", "validation", "val") if part in parts), None)
-    if "train" not in parts or held_out is None:
-        raise UsageError(f"it has {', '.join(parts)}, not train and test")
-    features = parts["train"].features
-    columns = []
-    for kind in (library.Image, library.ClassLabel):
-        found = [column for column, feature in features.items() if isinstance(feature, kind)]
-        if len(found) != 1:
-            raise UsageError(
-                f"it needs one column of kind {kind.__name__}, and has "
-                f"{', '.join(found) or 'none'} among {', '.join(features)}"
-            )
-        columns += found
-    train, test = (
-        LibrarySet(parts[part].select_columns(columns), f"{name} ({part})")
-        for part in ("train", held_out)
-    )
-    return train, test, tuple(features[columns[1]].names)
+    create = import_timm("data").create_dataset
 
+    def opened(*splits: str) -> Any:
+        problem: Exception | None = None
+        for split in splits:
+            try:
+                found = create(name, str(reading.root), split, download=reading.download)
+                return getattr(found, "reader", found)
+            except Exception as error:
+                problem = error
+        needs = "pip install scatterpar[datasets]"
+        where = f"looked in --data-root {reading.root}; --download fetches it"
+        hint = needs if isinstance(problem, ImportError) else where
+        raise UsageError(f"{words_of(problem or ValueError()):.300} ({hint})") from problem
 
-def _not_there(problem: object, reading: Reading) -> str:
-    words = " ".join(str(problem).split())
-    return f"{words:.300} (looked in --data-root {reading.root}; --download fetches it)"
+    train, test = opened("train"), opened("test", "validation", "val")
+    classes = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
+    if not classes:
+        raise UsageError("it does not say what its classes are called")
+    names = tuple(map(str, classes))
+    return LibrarySet(train, f"{name} (train)"), LibrarySet(test, f"{name} (test)"), names
 
 
 def _first_size(pictures: Pictures) -> int:

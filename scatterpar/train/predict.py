@@ -13,17 +13,17 @@ from typing import Any, ClassVar, TextIO
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.checkpoint import load, load_weights
-from scatterpar.train.data import TEST
-from scatterpar.train.errors import UsageError, words_of
+from scatterpar.train.data import TEST, UsageError, words_of
+from scatterpar.train.evaluation import scored
 from scatterpar.train.feed import Feed, Request, default_workers
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Count, Folder, Name, Whole, WholeOrNone, read
-from scatterpar.train.pictures import Augmentation, PictureData, find_files
+from scatterpar.train.options import Folder, Name, Number, read
+from scatterpar.train.pictures import PictureData, Reading, find_files
 
 _KNOWN = ("torchvision.models", "timm")  # whose models a checkpoint may name by itself
 
@@ -42,19 +42,19 @@ class Wanted:
     # write there (default: standard output)
     out: Folder = None
     # classes of each picture
-    top: Count = 1
+    top: int = 1
     # pictures at a time
-    batch: Count = 1024
+    batch: int = 1024
     # pictures of a sub-step of each device
-    micro_batch_size: Count = 64
+    micro_batch_size: int = 64
     # such as cuda:0,cuda:1 (default: every GPU, or the CPU)
     devices: Name = None
     # processes that read pictures; 0: none (default: one for each core, at most 16)
-    workers: WholeOrNone = None
+    workers: Number = None
     # allow the checkpoint to call this package.module:callable, if it was trained so
     model: Name = None
     # leave out so many pictures that cannot be read, rather than stop
-    skip_broken: Whole = 0
+    skip_broken: int = 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,37 +80,33 @@ def predict(wanted: Wanted) -> None:
         raise UsageError(f"{wanted.folder} is no folder")
     files = find_files(wanted.folder, [""], allow_empty=True)
     model, about = _load_model(wanted)
-    classes, shape = tuple(about["class_names"]), about["image_shape"]
-    data = PictureData("", files, files, classes, int(shape[1]), Augmentation("none"), seed=0)
-    devices = choose_devices(wanted.devices, None if torch.accelerator.is_available() else 1)
-    batches = [Request(TEST, rows) for rows in torch.arange(len(files)).split(wanted.batch)]
-    pin = torch.accelerator.is_available()
-    model = model.to(devices[0]).eval()
+    classes, (channels, size, _) = tuple(about["class_names"]), about["image_shape"]
+    data = PictureData("", files, files, classes, Reading(int(size), augment="none"))
+    default = None if torch.accelerator.is_available() else "cpu"
+    devices = choose_devices(wanted.devices or default)
+    batches = torch.arange(len(files)).split(wanted.batch)
+    coming = [Request(TEST, rows) for rows in batches]
     workers = default_workers() if wanted.workers is None else wanted.workers
+    reads = (OneChannel(model) if channels == 1 else model).to(devices[0]).eval()
+    size = wanted.micro_batch_size
+    engine = ScatterOnceParallel(reads, device_ids=devices, micro_batch_size=size)
     with (
         _opened(wanted.out) as file,
-        ScatterOnceParallel(
-            model, device_ids=devices, micro_batch_size=wanted.micro_batch_size
-        ) as engine,
-        Feed(data, batches, workers, pin, wanted.skip_broken, _warn) as feed,
+        engine,
+        Feed(data, coming, workers, wanted.skip_broken, _warn) as feed,
     ):
         top = min(wanted.top, len(classes))
         writer = csv.writer(file, lineterminator="\n")
         numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
         writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
-        for batch in batches:
-            found = feed.batch(TEST, batch.rows)
-            if len(found.rows):
-                images = found.images if shape[0] == 3 else _grey(found.images)
-                scores = engine(images).float().cpu()[:, : len(classes)].softmax(1).topk(top)
-                for row, values, places in zip(
-                    found.rows.tolist(), *map(Tensor.tolist, scores), strict=True
-                ):
-                    name = os.path.relpath(files.name(row), wanted.folder)
-                    pairs = zip(places, values, strict=True)
-                    writer.writerow(
-                        [name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))]
-                    )
+        for found, scores in scored(engine, feed, batches):
+            best = scores.softmax(1).topk(top)
+            for row, values, places in zip(
+                found.rows.tolist(), *map(Tensor.tolist, best), strict=True
+            ):
+                name = os.path.relpath(files.name(row), wanted.folder)
+                pairs = zip(places, values, strict=True)
+                writer.writerow([name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))])
 
 
 def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
@@ -118,7 +114,7 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
     state = load(wanted.checkpoint)
     about = state["about"]
     name = str(about["model"])
-    if name not in (*BUILT_IN, wanted.model) and name.partition(":")[0] not in _KNOWN:
+    if name not in (BUILT_IN, wanted.model) and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
             f"{wanted.checkpoint} is of --model {name}, which is code from elsewhere: give "
             f"--model {name} if it may be called"
@@ -133,8 +129,16 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
     return model, about
 
 
-def _grey(images: Tensor) -> Tensor:
-    return images.float().mean(1, keepdim=True).round_().to(torch.uint8)
+class OneChannel(nn.Module):
+    """A model of grey images that is given coloured ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Any:
+        """Compute the model's output for the mean of the channels, rounded."""
+        return self.model(images.float().mean(1, keepdim=True).round_())
 
 
 @contextlib.contextmanager

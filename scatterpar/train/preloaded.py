@@ -2,8 +2,9 @@
 
 import contextlib
 
-from scatterpar.train.errors import UsageError
-from scatterpar.train.pictures import torchvision
+from scatterpar.train.data import UsageError
+from scatterpar.train.pictures import import_timm, torchvision
 
 with contextlib.suppress(UsageError):  # whoever needs it says so
     torchvision("transforms.v2")
+    import_timm("data")

@@ -1,9 +1,8 @@
-"""The parts of a run, made as the options say: model, engine, optimizer and schedule, feed."""
+"""The parts of a run, made as the options say: model, engine, optimizer and schedule."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,16 +17,14 @@ from scatterpar import (
     weight_decay_groups,
     zero_init_residual,
 )
-from scatterpar.train.checkpoint import Progress
-from scatterpar.train.data import TRAIN, Source
-from scatterpar.train.errors import UsageError, words_of
-from scatterpar.train.feed import Feed, Request, default_workers
+from scatterpar.train.data import TRAIN, Source, UsageError, words_of
+from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels, build_model, initialise
-from scatterpar.train.options import Options, keywords_of
+from scatterpar.train.options import Options
 from scatterpar.train.pictures import import_timm
-from scatterpar.train.schedule import FIRST, Growth, foresee, make_scheduler
+from scatterpar.train.schedule import FIRST, Growth, make_scheduler
 
 
 def make_model(options: Options, source: Source) -> tuple[OnPixels, list[str]]:
@@ -71,8 +68,8 @@ def hire_engine(
         if options.batch == "auto" and "compares the gradients" in str(error):
             raise UsageError(
                 "--batch auto follows the gradient's noise scale, which is measured between "
-                "replicas, and there is one: give --replicas 2, or name its device twice, "
-                f"--devices {devices[0]},{devices[0]}"
+                f"replicas, and there is one: name its device twice, --devices {devices[0]},"
+                f"{devices[0]}"
             ) from error
         raise UsageError(str(error)) from error
 
@@ -100,7 +97,7 @@ def prepare(
     if rows := one_row(batches.batch):
         raise UsageError(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
-            "cannot train on: choose another --batch, or fewer --accum or --replicas"
+            "cannot train on: choose another --batch, or fewer --accum or --devices"
         )
     made = make_optimizer(model, options)
     optimizer = ShardedOptimizer(engine, lambda _: made) if options.shard_optimizer else made
@@ -126,7 +123,7 @@ def prepare(
     return training, Growth.up_to(images, fits=lambda batch: not one_row(batch))
 
 
-def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
+def make_optimizer(model: OnPixels, options: Options) -> Optimizer:
     """Build an optimizer for a model, without decay of biases and norms; its rate is for `FIRST`.
 
     It is torch's where torch has one of that name, in any case; else timm's.
@@ -134,65 +131,30 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
     Raises:
         UsageError: there is no such optimizer, or it does not take the options.
     """
-    keywords = keywords_of(options.optimizer_option)
-    if options.optimizer.lower() == "sgd":
-        keywords = {"momentum": options.momentum, "nesterov": options.momentum > 0, **keywords}
-    keywords = {"lr": options.base_lr, **keywords}
+    name, decay = options.optimizer, options.weight_decay
     known = {
         name.lower(): value
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
     }
-    factory: Any = known.get(options.optimizer.lower())
+    keywords: dict[str, Any] = {"lr": options.base_lr}
+    if name.lower() == "sgd":
+        keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
     try:
-        if factory is not None and options.layer_decay is None:
-            groups = weight_decay_groups(model, options.weight_decay)
-            made: Optimizer = factory(groups, **keywords)
-            return made
-        made = import_timm("optim").create_optimizer_v2(
-            model.network,
-            options.optimizer,
-            weight_decay=options.weight_decay,
-            layer_decay=options.layer_decay,
-            **keywords,
+        if name.lower() in known and options.layer_decay is None:
+            return known[name.lower()](weight_decay_groups(model, decay), **keywords)
+        keywords |= {"weight_decay": decay}
+        made: Optimizer = import_timm("optim").create_optimizer_v2(
+            model.network, name, layer_decay=options.layer_decay, **keywords
         )
     except (UsageError, AssertionError, TypeError, ValueError) as error:
         names = ", ".join(sorted(value.__name__ for value in known.values()))
-        words = f"--optimizer {options.optimizer}, with its options: {words_of(error)}"
-        raise UsageError(f"{words} (torch.optim has {names}; timm has more)") from error
+        raise UsageError(
+            f"--optimizer {name}: {words_of(error)} (torch.optim has {names}; timm has more)"
+        ) from error
     for group in made.param_groups:
         group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
     return made
-
-
-def make_feed(training: Training, source: Source, options: Options, progress: Progress) -> Feed:
-    """Start what reads the images, from where the run is."""
-    workers = workers_of(options, source)
-    pin = torch.accelerator.is_available()
-    foreseen = what_comes(training, source, options, progress)
-    return Feed(source, foreseen, workers, pin, options.skip_broken, _warn)
-
-
-def workers_of(options: Options, source: Source) -> int:
-    """How many processes read the images."""
-    if source.in_memory:
-        return 0
-    return default_workers() if options.workers is None else options.workers
-
-
-def what_comes(
-    training: Training, source: Source, options: Options, progress: Progress
-) -> Iterator[Request]:
-    """Foresee what this rank will want from here on, if the batch stays as it is."""
-    return foresee(
-        training.batches,
-        progress.ended,
-        options.epochs,
-        options.eval_every,
-        len(source.test),
-        options.tested_together,
-        training.machines,
-    )
 
 
 def check_gradients(
@@ -235,9 +197,3 @@ def _rows_too_few_to_normalise(
         if min(stop - start for share in shares for start, stop in share.micro_batches) == 1:
             return rows
     return 0
-
-
-def _warn(line: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(line)

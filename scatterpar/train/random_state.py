@@ -11,13 +11,8 @@ from typing import Any
 import torch
 
 
-def seed_all(seed: int) -> None:
-    """Seed every generator that a model may draw from."""
-    torch.manual_seed(seed)
-    _seed_host(seed)
-
-
-def _seed_host(seed: int) -> None:
+def seed_host(seed: int) -> None:
+    """Seed every generator of the host that a model or a transform may draw from."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -25,11 +20,7 @@ def _seed_host(seed: int) -> None:
 
 
 def random_states(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """The states of all generators, as plain values and tensors.
-
-    Args:
-        devices: those whose generators belong to the run; the CPU's always does.
-    """
+    """The states of all generators, the CPU's and those of devices, as plain values and tensors."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -56,9 +47,9 @@ def set_random_states(states: dict[str, Any]) -> None:
             module.set_rng_state(state, device)
 
 
-def seed_of(seed: int, epoch: int, number: int) -> int:
-    """Make one seed of three numbers, of 32 bits: torch's CPU generator ignores higher ones."""
-    return random.Random(f"{seed} {epoch} {number}").getrandbits(32)
+def seed_of(*numbers: int) -> int:
+    """Make one seed of several numbers, of 32 bits: torch's CPU generator ignores higher ones."""
+    return random.Random(" ".join(map(str, numbers))).getrandbits(32)
 
 
 @contextlib.contextmanager
@@ -66,6 +57,6 @@ def drawing_from() -> Iterator[Callable[[int], None]]:
     """Yield what seeds the host's generators, which are put back afterwards."""
     before = random_states()
     try:
-        yield _seed_host
+        yield seed_host
     finally:
         set_random_states(before)

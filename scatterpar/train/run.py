@@ -7,11 +7,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.recipe import NoiseScale
@@ -26,42 +27,24 @@ from scatterpar.train.checkpoint import (
     restore,
     save,
 )
-from scatterpar.train.data import Source
-from scatterpar.train.errors import UsageError
+from scatterpar.train.data import Source, UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
-from scatterpar.train.feed import Feed, FeedError, check_data
+from scatterpar.train.feed import Feed, FeedError, Request, check_data, default_workers
 from scatterpar.train.loop import Stopped, Stopping, Training, train_epoch
 from scatterpar.train.machines import (
-    Machines,
     choose_devices,
     connected,
     launched,
-    require_one_process,
     run_id,
     was_restarted,
 )
 from scatterpar.train.options import Options, parse
-from scatterpar.train.page import write_page
+from scatterpar.train.page import draw_curves, write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.preparation import (
-    check_gradients,
-    hire_engine,
-    make_feed,
-    make_model,
-    prepare,
-    what_comes,
-    workers_of,
-)
-from scatterpar.train.random_state import seed_all
-from scatterpar.train.records import (
-    Metrics,
-    draw_curves,
-    open_board,
-    provenance,
-    record,
-    writing,
-)
-from scatterpar.train.schedule import Growth, averaging, is_tested, what_it_means
+from scatterpar.train.preparation import check_gradients, hire_engine, make_model, prepare
+from scatterpar.train.random_state import seed_host
+from scatterpar.train.records import Metrics, provenance, writing
+from scatterpar.train.schedule import Growth, averaging, foresee, what_it_means
 from scatterpar.train.traffic import Traffic
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
@@ -90,61 +73,55 @@ def run(options: Options) -> int:
     Raises:
         UsageError: the options do not go together, or name what is not there.
     """
-    devices = choose_devices(options.devices, options.replicas)
-    require_one_process(devices)
+    tqdm.monitor_interval = 0  # no thread that watches over bars: every step updates them
+    devices = choose_devices(options.devices)
     source = open_data(options.data, options.reading)
-    with connected() as machines:
+    workers = default_workers() if options.workers is None else options.workers
+    workers = 0 if source.in_memory else workers
+    with connected(devices) as machines:
         if options.check_data and machines.is_first:
-            _look_at(source, options)
-        return _run_on(machines, options, devices, source)
+            _look_at(source, options, workers)
+        torch.manual_seed(options.seed)
+        seed_host(options.seed)
+        model, lines = make_model(options, source)
+        with hire_engine(model, options, devices, machines) as engine:
+            training, growth = prepare(engine, model, source, options, machines)
+            progress = _resume(training, options)
+            path = options.folder / "metrics.jsonl" if machines.is_first else None
+            coming = _what_comes(training, source, options, progress)
+            with (
+                Metrics(path, kept=progress.step) as metrics,
+                Feed(source, coming, workers, options.skip_broken, tqdm.write) as feed,
+            ):
+                made = {**provenance(devices), "machines": machines.size}
+                metrics.write("run", step=progress.step, options=options.record(), **made)
+                criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+                this = Run(training, feed, criterion, options, progress, metrics, growth)
+                if machines.is_first:
+                    this.announce(lines)
+                checked = (training, source, criterion, options, devices)
+                if options.check and not check_gradients(*checked):
+                    return 1
+                code, ending = this.train()
+                this.finish(ending)
+                return code
 
 
-def _look_at(source: Source, options: Options) -> None:
+def _look_at(source: Source, options: Options, workers: int) -> None:
     """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=len(source.train) + len(source.test), desc="checking", unit=" images", disable=None
-    ) as bar:
-        broken = check_data(source, workers_of(options, source), bar.update)
+    total = len(source.train) + len(source.test)
+    with tqdm(total=total, desc="checking", unit=" images", disable=None) as bar:
+        broken = check_data(source, workers, bar.update)
     path = options.folder / "broken.txt"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{p.name}\t{p.reason}\n" for p in broken), encoding="utf-8")
-    print(f"{len(broken)} of {bar.total:,} pictures cannot be read; the list is in {path}")
+    print(f"{len(broken)} of {total:,} pictures cannot be read; the list is in {path}")
     if len(broken) > options.skip_broken:
         raise UsageError(
             f"{broken[0].name} cannot be read as an image: {broken[0].reason}; {len(broken)} such "
             f"files are listed in {path}: mend or remove them, or --skip-broken {len(broken)}"
         )
-
-
-def _run_on(
-    machines: Machines, options: Options, devices: list[torch.device], source: Source
-) -> int:
-    seed_all(options.seed)
-    model, lines = make_model(options, source)
-    with hire_engine(model, options, devices, machines) as engine:
-        training, growth = prepare(engine, model, source, options, machines)
-        progress = _resume(training, options)
-        path = options.folder / "metrics.jsonl" if machines.is_first else None
-        with (
-            Metrics(path, kept=progress.step) as metrics,
-            make_feed(training, source, options, progress) as feed,
-        ):
-            criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-            run = Run(training, feed, criterion, options, progress, metrics, growth)
-            if machines.is_first:
-                metrics.board = open_board(options.folder, progress.step)
-                run.announce(lines)
-                record(options.folder / "run.json", provenance(options.record(), devices))
-            if not metrics.records:
-                metrics.write("run", machines=machines.size, **options.record())
-            if options.check and not check_gradients(training, source, criterion, options, devices):
-                return 1
-            code, ending = run.train()
-            run.finish(ending)
-            return code
 
 
 def _resume(training: Training, options: Options) -> Progress:
@@ -160,10 +137,18 @@ def _resume(training: Training, options: Options) -> Progress:
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
     wanted = options.settings()
     for name, saved in state["settings"].items():
-        if wanted[name] != saved:
+        if wanted.get(name) != saved:
             option = "--" + name.replace("_", "-")
-            raise UsageError(f"{path} is of a run with {option} {saved}, not {wanted[name]}")
+            raise UsageError(f"{path} is of a run with {option} {saved}, not {wanted.get(name)}")
     return restore(state, training)
+
+
+def _what_comes(
+    training: Training, source: Source, options: Options, progress: Progress
+) -> Iterator[Request]:
+    """Foresee what this rank will want from here on, if the batch stays as it is."""
+    tests = len(source.test), options.tested_together
+    return foresee(training.batches, progress.ended, options.epochs, *tests, training.machines)
 
 
 class Run:
@@ -177,9 +162,6 @@ class Run:
         progress: what an earlier attempt has reached.
         metrics: where steps and epochs are recorded.
         growth: the sizes of a batch that grows.
-
-    Attributes:
-        evaluation: the last test, if there was one.
     """
 
     def __init__(
@@ -192,8 +174,6 @@ class Run:
         metrics: Metrics,
         growth: Growth | None,
     ) -> None:
-        from tqdm import tqdm
-
         self.training = training
         self.feed = feed
         self.criterion = criterion
@@ -201,15 +181,13 @@ class Run:
         self.progress = progress
         self.metrics = metrics
         self.growth = growth
-        self.evaluation: Evaluation | None = None
+        self.tested: Evaluation | None = None  # the last test
         decay = averaging(training.batches.steps_per_epoch)
         self.noise = NoiseScale(decay) if options.measure_noise else None
         if self.noise is not None and progress.noise is not None:
             self.noise.load_state_dict({**progress.noise, "decay": decay})
         source = feed.source
-        self.images = len(source.train)
         self.traffic = Traffic(training.engine.module, row_bytes=4 * len(source.class_names))
-        self.seconds = 0.0
         self._about = {  # what `predict` needs to know
             "model": options.model,
             "image_shape": list(source.image_shape),
@@ -222,9 +200,8 @@ class Run:
         self._start = self._said = time.perf_counter()
         self._used = training.batches.consumed
         self._stopping = Stopping()
-        tqdm.monitor_interval = 0  # no thread that watches over the bar: every step updates it
         self._bar = tqdm(
-            total=options.epochs * self.images,
+            total=options.epochs * training.batches.rows,
             initial=training.batches.consumed,
             disable=None if training.machines.is_first else True,  # None: where it is no terminal
             unit=" images",
@@ -272,27 +249,28 @@ class Run:
                     self._end_epoch(images=0, seconds=0.0, waited=0.0)
                 while self.training.batches.epoch < self.options.epochs:
                     self._train_epoch()
-                self._save_what_is_new()
+                self._save_if_due(1)
         except Stopped:
             return self._stop()
         except FloatingPointError as error:
             return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
-        except FeedError as error:
-            if self._stopping.signal:  # its sender may have ended the workers too
-                return self._stop()
-            if self.training.machines.size == 1:  # others would have to take part
-                self._save_what_is_new()
-            raise self._with_what_is_kept(error) from error
         except UsageError as error:
-            raise self._with_what_is_kept(error) from error
+            if isinstance(error, FeedError):
+                if self._stopping.signal:  # its sender may have ended the workers too
+                    return self._stop()
+                if self.training.machines.size == 1:  # others would have to take part
+                    self._save_if_due(1)
+            kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
+            raise UsageError(
+                f"{error}; {kept if self._saved else 'no checkpoint was written yet'}"
+            ) from error
         finally:
-            self.seconds = time.perf_counter() - self._start
             self._bar.close()
         return 0, "finished"
 
     def _stop(self) -> tuple[int, str]:
         """Keep what was reached, and say how to go on."""
-        self._save_what_is_new()
+        self._save_if_due(1)
         number = self._stopping.signal
         if self._saved:
             out = ["--out", str(self.options.folder)]
@@ -313,9 +291,9 @@ class Run:
 
     def _train_epoch(self) -> None:
         batches, feed = self.training.batches, self.feed
-        number, before, used = batches.epoch + 1, batches.consumed, batches.consumed
+        number, before = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
-        start, waited, started = time.perf_counter(), feed.waited, feed.started
+        start, waited, started, used = time.perf_counter(), feed.waited, feed.started, before
         for report, rate in train_epoch(self.training, feed, self.criterion):
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
@@ -335,7 +313,7 @@ class Run:
     ) -> None:
         progress, batches = self.progress, self.training.batches
         progress.step += 1
-        progress.loss += report.loss * images / self.images
+        progress.loss += report.loss * images / batches.rows
         # A sharded optimizer sends the new values in its own step, which the engine does not count.
         if not (self._has_sent or self.options.shard_optimizer):
             self.traffic.add(report.plan, report.bytes)
@@ -359,28 +337,34 @@ class Run:
         )
         self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
         self._bar.update(images)
-        if part := batches.consumed % self.images:  # at the end once it has been tested
-            now = time.perf_counter()
-            if self._bar.disable and now - self._said >= _LINE_SECONDS:
-                self._said = now
-                speed = (batches.consumed - self._used) / (now - self._start)
-                left = (self.options.epochs * self.images - batches.consumed) / speed
-                self._say(
-                    f"epoch {epoch}/{self.options.epochs}, {part / self.images:.0%}: "
-                    f"loss {report.loss:.4f}, {speed:,.0f} images/s, "
-                    f"{timedelta(seconds=round(left))} left"
-                )
-            self._save_if_due()
+        part = batches.consumed % batches.rows
+        if not part:
+            return  # the end of the epoch, which goes on once it has been tested
+        now = time.perf_counter()
+        if self._bar.disable and now - self._said >= _LINE_SECONDS:
+            self._said = now
+            speed = (batches.consumed - self._used) / (now - self._start)
+            left = (self.options.epochs * batches.rows - batches.consumed) / speed
+            self._say(
+                f"epoch {epoch}/{self.options.epochs}, {part / batches.rows:.0%}: "
+                f"loss {report.loss:.4f}, {speed:,.0f} images/s, "
+                f"{timedelta(seconds=round(left))} left"
+            )
+        self._save_if_due()
 
     def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
-        progress, training, options = self.progress, self.training, self.options
-        number, loss, source = training.batches.epoch, progress.loss, self.feed.source
-        speed, tested = images / seconds if seconds else 0.0, None
-        if is_tested(number, options.epochs, options.eval_every):
-            alone = training.machines.size == 1  # ranks have different numbers of batches
-            between = self._stopping.check if alone else lambda: None
-            tested = evaluate(training, self.feed, options.tested_together, between)
-            progress.accuracy, self.evaluation, self._has_sent = tested.top1, tested, True
+        progress, training, options, broken = (
+            self.progress,
+            self.training,
+            self.options,
+            self.feed.broken,
+        )
+        number, loss = training.batches.epoch, progress.loss
+        speed = images / seconds if seconds else 0.0
+        alone = training.machines.size == 1  # ranks have different numbers of batches
+        between = self._stopping.check if alone else lambda: None
+        tested = evaluate(training, self.feed, options.tested_together, between)
+        progress.accuracy, self.tested, self._has_sent = tested.top1, tested, True
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",
@@ -388,69 +372,51 @@ class Run:
             step=progress.step,
             batch=training.batches.batch,
             train_loss=loss,
-            test_loss=tested and tested.loss,
-            test_accuracy=tested and tested.top1,
-            test_accuracy_top5=tested and tested.top5,
+            test_loss=tested.loss,
+            test_accuracy=tested.top1,
+            test_accuracy_top5=tested.top5,
             images_per_second=speed,
             seconds=seconds,
             seconds_waited=waited,
-            left_out=self.feed.broken.total(),
+            left_out=broken.total(),
         )
-        parts = [f"epoch {number}/{options.epochs}: loss {loss:.4f}"]
-        if tested is not None:
-            parts.append(f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}")
-            if len(tested.confusion) > 5:
-                parts.append(f"top-5 {tested.top5:.2%}")
-        parts.append(f"{speed:,.0f} images/s")
-        if not source.in_memory:
-            parts.append(f"waiting {waited / seconds if seconds else 0:.0%}")
-        if self.growth is not None:
-            parts.append(f"batch {training.batches.batch:,}")
-        if self.noise is not None:
-            parts.append(f"noise scale {self.noise.scale:,.0f} images")
-        if self.feed.broken:
-            parts.append(f"{len(self.feed.broken)} broken files left out")
-        self._say(", ".join(parts))
-        if tested is not None and tested.top1 > progress.best:
+        parts = {
+            f"epoch {number}/{options.epochs}: loss {loss:.4f}": True,
+            f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}": True,
+            f"top-5 {tested.top5:.2%}": len(tested.confusion) > 5,
+            f"{speed:,.0f} images/s": True,
+            f"waiting {waited / (seconds or 1):.0%}": not self.feed.source.in_memory,
+            f"batch {training.batches.batch:,}": self.growth is not None,
+            f"noise scale {self.noise.scale if self.noise else 0:,.0f} images": self.noise,
+            f"{len(broken)} broken files left out": broken,
+        }
+        self._say(", ".join(words for words, is_told in parts.items() if is_told))
+        if tested.top1 > progress.best:
             progress.best = tested.top1
             if training.machines.is_first:
-                best = collect_best(training, tested.top1, self._about)
-                save(options.folder / BEST_FILE, best)
-        self._grow()
+                save(options.folder / BEST_FILE, collect_best(training, tested.top1, self._about))
+        if self.growth is not None and self.noise is not None and number < options.epochs:
+            self._grow(self.growth.after(training.batches.batch, self.noise.scale), self.noise)
         self._save_if_due()
 
-    def _grow(self) -> None:
-        """Take the next larger batch for the epochs to come where the noise scale allows it."""
-        training, batches = self.training, self.training.batches
-        if self.growth is None or self.noise is None or batches.epoch == self.options.epochs:
-            return
-        larger = self.growth.after(batches.batch, self.noise.scale)
-        if larger == batches.batch:
-            return
-        batches.batch = larger
-        self.noise.decay = averaging(batches.steps_per_epoch)
-        training.scheduler.step()  # its rate is scaled with the batch
-        self.feed.foresee(what_comes(training, self.feed.source, self.options, self.progress))
-        self._say(f"  batches of {larger:,} images from here on")
+    def _grow(self, batch: int, noise: NoiseScale) -> None:
+        """Take a batch for the epochs to come, which may be larger."""
+        training = self.training
+        if batch > training.batches.batch:
+            training.batches.batch = batch
+            noise.decay = averaging(training.batches.steps_per_epoch)
+            training.scheduler.step()  # its rate is scaled with the batch
+            coming = _what_comes(training, self.feed.source, self.options, self.progress)
+            self.feed.foresee(coming)
+            self._say(f"  batches of {batch:,} images from here on")
 
-    def _save_if_due(self) -> None:
-        if self.progress.step - self._saved >= self.options.checkpoint_every:
-            self._save_what_is_new()
-
-    def _save_what_is_new(self) -> None:
-        if self._saved < self.progress.step:
+    def _save_if_due(self, every: int | None = None) -> None:
+        if self.progress.step - self._saved >= (every or self.options.checkpoint_every):
             settings = self.options.settings()
             state = collect(self.training, self.progress, settings, run_id(), self._about)
             if self.training.machines.is_first:
                 save(self.options.folder / FILE, state)
             self._saved = self.progress.step
-
-    def _with_what_is_kept(self, error: UsageError) -> UsageError:
-        if not self._saved:
-            return UsageError(f"{error}; no checkpoint was written yet")
-        return UsageError(
-            f"{error}; the checkpoint after step {self._saved} is kept: --resume goes on from it"
-        )
 
     def finish(self, ending: str) -> None:
         """Print and record what was reached, and draw it, also where that ended early.
@@ -466,8 +432,9 @@ class Run:
             if ending != "finished":
                 print(f"rank {machines.rank}: {ending}", file=sys.stderr)
             return
+        seconds = time.perf_counter() - self._start
         reached = f"{batches.epoch} of {self.options.epochs} epochs, {progress.step} steps"
-        print(f"{ending} after {reached}, {self.seconds:.1f} s")
+        print(f"{ending} after {reached}, {seconds:.1f} s")
         if progress.accuracy is None:
             print("test accuracy: not measured, no epoch was finished")
         else:
@@ -483,25 +450,24 @@ class Run:
             ending=ending,
             epochs=batches.epoch,
             steps=progress.step,
-            seconds=self.seconds,
+            seconds=seconds,
             test_accuracy=progress.accuracy,
             bytes_counted=self.traffic.counted,
             bytes_data_parallel_computed=self.traffic.computed,
             left_out=dict(self.feed.broken),
         )
         out = self.options.folder
+        sizes = f"{self.growth.sizes[0]:,} to " if self.growth is not None else ""
+        devices = ", ".join(map(str, self.training.engine.device_ids))
         with writing(out):
             draw_curves(self.metrics.records, out / "curves.png")
-            sizes = f"{self.growth.sizes[0]:,} to " if self.growth is not None else ""
-            devices = ", ".join(map(str, self.training.engine.device_ids))
             write_page(
                 out / "report.html",
                 f"{self.options.model} on {self.feed.source.name}",
                 f"{ending} after {reached}; batches of {sizes}{batches.batch:,} on {devices}",
-                self.evaluation,
+                self.tested,
                 self.feed.source,
                 self.metrics.records,
                 self.traffic,
-                len(self.feed.broken),
             )
         print(f"wrote metrics.jsonl, curves.png and report.html in {out}")

@@ -5,7 +5,7 @@ While the batch is below the gradient's noise scale, twice the batch needs nearl
 `--batch auto` the batch starts small and is doubled between epochs, in the spirit of Smith et al.
 2018, arXiv:1711.00489. The learning rate is scaled with it (Goyal et al. 2017, arXiv:1706.02677,
 section 2.1); otherwise it goes by the images that were used, and ends at the same place whenever
-the batch grew.
+the batch grew. Schedulers of libraries go by steps or epochs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar.train.data import TEST, TRAIN
+from scatterpar.train.evaluation import rows_to_test
 from scatterpar.train.feed import Request
 from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
@@ -30,26 +29,10 @@ FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
 _FEWEST_AVERAGED = 20
 
 
-def is_tested(finished: int, epochs: int, every: int) -> bool:
-    """Whether the model is tested after so many epochs: every so many, and at the end.
-
-    >>> [finished for finished in range(1, 8) if is_tested(finished, epochs=7, every=3)]
-    [3, 6, 7]
-    """
-    return finished % every == 0 or finished == epochs
-
-
-def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]:
-    """Yield the rows that this rank tests, batch by batch: int64."""
-    mine = machines.share(torch.arange(count))
-    yield from torch.split(mine, -(-batch // machines.size)) if len(mine) else ()
-
-
 def foresee(
     batches: Batches,
     ended: int,
     epochs: int,
-    every: int,
     test_images: int,
     tested_together: int,
     machines: Machines,
@@ -60,7 +43,6 @@ def foresee(
         batches: where the run is; left alone.
         ended: epochs that are done with, their tests included.
         epochs: of the whole run.
-        every: epochs between tests.
         test_images: how many there are.
         tested_together: how many of them are tested at once.
         machines: the ranks, of which this is one.
@@ -68,7 +50,7 @@ def foresee(
     ahead = copy.copy(batches)
     while True:
         epoch = ahead.epoch
-        if ended < epoch and is_tested(epoch, epochs, every):
+        if ended < epoch:
             for rows in rows_to_test(test_images, tested_together, machines):
                 yield Request(TEST, rows)
         ended = epoch

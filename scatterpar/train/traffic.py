@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -33,17 +33,20 @@ def data_parallel_bytes(plan: Plan, model: nn.Module, batch_bytes: int, row_byte
     >>> data_parallel_bytes(plan, nn.Linear(2, 1), batch_bytes=96, row_bytes=4)
     {'scatter': 96, 'replicate': 48, 'compute': 32, 'reduce': 48}
     """
-    master = plan.shares[0].device
-    away = [share for share in plan.shares if share.device != master]
-    calls = max(len(share.micro_batches) for share in plan.shares)
-    copies = calls * len({share.device for share in away})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    away = [share for share in plan.shares if share.device != plan.shares[0].device]
+    copies = calls_of(plan) * len({share.device for share in away})
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     return {
         "scatter": batch_bytes,
         "replicate": copies * _size([*model.parameters(), *model.buffers()]),
         "compute": 2 * row_bytes * sum(share.stop - share.start for share in away),
         "reduce": copies * _size(trained),
     }
+
+
+def calls_of(plan: Plan) -> int:
+    """Return the number of calls of `nn.DataParallel` that a step is compared with."""
+    return max(len(share.micro_batches) for share in plan.shares)
 
 
 class Traffic:
@@ -55,15 +58,14 @@ class Traffic:
     def __init__(self, model: nn.Module, row_bytes: int) -> None:
         self.model = model
         self.row_bytes = row_bytes
-        self.steps = 0
-        self.calls = 0
+        self.steps = self.calls = 0
         self.counted = dict.fromkeys(PHASES, 0)
         self.computed = dict.fromkeys(PHASES, 0)
 
     def add(self, plan: Plan, counted: Bytes) -> None:
         """Add a step."""
         self.steps += 1
-        self.calls += max(len(share.micro_batches) for share in plan.shares)
+        self.calls += calls_of(plan)
         computed = data_parallel_bytes(plan, self.model, counted["scatter"], self.row_bytes)
         for phase in PHASES:
             self.counted[phase] += counted[phase]
@@ -71,17 +73,16 @@ class Traffic:
 
     def __str__(self) -> str:
         counted, computed = sum(self.counted.values()), sum(self.computed.values())
+        if not self.steps:
+            return "no whole step was counted"
         if not counted:
             return "all replicas share one memory: nothing had to cross between devices"
-        heads = "".join(f"{head:>11}" for head in _HEADS)
-        return "\n".join(
-            (
-                f"crossed devices per step, in MB:{' ' * 11}{heads}",
-                f"  this run, counted                        {self._row(self.counted)}",
-                f"  nn.DataParallel, computed for {self.calls / self.steps:>4.4g} calls "
-                f"{self._row(self.computed)}",
-                f"  nn.DataParallel would have moved {computed / counted:.1f} times as much",
-            )
+        calls = f"nn.DataParallel, computed for {self.calls / self.steps:>4.4g} calls"
+        return (
+            f"{'crossed devices per step, in MB:':43}{''.join(f'{h:>11}' for h in _HEADS)}\n"
+            f"  {'this run, counted':41}{self._row(self.counted)}\n"
+            f"  {calls:41}{self._row(self.computed)}\n"
+            f"  nn.DataParallel would have moved {computed / counted:.1f} times as much"
         )
 
     def _row(self, moved: Bytes) -> str:
@@ -89,5 +90,5 @@ class Traffic:
         return "".join(f"{size / self.steps / 1e6:>11.3f}" for size in sizes)
 
 
-def _size(tensors: Sequence[Tensor]) -> int:
+def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

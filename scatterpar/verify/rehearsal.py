@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.memory_search import is_out_of_memory
 from scatterpar.replicas.replicas import Replicas
@@ -282,7 +281,7 @@ class Rehearsal:
             few = replace(request, targets=pick(request.targets, [*chain(*parts)], request.dim))
             pieces = [tuple(pick(v, part, request.dim) for v in request.batch) for part in parts]
             spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            counts = counts_of(few, spans, pieces, Readout())
+            counts = counts_of(few, spans, pieces)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")

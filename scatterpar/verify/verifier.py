@@ -12,11 +12,13 @@ criterion seems to do. What could not be told is said once.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,12 +33,12 @@ from scatterpar.step.substeps import Task
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
-from scatterpar.verify.rows import choose, range_of, telling
-from scatterpar.verify.words import Words
+from scatterpar.verify.rows import choose, is_label, range_of, telling
 
 __all__ = ["Verifier"]
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
+_OFF = "Nothing was changed; verify=False switches this check off."
 _KINDS = 1000  # how many kinds are remembered
 _PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before they join it
 
@@ -82,12 +84,12 @@ class _Kind:
 
 
 class Verifier:
-    """Remembers which kinds of criterion and batch agreed, and looks at the others."""
+    """Remembers which kinds of criterion and batch agreed, and rehearses the others."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
 
-    def look(
+    def verify(
         self,
         attempt: Attempt,
         request: Request,
@@ -95,7 +97,7 @@ class Verifier:
         parts: Sequence[Replicas],
         peers: object,
     ) -> None:
-        """Before the sub-steps: look at a few rows, if they are new or it is their turn.
+        """Before the sub-steps: rehearse a few rows, if they are new or it is their turn.
 
         Args:
             attempt: the step.
@@ -122,52 +124,49 @@ class Verifier:
         ranges = range_of(tensors)
         if not kind.wants(ranges):
             return
-        micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         computes = model.forward if criterion is None else criterion
         ignored = {*ignored_values(computes), *ignored_values(request.count)}
-        words = Words(request)
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:
-            _say(kind, words.of_shared(name))
+            _say(kind, _of_shared(request, name))
+        micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
+        turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
 
-        def look(most: int) -> Finding:
-            turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
+        def rehearse(most: int) -> Finding:
             choose_some = partial(choose, tensors, request.sizes, most, ignored, turn)
-            choices = [choose_some(again) for again in (False, True)]
-
-            def rehearse(task: Task) -> Finding:
-                return Rehearsal(request, task, parts).run(*([] if alone else choices))
-
-            return _together(attempt, tasks, rehearse)
+            choices = [] if alone else [choose_some(again) for again in (False, True)]
+            return _together(
+                attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
+            )
 
         try:
             try:
-                found = look(kind.most or 2 * micro)
+                found = rehearse(kind.most or 2 * micro)
             except Unsure as error:
                 if not error.rows:
                     raise
                 kind.most = error.rows
-                found = look(kind.most)
+                found = rehearse(kind.most)
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
             if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
                 kind.unsure = _OFTEN
-                _say(kind, words.unsure(error))
+                _say(kind, _unchecked(request, error))
             return
         finally:
             for part in parts:
                 part.forget_step()
         if found.stale is not None:
-            raise ValueError(words.of_attribute(found.stale))
+            raise ValueError(_of_attribute(request, found.stale))
         if not found.off:
             kind.agreed(ranges)
-        elif not found.certain:
-            _say(kind, words.of(found, tensors, ignored))
-            kind.unsure = _OFTEN
-        else:
+        elif found.certain:
             kind.refused = True
-            raise ValueError(words.of(found, tensors, ignored))
+            raise ValueError(_refusal(request, found, tensors, ignored))
+        else:
+            _say(kind, _refusal(request, found, tensors, ignored))
+            kind.unsure = _OFTEN
 
 
 def _say(kind: _Kind, text: str) -> None:
@@ -237,3 +236,136 @@ def _described(value: Any, depth: int) -> Hashable:
     if isinstance(value, nn.Module):
         own |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
     return name, *((n, _described(v, min(depth - 1, 2))) for n, v in sorted(own.items())[:32])
+
+
+def _refusal(
+    request: Request, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]
+) -> str:
+    """What the criterion seems to do instead, and what to pass."""
+    sizes = " + ".join(str(len(part)) for part in found.parts)
+    rows = " + ".join(", ".join(map(str, part)) for part in found.parts)
+    off = f"off by {100 * found.off:.2g} %" if math.isfinite(found.off) else "NaN or infinite"
+    its = f"; your loss weights them with {_listed(found.weights)}" if found.weights else ""
+    doubt = (
+        "For this look every row had the same random numbers, and batch normalisation its "
+        "running statistics, so the step goes on; verify=False silences this."
+    )
+    return (
+        f"{_name_of(request)}: your loss of {sum(map(len, found.parts))} rows is not the "
+        f"{'mean' if request.is_mean else 'sum'} of the losses of {sizes} rows, and the engine "
+        f"takes it for that. The engine would weight these with {_listed(found.factors)}{its}: the "
+        f"{'loss' if found.of_losses else 'gradient'} would be {off}. "
+        f"{_advice(request, found, tensors, ignored)} (Rows {rows} of {request.rows}.) "
+        f"{_OFF if found.certain else doubt}"
+    )
+
+
+def _advice(
+    request: Request, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]
+) -> str:
+    its, rows = found.weights, sum(map(len, found.parts))
+    tolerance = max(1e-3, 10 * found.tolerance)
+    if found.of_losses:
+        return (
+            "It seems to add something that does not depend on the rows, such as a penalty on "
+            "weights, which every micro-batch would add once more: multiply that by "
+            f"len(output) / {request.rows}, the micro-batch's part of the rows (no "
+            f"count= or reduction= says that, and whole_batch=True needs none)."
+        )
+    if its and _near(its, [1.0] * len(its), tolerance):
+        return (
+            'It seems to be a sum: pass reduction="sum" (for a mean, count= says of what; '
+            "whole_batch=True for a loss that compares rows)."
+        )
+    if its and _near(its, [len(part) / rows for part in found.parts], tolerance):
+        return (
+            'It seems to be a mean over rows: pass reduction="mean", without count= '
+            "(whole_batch=True for a loss that compares rows)."
+        )
+    if not its and math.isfinite(found.off):
+        return (
+            "It seems to compare rows with each other, or to be a ratio of sums: pass "
+            "whole_batch=True, which calls it once with all rows; or make it a mean of one "
+            "loss per row (per image). No count= or reduction= can say what it is now."
+        )
+    reduction = "" if request.is_mean else 'reduction="mean" and '
+    return (
+        f"It seems to be a mean over something else than what was counted: pass {reduction}count=, "
+        f"a function of (inputs, targets) that gives the number of its terms"
+        f"{_hint(request, found, tensors, ignored)}; or make it a mean of one loss per row (per "
+        'image). For a sum, reduction="sum"; if it compares rows with each other, such as a '
+        "router's load balance, whole_batch=True."
+    )
+
+
+def _hint(
+    request: Request, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]
+) -> str:
+    """Whether it is the labels that are not ignored, shifted or not."""
+    values = dict.fromkeys([-100, 255, -1, *ignored])
+    for labels, value, shifted in product(filter(is_label, tensors), values, (False, True)):
+        if shifted and labels.ndim < 2:
+            continue
+        sizes = request.sizes  # of several batches the tensor is that of one
+        first = 0 if len(sizes) < 2 else sum(sizes[: sizes.index(len(labels))])
+        counted = (labels[:, 1:] if shifted else labels) != value
+        terms = [sum(int(counted[row - first].sum()) for row in part) for part in found.parts]
+        total = sum(terms)
+        if found.weights and total and _near(found.weights, [n / total for n in terms], 1e-3):
+            said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
+            return (
+                f", here the labels that are not {value}, of which these rows have "
+                f"{_listed(terms)}: count=scatterpar.count_labels({said})"
+            )
+    return ""
+
+
+def _of_attribute(request: Request, name: str) -> str:
+    """That the criterion reads an attribute of a module whose forward pass never ran."""
+    return (
+        f"{_name_of(request)} reads {name!r} of a module that it closes over, and the forward "
+        f"pass sets it, on each replica alone: what the criterion finds is old. Return it from "
+        f"forward, and take it from the output that the criterion is given. {_OFF}"
+    )
+
+
+def _of_shared(request: Request, name: str) -> str:
+    """That replicas write and read one container at the same time."""
+    return (
+        f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at the "
+        f"same time, so what the criterion finds there may be another replica's. Return it "
+        f"from forward, and take it from the output that the criterion is given; verify=False "
+        f"silences this"
+    )
+
+
+def _unchecked(request: Request, error: Exception) -> str:
+    """That nobody could tell, and what to do if it is something else."""
+    terms = "what count= gives" if request.count else "rows"
+    return (
+        f"whether {_name_of(request)} combines micro-batches as the engine does could not be "
+        f"checked ({str(error)[:120]}). The engine takes it for "
+        f"{f'a mean over {terms}' if request.is_mean else 'a sum'}. If it is a mean over something "
+        f"else, such as labels that are not ignored, pass count=, for instance "
+        f'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows '
+        f"with each other, whole_batch=True. verify=False silences this"
+    )
+
+
+def _name_of(request: Request) -> str:
+    criterion = request.criterion
+    if criterion is None:
+        return "the module's own loss"
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    name = getattr(criterion, "__qualname__", None)
+    return f"the criterion {name if isinstance(name, str) else type(criterion).__name__}"
+
+
+def _near(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) < tolerance
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    *most, last = (f"{number:.4g}" for number in numbers)
+    return f"{', '.join(most)} and {last}"

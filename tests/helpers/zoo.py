@@ -1,4 +1,7 @@
-"""Modules of every kind, small, that turn (rows, FEATURES) into (rows, CLASSES)."""
+"""Modules of every kind, small, and what is trained on them: ``CASES``, by name.
+
+Most of them turn (rows, FEATURES) into (rows, CLASSES).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
-from helpers.models import CLASSES, FEATURES
+from helpers.agree import BATCH, Case
+from helpers.models import CLASSES, FEATURES, TokenClassifier, mlp
+from helpers.oracle import build, randint, randn
 
 
 def linear():
@@ -171,15 +178,6 @@ class Overlapping(nn.Module):
         return self.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + self.apart
 
 
-class ComplexInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
-
-    def forward(self, inputs):
-        return (inputs.to(torch.complex128) @ self.weight).abs()
-
-
 class ComputesItsOwnGradient(nn.Module):
     """Forces: the gradient of an energy is part of the output (double backward)."""
 
@@ -197,9 +195,578 @@ def weight_norm_old():
     return nn.utils.weight_norm(linear())
 
 
-def spectral_norm_old():
-    return nn.utils.spectral_norm(linear()).eval()
+def small():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
+
+# --- kinds of modules that torch's protocol for replicas loses or breaks ---
+
+
+class Traced(torch.fx.GraphModule):
+    """A class of the user's own, with what no node of the graph mentions."""
+
+    def __init__(self, root, graph):
+        super().__init__(root, graph)
+        self.scale = 3.0
+        self.unused = nn.Linear(2, 2)
+
+    def __call__(self, inputs):
+        return super().__call__(inputs) * self.scale
+
+
+def traced_subclass():
+    root = small()
+    return Traced(root, torch.fx.Tracer().trace(root))
+
+
+def exported():
+    rows = ({0: torch.export.Dim.AUTO},)
+    return torch.export.export(small(), (torch.randn(3, FEATURES),), dynamic_shapes=rows).module()
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.scale = 2.0
+        self.__hidden = [nn.Linear(CLASSES, CLASSES).double()]
+
+    def forward(self, inputs):
+        return self.__hidden[0](super().forward(inputs)) * self.scale
+
+
+class ScriptInAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.hidden = [torch.jit.script(small()).double()]
+
+    def forward(self, inputs):
+        return self.hidden[0](self.first(inputs))
+
+
+class Graph(nn.Module):
+    """A graph network's adjacency, which is the same for all rows."""
+
+    def __init__(self, layout):
+        super().__init__()
+        adjacency = (torch.rand(FEATURES, FEATURES) > 0.5) * torch.rand(FEATURES, FEATURES)
+        self.register_buffer("adjacency", adjacency.to_sparse(layout=layout))
+        self.head = linear()
+
+    def forward(self, inputs):
+        return self.head((self.adjacency @ inputs.T).T)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.head = linear()
+
+    def forward(self, inputs):
+        return self.head(self.norm(inputs))
+
+
+class Parts(nn.Module):
+    """What has no dictionary that tells of changes: slots, TorchScript, sparse values."""
+
+    def __init__(self):
+        super().__init__()
+        self.slots, self.graph = Slotted(), Graph(torch.sparse_coo)
+        self.script = torch.jit.script(build(small))
+
+    def forward(self, inputs):
+        return self.slots(inputs) + self.graph(inputs) + self.script(inputs)
+
+    def script_layer(self, name):
+        return dict(self.script.named_modules())[name]
+
+
+PARTS_CHANGES = [
+    lambda parts: setattr(parts.slots, "scale", 5.0),
+    lambda parts: parts.script_layer("0").weight.data.mul_(2),
+    lambda parts: setattr(
+        parts.script_layer("2"), "weight", nn.Parameter(randn(CLASSES, 6, seed=5))
+    ),
+    lambda parts: parts.graph.adjacency.mul_(2),
+    lambda parts: parts.graph.adjacency._values().data.__setitem__(0, 7.0),
+    lambda parts: setattr(parts.graph, "adjacency", torch.eye(FEATURES).double().to_sparse()),
+]
+
+KINDS = {
+    "fx": lambda: torch.fx.symbolic_trace(small()),
+    "fx subclass": traced_subclass,
+    "export": exported,
+    "slots": Slotted,
+    "script": lambda: torch.jit.script(small()),
+    "jit trace": lambda: torch.jit.trace(small(), torch.randn(3, FEATURES)),
+    "script child": lambda: nn.Sequential(
+        nn.Linear(FEATURES, FEATURES), nn.ModuleList([torch.jit.script(small())])[0]
+    ),
+    "script in a list": ScriptInAList,
+    "sparse COO": lambda: Graph(torch.sparse_coo),
+    "sparse CSR": lambda: Graph(torch.sparse_csr),
+    "sparse CSC": lambda: Graph(torch.sparse_csc),
+}
+
+
+# --- parameters: dtypes, layouts, classes of their own ---
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, CLASSES, dtype=torch.complex128))
+
+    def forward(self, inputs):
+        return (inputs.to(torch.complex128) @ self.weight).abs()
+
+
+class Factor(nn.Module):
+    """A parameter whose memory holds the conjugates, or the negatives, of its elements.
+
+    The look at what a forward pass wrote once failed with words of torch's about these.
+    """
+
+    def __init__(self, lazy):
+        super().__init__()
+        self.linear = linear()
+        self.factor = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
+
+    def forward(self, inputs):
+        factor = self.factor
+        return self.linear(inputs) * (factor.real + factor.imag if factor.is_complex() else factor)
+
+
+class SeveralDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(FEATURES, 4).double()
+        self.odd = nn.Parameter(torch.randn(3))
+        self.narrow = nn.Linear(4, CLASSES).float()
+
+    def forward(self, inputs):
+        return self.narrow(self.wide(inputs).float()) * self.odd.sum()
+
+
+class Half(nn.Module):
+    """Half a network in low precision, half of it in double."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, *rest = mlp()
+        self.first.to(dtype)
+        self.rest = nn.Sequential(*rest)
+
+    def forward(self, inputs):
+        return self.rest(self.first(inputs.to(self.first.weight.dtype)).double())
+
+
+class Images(nn.Sequential):
+    """Convolutions that keep their memory format, and see their inputs in it."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, CLASSES, 2), nn.Flatten())
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images):
+        for tensor in (images, self[0].weight):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+        return super().forward(images)
+
+
+IMAGES = randn(6, 3, 4, 4).to(memory_format=torch.channels_last)
+
+
+class Doubled(nn.Parameter):
+    """A parameter with a constructor and a method of its own."""
+
+    def __new__(cls, values, factor=None):
+        return super().__new__(cls, values)
+
+    def __init__(self, values, factor):
+        self.factor = factor
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), Doubled(self.detach().clone(), self.factor))
+
+    def scaled(self):
+        return self * self.factor
+
+
+class OfAnotherLayout(nn.Parameter):
+    """A parameter of another layout than a tensor's: the pair's replicas, no leaves, lose it."""
+
+    __slots__ = ("note",)
+
+
+class TakesPart(nn.Parameter):
+    """A parameter that takes part in what torch does with it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            return result * 3 if function is nn.functional.linear else result
+
+
+class OwnParameters(nn.Module):
+    """Asks what its parameters and buffers are: replicas once had plain ones."""
+
+    def __init__(self, slotted):
+        super().__init__()
+        self.linear = linear()
+        self.doubled = Doubled(torch.randn(CLASSES), 2.0)
+        self.linear.weight = TakesPart(self.linear.weight.detach())
+        self.slotted = slotted(torch.randn(CLASSES))
+        self.buffer = nn.Buffer(torch.ones(()))
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        if isinstance(self.doubled, Doubled):
+            outputs = outputs + self.doubled.scaled()
+        if type(self.slotted) is not nn.Parameter:
+            outputs = outputs * self.slotted
+        return outputs * (5 if isinstance(self.buffer, nn.Buffer) else 1)
+
+
+class Masked(nn.Linear):
+    """Reaches a buffer, and itself, through attributes of its weight.
+
+    A replica's parameter once led to the user's buffer, and to the user's module.
+    """
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.double()
+        self.register_buffer("mask", torch.ones(CLASSES, FEATURES, dtype=torch.float64))
+        self.weight.mask = self.mask
+        self.weight.owner = self
+
+    def forward(self, inputs):
+        self.mask.mul_(0.5)
+        return super().forward(inputs) @ self.weight.mask + self.weight.owner.mask.sum()
+
+
+class Multiplied(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs) * self.weight.multiplier
+
+
+def multiplied():
+    """It reads what somebody has written on a parameter."""
+    model = Multiplied(FEATURES, CLASSES)
+    model.weight.multiplier = 3.0
+    return model
+
+
+def writes_to_targets(_):
+    return lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
+
+
+class Looks(nn.Module):
+    """Asks for its parameters: ``nn.DataParallel``'s replicas say that they have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, inputs):
+        assert [name for name, _ in self.named_parameters()] == ["linear.weight", "linear.bias"]
+        return self.linear(inputs) + sum(p.abs().sum() for p in self.parameters())
+
+
+class Blocks(nn.Module):
+    """Activation checkpointing."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(3)])
+        self.head = linear()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs):
+        inputs = inputs + self.head.bias.sum() * 0  # the reentrant variant needs a gradient
+        for block in self.blocks:
+            inputs = checkpoint(
+                lambda hidden, block=block: block(hidden).tanh(),
+                inputs,
+                use_reentrant=self.use_reentrant,
+            )
+        return self.head(inputs)
+
+
+# --- gradients that are sparse, not there, in one memory, or of what was made of parameters ---
+
+
+def sparse_tokens():
+    model = TokenClassifier()
+    model.embedding.sparse = True
+    return model
+
+
+class BothWays(nn.Module):
+    """One weight with a sparse gradient from the embedding, and a dense one from the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 6, sparse=True)
+
+    def forward(self, ids):
+        return self.embedding(ids) @ self.embedding.weight.T
+
+
+class Branches(nn.Module):
+    """Rows whose first feature is positive use one head, others the other; one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.plus, self.minus, self.never = linear(), linear(), linear()
+
+    def forward(self, inputs):
+        positive = inputs[:, 0] > 0
+        outputs = inputs.new_zeros(len(inputs), CLASSES)
+        if positive.any():
+            outputs = outputs.index_put((positive,), self.plus(inputs[positive]))
+        if (~positive).any():
+            outputs = outputs.index_put((~positive,), self.minus(inputs[~positive]))
+        return outputs
+
+
+def positive_first(rows, count):
+    """Rows of which the first ``count`` have a positive first feature, and no other."""
+    inputs = randn(rows, FEATURES)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(rows) < count, 1, -1)
+    return inputs
+
+
+class InOneMemory(nn.Module):
+    """Two parameters whose gradients autograd puts in one memory, and a third it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES, bias=False)
+        self.one = nn.Parameter(randn(CLASSES))
+        self.other = nn.Parameter(randn(CLASSES, seed=1))
+
+    def forward(self, inputs):
+        return self.linear(inputs) + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
+
+
+class OneGradientForTwo(torch.autograd.Function):
+    """Gives the very same tensor to both of its inputs."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(randn(FEATURES, CLASSES))
+        self.other = nn.Parameter(randn(FEATURES, CLASSES, seed=1))
+
+    def forward(self, inputs):
+        return inputs @ OneGradientForTwo.apply(self.one, self.other)
+
+
+class Blocked(torch.autograd.Function):
+    """Gives no gradient to its second input."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one * other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.gate = nn.Parameter(randn(CLASSES))
+
+    def forward(self, inputs):
+        return Blocked.apply(self.linear(inputs), self.gate)
+
+
+# --- buffers ---
+
+
+class Constants(nn.Module):
+    """A causal mask, a table of frequencies and an id: buffers that nobody writes.
+
+    A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("table", torch.rand(7) / 3)
+        self.register_buffer("nothing", torch.tensor(float("nan")))
+        self.register_buffer("index", torch.arange(4))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("missing", None)
+
+    def forward(self, inputs):
+        scores = (self.mask + self.table[:4]).softmax(1)
+        return self.linear(inputs)[:, self.index] @ scores
+
+
+class TrainedBuffer(nn.Module):
+    """A buffer that requires grad, and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
+        self.constant = torch.full((CLASSES,), 0.5).double()
+
+    def forward(self, inputs):
+        return self.linear(inputs) * self.scale + self.constant * self.scale.exp()
+
+
+def trained_buffer():
+    """As it is: ``double()`` would make the buffer no leaf."""
+    model = TrainedBuffer()
+    model.linear.double()
+    return model
+
+
+class Rebinds(nn.Module):
+    """Running state by assignment rather than in place, of a shape that changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(0, FEATURES))
+        self.register_buffer("cache", None)
+        self.register_buffer("grown", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.seen = self.seen + len(inputs)
+        self.last = inputs.detach().clone()
+        self.cache = inputs.detach().sum()
+        self.grown = torch.cat([self.grown, inputs[0, :1]])
+        return self.linear(inputs)
+
+
+class Registers(nn.Module):
+    """Registers buffers in the forward pass, and takes one away.
+
+    Those that state dicts leave out once came into them, and deleted ones stayed as None.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("once", torch.ones(()))
+        self.register_buffer("shown", torch.ones(()))
+        self.register_buffer("hidden", torch.ones(()), persistent=False)
+
+    def forward(self, inputs):
+        if hasattr(self, "once"):
+            del self.once
+            self.register_buffer("new", inputs.new_ones(CLASSES), persistent=False)
+            self.register_buffer("kept", inputs.new_ones(CLASSES))
+            self.register_buffer("none", None)
+            self.register_buffer("shown", self.shown, persistent=False)
+            self.register_buffer("hidden", self.hidden + 1)
+        return self.linear(inputs) * self.new * self.hidden
+
+
+class OfComplex(nn.Module):
+    """Writes complex numbers, and reads what is made of the same memory.
+
+    torch's own operator refuses to copy into the lists that hold a conjugate.
+    """
+
+    def __init__(self, other):
+        super().__init__()
+        self.linear = linear()
+        values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
+        self.register_buffer("numbers", torch.complex(values, values + 2))
+        self.register_buffer("other", other(self.numbers))
+
+    def forward(self, inputs):
+        self.numbers *= 2
+        other = self.other
+        return self.linear(inputs) * (other.real + other.imag if other.is_complex() else other)
+
+
+OF_COMPLEX = {
+    "conjugate": torch.conj,
+    "real part": torch.real,
+    "imaginary part": torch.imag,
+    "a copy's conjugate": lambda numbers: numbers.clone().conj(),
+}
+
+
+# --- functions that the module holds: they once read the user's module ---
+
+
+class Multiplies(nn.Module):
+    """A function that closes over it multiplies its child's output with what forward set."""
+
+    def __init__(self, attach):
+        super().__init__()
+        self.linear = linear()
+        self.mask = torch.ones(CLASSES)
+        self.multiply = lambda output: output * self.mask
+        attach(self)
+
+    def forward(self, rows):
+        self.mask = rows.abs()[:, :CLASSES]
+        return self.linear(rows)
+
+
+def by_hook(masked):
+    masked.linear.register_forward_hook(lambda module, args, output: masked.multiply(output))
+
+
+def by_default(masked):
+    def hook(module, args, output, *, owner=masked):
+        return output * owner.mask
+
+    masked.linear.register_forward_hook(hook)
+
+
+def by_another_forward(masked):
+    old = masked.linear.forward
+    masked.linear.forward = lambda rows: old(rows) * masked.mask
+
+
+def by_a_function_that_calls_itself(masked):
+    def times(output, depth):
+        return times(output, depth - 1) if depth else output * masked.mask
+
+    masked.linear.register_forward_hook(lambda module, args, output: times(output, 3))
+
+
+ATTACH = [by_hook, by_default, by_another_forward, by_a_function_that_calls_itself]
+
+
+def penalised(model):
+    """A criterion that reaches the model's own parameters."""
+    return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
+
+
+# --- all of them ---
+
+ONCE = {"accum": 1}  # it reads what its forward pass has written
+BY_SHARE = {"by_share": True, "unless": ("whole batch",)}
+TOKENS = randint(11, 9, 3), randint(CLASSES, 9, 3)
 
 MODELS = {
     "parameter containers": ParameterContainers,
@@ -212,12 +779,97 @@ MODELS = {
     "forward is a bound method": Wrapped,
     "custom function": CustomFunction,
     "in-place first layer": InPlaceFirst,
+    "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
+    "in-place Hardtanh first": lambda: nn.Sequential(nn.Hardtanh(inplace=True), linear()),
     "in-place activation": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
-    "double backward": ComputesItsOwnGradient,
     "shared activation module": lambda: nn.Sequential(*[linear(), act := nn.Tanh(), act]),
     "weight norm, old": weight_norm_old,
     "weight norm": lambda: parametrizations.weight_norm(linear()),
-    "spectral norm, old": spectral_norm_old,
-    "spectral norm": lambda: parametrizations.spectral_norm(linear()).eval(),
+    "spectral norm, old, eval": lambda: nn.utils.spectral_norm(linear()).eval(),
+    "spectral norm, eval": lambda: parametrizations.spectral_norm(linear()).eval(),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
+}
+
+CASES = {
+    **{name: Case(make) for name, make in MODELS.items()},
+    "double backward": Case(ComputesItsOwnGradient, unless=("inference",)),
+    "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
+    "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
+    "checkpointing": Case(lambda: Blocks(use_reentrant=False)),
+    "checkpointing, reentrant": Case(lambda: Blocks(use_reentrant=True)),
+    **{
+        name: Case(make, unless=("inference",) if name == "export" else ())
+        for name, make in KINDS.items()
+    },
+    "no dictionary tells of changes": Case(Parts, changes=PARTS_CHANGES),
+    "complex": Case(Complex, keep_dtypes=True),
+    "conjugates": Case(lambda: Factor(torch.conj)),
+    "negatives": Case(lambda: Factor(lambda values: values.conj().imag)),
+    "float32": Case(linear, batch=(BATCH[0].float(), BATCH[1]), keep_dtypes=True, relative=1e-5),
+    "bfloat16": Case(
+        lambda: linear().bfloat16(),
+        batch=(BATCH[0].bfloat16(), BATCH[1]),
+        keep_dtypes=True,
+        relative=0.03,
+    ),
+    "float16": Case(
+        lambda: linear().half(),
+        batch=(BATCH[0].half(), BATCH[1]),
+        keep_dtypes=True,
+        relative=3e-3,
+    ),
+    "several dtypes": Case(SeveralDtypes, keep_dtypes=True, relative=1e-5),
+    "half beside double": Case(lambda: Half(torch.half), keep_dtypes=True, relative=0.02),
+    "bfloat16 beside double": Case(lambda: Half(torch.bfloat16), keep_dtypes=True, relative=0.02),
+    "channels last": Case(Images, batch=(IMAGES, randint(CLASSES, 6))),
+    "own parameters": Case(lambda: OwnParameters(OfAnotherLayout), unless=("pair",)),
+    "own parameters of a tensor's layout": Case(
+        lambda: OwnParameters(lambda values: Doubled(values, 1.0))
+    ),
+    "attributes of tensors": Case(Masked, batch=(BATCH[0], randint(FEATURES, 9)), **ONCE),
+    "an attribute of a parameter": Case(multiplied),
+    "looks at its parameters": Case(Looks),
+    "changes between steps": Case(
+        mlp,
+        changes=[
+            lambda model: setattr(model[0].weight, "data", randn(7, FEATURES, seed=8)),
+            lambda model: model.__setitem__(1, nn.Sigmoid()),
+            lambda model: model.append(build(lambda: nn.Linear(CLASSES, CLASSES), seed=3)),
+        ],
+    ),
+    "sparse gradients": Case(sparse_tokens, batch=TOKENS),
+    "sparse and dense gradients": Case(BothWays, batch=(randint(CLASSES, 9), BATCH[1])),
+    "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
+    "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
+    "gradients in one memory": Case(InOneMemory),
+    "one gradient for two": Case(Shares),
+    "no gradient for one": Case(Gated),
+    "a criterion that writes to its targets": Case(
+        mlp, batch=(BATCH[0], randn(9, CLASSES, seed=3)), criterion=writes_to_targets
+    ),
+    "a penalty on the model": Case(linear, criterion=penalised, unless=("pair",)),
+    "batch norm": Case(
+        lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
+    ),
+    "batch norm in TorchScript": Case(lambda: torch.jit.script(Normed()), accum=1, **BY_SHARE),
+    "constant buffers": Case(Constants),
+    "a trained buffer": Case(trained_buffer, keep_dtypes=True),
+    "rebound buffers": Case(Rebinds),
+    "registered buffers": Case(Registers, **ONCE),
+    "registered buffers, eval": Case(lambda: Registers().eval(), **ONCE),
+    **{
+        f"buffer, {name}": Case(lambda other=other: OfComplex(other), **ONCE)
+        for name, other in OF_COMPLEX.items()
+    },
+    **{
+        f"overlapping {kind}, {other}": Case(
+            lambda other=other, kind=kind: Overlapping(other, kind == "buffer"), **ONCE
+        )
+        for other in OVERLAPPING
+        for kind in ("buffer", "attribute")
+    },
+    **{
+        f"multiplies {attach.__name__}": Case(lambda attach=attach: Multiplies(attach))
+        for attach in ATTACH
+    },
 }

@@ -1,0 +1,213 @@
+"""One question of many tests: is this what plain torch gives on one device?
+
+A ``Case`` says what is trained and on what, a runner says how, and ``agree`` takes the steps:
+
+    agree(Case(lambda: nn.Linear(FEATURES, CLASSES)), "engine", ["cpu:0", "cpu:1"])
+
+Three modules start alike. The runner trains ``module``. Plain torch trains ``twin`` on the whole
+batch: losses, gradients and parameters must be its. ``first`` sees only what replica 0 sees, in its
+micro-batches: buffers must be its.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.models import CLASSES, FEATURES
+from helpers.oracle import RELATIVE, assert_close, build, call, randint, randn, seeded
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.plan import Plan, make_plan
+from scatterpar.step import nested
+
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on what.
+
+    Attributes:
+        model: makes the module, the same one each time.
+        batch: inputs and targets.
+        criterion: makes the criterion for a module.
+        changes: what a user does to the module before the second step, the third, …
+        accum: sub-steps. A model that reads what its forward pass has written takes 1: plain torch
+            runs one.
+        by_share: each micro-batch is normalised on its own, so plain torch takes them in turn.
+        relative: how far rounding may go.
+        keep_dtypes: the parameters stay in the dtypes that ``model`` gives them, not float64.
+        options: further ones of ``forward_backward``, or of the pair's criterion.
+        unless: runners that are not for this case.
+    """
+
+    model: Callable[[], Any]
+    batch: Any = BATCH
+    criterion: Callable[[Any], Any] = lambda _: nn.CrossEntropyLoss()
+    changes: Sequence[Callable[[Any], object]] = ()
+    accum: int = 2
+    by_share: bool = False
+    relative: float = RELATIVE
+    keep_dtypes: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    unless: Sequence[str] = ()
+
+    def build(self) -> Any:
+        if not self.keep_dtypes:
+            return build(self.model)
+        with seeded():
+            return self.model()
+
+    def rows(self, start: int, stop: int) -> Any:
+        """Copies of these rows of inputs and targets."""
+
+        def take(leaf: Any) -> Any:
+            return leaf[start:stop].clone() if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+        return nested.transform(take, self.batch)
+
+
+Runner = tuple[Callable[[], Tensor], Callable[[], Plan]]  # one step, and how it cuts the batch
+
+
+@contextlib.contextmanager
+def by_engine(
+    case: Case, module: Any, criterion: Any, devices: list[str], *, how: Any = None, **more: Any
+) -> Iterator[Runner]:
+    rows = len(next(nested.tensors(case.batch)))
+    with ScatterOnceParallel(module, case.accum, devices, **(how or {})) as engine:
+        yield (
+            lambda: engine.forward_backward(*case.batch, criterion, **case.options, **more),
+            lambda: engine.plan(rows),
+        )
+
+
+@contextlib.contextmanager
+def by_pair(case: Case, module: Any, criterion: Any, devices: list[str]) -> Iterator[Runner]:
+    model, loss_of = DataParallelModel(module, devices), DataParallelCriterion(criterion, devices)
+    inputs, targets = case.batch
+
+    def step() -> Tensor:
+        loss = loss_of(call(model, inputs), targets, **case.options)
+        loss.backward()
+        return loss.detach()
+
+    rows = len(next(nested.tensors(case.batch)))
+    yield step, lambda: make_plan(rows, [torch.device(device) for device in devices])
+
+
+RUNNERS: dict[str, Callable[..., Any]] = {
+    "engine": by_engine,
+    "whole batch": lambda *args: by_engine(*args, whole_batch=True),
+    "compiled": lambda *args: by_engine(*args, how={"compile": {"backend": "eager"}}),
+    "pair": by_pair,
+    "inference": by_engine,
+}
+
+
+def agree(case: Case, runner: str, devices: list[str]) -> None:
+    """Steps of the runner, with the case's changes between them, are those of plain torch."""
+    if runner == "inference":
+        _agree_in_inference(case, devices)
+        return
+    module, twin, first = (case.build() for _ in range(3))
+    criterion, plain_criterion = case.criterion(module), case.criterion(twin)
+    given = replace(case, batch=case.rows(0, len(next(nested.tensors(case.batch)))))
+    with RUNNERS[runner](given, module, criterion, devices) as (step, plan):
+        for number in range(1 + max(2, len(case.changes))):
+            if 0 < number <= len(case.changes):
+                for one in (module, twin, first):
+                    case.changes[number - 1](one)
+            parts = list(module.modules())
+            expected = _plain_step(case, twin, plain_criterion, plan())
+            for start, stop in plan().shares[0].micro_batches:
+                call(first, case.rows(start, stop)[0])
+            loss = step()
+            assert_close(loss, expected, "loss", case.relative)
+            assert list(module.modules()) == parts, "the user's module has other children"
+            _assert_same(case, module, twin, first)
+            if isinstance(criterion, nn.Module):
+                _assert_gradients(case, criterion, plain_criterion)
+            if number % 2:  # gradients of two steps add up
+                for one in (module, twin):
+                    _update(one)
+            for ours, theirs in zip(first.parameters(), twin.parameters(), strict=True):
+                ours.data.copy_(theirs)
+    pairs = zip(nested.tensors(given.batch), nested.tensors(case.batch), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs), "the caller's tensors were written"
+
+
+def _agree_in_inference(case: Case, devices: list[str]) -> None:
+    """What the engine returns when it is called is what the module returns."""
+    module, twin = (case.build().eval() for _ in range(2))
+    with ScatterOnceParallel(module, case.accum, devices) as engine, torch.no_grad():
+        for change in (lambda _: None, *case.changes):
+            change(module), change(twin)
+            inputs = case.rows(0, len(next(nested.tensors(case.batch))))[0]
+            assert_close(call(engine, inputs), call(twin, inputs), "output", case.relative)
+
+
+def _plain_step(case: Case, twin: Any, criterion: Any, plan: Plan) -> Tensor:
+    spans = [(0, plan.rows)]
+    if case.by_share:
+        spans = [span for share in plan.shares for span in share.micro_batches]
+    total = 0
+    for start, stop in spans:
+        inputs, targets = case.rows(start, stop)
+        total += criterion(call(twin, inputs), targets) * ((stop - start) / plan.rows)
+    before = [(tensor, tensor.grad) for _, tensor in _trained(twin)]
+    for tensor, _ in before:
+        tensor.grad = None
+    total.backward()
+    for tensor, old in before:  # torch would add to gradients that share memory twice
+        if old is not None:
+            tensor.grad = old if tensor.grad is None else old + tensor.grad
+    return total.detach()
+
+
+def _assert_same(case: Case, module: Any, twin: Any, first: Any) -> None:
+    _assert_gradients(case, module, twin)
+    assert module.state_dict().keys() == first.state_dict().keys()
+    ours, theirs = (dict(one.named_buffers()) for one in (module, first))
+    assert list(ours) == list(theirs)
+    for name, buffer in ours.items():
+        torch.testing.assert_close(
+            buffer.detach(),
+            theirs[name].detach(),
+            rtol=case.relative if buffer.dtype.is_floating_point else 0,
+            atol=1e-14 if buffer.dtype.is_floating_point else 0,
+            equal_nan=True,
+            msg=lambda words, name=name: f"buffer {name}: {words}",
+        )
+
+
+def _assert_gradients(case: Case, module: Any, twin: Any) -> None:
+    """Each gradient is there or not, of the same dtype, layout and strides, and the same."""
+    for (name, ours), (its, theirs) in zip(_trained(module), _trained(twin), strict=True):
+        assert name == its
+        assert (ours.grad is None) == (theirs.grad is None), f"{name}: a gradient on one side only"
+        if theirs.grad is not None:
+            assert ours.grad.layout == theirs.grad.layout, name
+            if theirs.grad.layout == torch.strided:
+                assert ours.grad.stride() == theirs.grad.stride(), f"{name}: strides"
+            assert_close(ours.grad, theirs.grad, f"{name}.grad", case.relative)
+        assert_close(ours.detach(), theirs.detach(), name, case.relative)
+
+
+def _trained(module: Any) -> list[tuple[str, Tensor]]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if tensor.requires_grad and tensor.is_leaf]
+
+
+@torch.no_grad()
+def _update(module: Any) -> None:
+    """What an optimizer does."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None

@@ -1,0 +1,58 @@
+"""Modules of every kind, by every way to train them, beside plain torch on one device.
+
+``helpers/zoo.py`` has the modules, ``helpers/agree.py`` the comparison.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.agree import RUNNERS, agree
+from helpers.zoo import CASES, KINDS
+
+from scatterpar import ScatterOnceParallel
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"
+)
+LAYOUTS = {
+    "one memory": ["cpu"] * 3,
+    "three memories": ["cpu:0", "cpu:1", "cpu:2"],
+    "two memories": ["cpu:0", "cpu:1", "cpu:0"],
+}
+WHERE = {"engine": ["one memory", "three memories"]}  # all others: on two
+COMPILED = ["tied"]  # by default: others take seconds
+
+
+def runs():
+    for name, case in CASES.items():
+        for runner in RUNNERS:
+            is_slow = runner == "compiled" and name not in COMPILED
+            for layout in WHERE.get(runner, ["two memories"]):
+                if runner not in case.unless:
+                    marks = pytest.mark.slow if is_slow else []
+                    yield pytest.param(name, runner, layout, marks=marks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_an_operation():
+    """Tensors are tiny here: a second thread would only be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "runner", "layout"), runs())
+def test_it_is_as_on_one_device(name, runner, layout):
+    agree(CASES[name], runner, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_replicas_are_of_the_module_s_class(name):
+    module = CASES[name].build()
+    with ScatterOnceParallel(module, 1, ["cpu"] * 2) as engine:
+        for replica in engine.replicas:
+            if not isinstance(replica, torch.jit.ScriptModule):  # a C++ object in a Python shell
+                assert type(replica) is type(module)
+                assert vars(replica).keys() >= vars(module).keys()

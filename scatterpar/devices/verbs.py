@@ -22,6 +22,7 @@ from torch import Tensor
 
 __all__ = [
     "DeviceLike",
+    "another_stream",
     "at_once",
     "beside",
     "can_capture",
@@ -181,17 +182,24 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
         yield
 
 
+def another_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for what must not be on the current one; the CPU has none."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """On a stream of its own, between what ``device`` was given before and what comes later."""
-    if device.type == "cpu":
+def beside(stream: torch.Stream | None) -> Iterator[None]:
+    """On another stream, between what the current one was given before and what comes later."""
+    if stream is None:
         yield
         return
-    stream, current = torch.Stream(device), torch.accelerator.current_stream(device)
+    current = torch.accelerator.current_stream(stream.device)
     stream.wait_stream(current)
-    with stream:
-        yield
-    current.wait_stream(stream)
+    try:
+        with stream:
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 def can_capture(device: torch.device) -> bool:
@@ -200,14 +208,14 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(
-    device: torch.device, work: Callable[..., None], *args: Any, pool: Any = None
+    stream: torch.Stream | None, work: Callable[..., None], *args: Any, pool: Any = None
 ) -> tuple[Callable[..., None], Any]:
-    """What gives ``device`` all that ``work(*args)`` would have given it, which it has not yet.
+    """What gives the current device all that ``work(*args)`` would have given it, and has not yet.
 
     On the CPU that is ``work`` itself, with the arguments of each call.
 
     Args:
-        device: is current, and has been given ``work`` before.
+        stream: ``another_stream``, on which ``work`` has been called before.
         work: in it nothing may wait for the device.
         args: of ``work``.
         pool: the memory of an earlier one, which is never at work at the same time.
@@ -215,11 +223,11 @@ def capture(
     Returns:
         It, and its memory.
     """
-    if device.type == "cpu":
+    if stream is None:
         return work, None
     gc.collect()  # what is freed meanwhile may wait for the device
-    graph = torch.get_device_module(device.type).CUDAGraph()
-    with beside(device):
+    graph = torch.get_device_module(stream.device.type).CUDAGraph()
+    with beside(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             work(*args)

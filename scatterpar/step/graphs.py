@@ -82,6 +82,8 @@ class Graphs:
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
         self._captures: dict[int, int] = {}
+        # One for all of a replica's: nodes of autograd, which a traceback may hold, remember it.
+        self._streams: dict[int, torch.Stream | None] = {}
         self._refused: set[int] = set()
         self._telling = threading.Lock()
         self._told = False
@@ -96,7 +98,10 @@ class Graphs:
         before = self._kept.get(number)
         if before is None or before.state != state:
             before = self._kept[number] = _Kept(state, alive)
-        return Graphed(self, before, task, request, replicas, streams)
+        if number not in self._streams:
+            self._streams[number] = verbs.another_stream(task.share.device)
+        stream = self._streams[number]
+        return Graphed(self, before, task, request, replicas, streams, stream)
 
     def may_capture(self, number: int) -> bool:
         """Whether replica ``number`` goes on capturing, after one capture more."""
@@ -134,6 +139,7 @@ class Graphed(Launched):
         request: which outputs to keep.
         replicas: the replica of the model, and that of the criterion.
         streams: what is drawn.
+        stream: where sub-steps are warmed up and captured.
     """
 
     def __init__(
@@ -144,9 +150,11 @@ class Graphed(Launched):
         request: Request,
         replicas: Sequence[Replica],
         streams: RandomStreams,
+        stream: torch.Stream | None,
     ) -> None:
         super().__init__(task, request)
         self._graphs, self._kept, self._replicas, self._streams = graphs, kept, replicas, streams
+        self._stream = stream
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
@@ -218,7 +226,7 @@ class Graphed(Launched):
         copy_each(before, states)
         position = self._streams.now(task.share.replica)
         try:
-            with verbs.beside(task.share.device):
+            with verbs.beside(self._stream):
                 graph = self._warmed_up(rows)
             for i, gradient in graph.gradients.items():
                 leaves[i].grad = gradient
@@ -272,7 +280,7 @@ class Graphed(Launched):
         task = self._task
         try:
             return verbs.capture(
-                task.share.device, graph.compute, task, bool(self._keep), pool=self._kept.pool
+                self._stream, graph.compute, task, bool(self._keep), pool=self._kept.pool
             )
         except Exception as error:
             if is_out_of_memory(error):

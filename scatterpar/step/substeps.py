@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival, opened
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
-from scatterpar.threads.sharing import Stash
+from scatterpar.threads.sharing import Stash, Turn
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
@@ -58,6 +57,7 @@ class Task:
         dim: the dimension that holds the rows.
         keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
+        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
@@ -69,6 +69,7 @@ class Task:
     dim: int = 0
     keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
+    turn: Turn | None = None
     stash: Stash | None = None
 
     def rows_of(self, number: int) -> tuple[Any, Any]:
@@ -84,11 +85,6 @@ class Task:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        """What is around the Python of a forward pass and its loss: the replica's turn."""
-        stash = self.stash
-        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
 
     def substep(self, number: int) -> noted:
         """What is around every sub-step: errors say where they happened."""
@@ -143,6 +139,7 @@ def hand_out(
         copies: the replicas. The criterion of a whole batch is called elsewhere.
         arrivals: bring the rows of each share.
         weights: those of each share's micro-batches.
+        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves.
     """
     seen_twice = request.whole_batch and request.keeps_rows
@@ -160,6 +157,7 @@ def hand_out(
                 dim=request.dim,
                 keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                turn=None if stash is None else stash.turn_to_launch(share.device),
                 stash=stash,
             )
         )
@@ -199,7 +197,10 @@ class Launched:
             rows: inputs and targets, where they are here already.
         """
         task, output_kept = self._task, None
-        output, loss = forward(task, task.rows_of(number) if rows is None else rows)
+        if rows is None:
+            output, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
+        else:
+            output, loss = forward(task, rows)
         if self._keep:
             output_kept = kept(output, self._keep)
         del output
@@ -278,10 +279,14 @@ def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
     """The output of one micro-batch of inputs and targets, and its loss."""
     inputs, targets = rows
     del rows
-    with task.launching():
-        output = task.output_of(inputs)
-        del inputs
-        return output, judged(task, output, targets)
+    if task.turn is not None:
+        with task.turn.taken():
+            output = task.output_of(inputs)
+            del inputs
+            return output, judged(task, output, targets)
+    output = task.output_of(inputs)
+    del inputs
+    return output, judged(task, output, targets)
 
 
 def judged(task: Task, output: Any, targets: Any) -> Tensor:

@@ -58,7 +58,7 @@ from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.check import GradientCheck, compare
-from scatterpar.verify.verifier import Verifier
+from scatterpar.verify.verifier import Verifier, difference
 
 __all__ = ["ScatterOnceParallel"]
 
@@ -435,6 +435,31 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    def rehearse(
+        self, inputs: Any, *, reduction: str | None = None, count: Count | None = None
+    ) -> float | None:
+        """How far losses are from combining so, by a handful of rows: ``verify``'s look alone.
+
+        For who has to find out how they do. Leaves no trace.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the others; the module gives the loss.
+            reduction: how losses combine.
+            count: what a mean loss averages over.
+
+        Returns:
+            The largest relative difference of a gradient, zero where that is only rounding;
+            ``None`` where it could not be told.
+
+        Raises:
+            ValueError: as ``forward_backward``.
+        """
+        request = self._request(inputs, reduction=reduction, count=count)
+        with self._step():
+            request = request.checked(self.device_ids[0])
+            with self._attempt(self.plan(request.sizes)) as attempt:
+                return difference(attempt, self._copies, self.module, request)
 
     @property
     def shares(self) -> tuple[float, ...]:

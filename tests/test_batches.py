@@ -498,6 +498,11 @@ REFUSED = {
         r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
     ),
     "strings": (["a", "b"], ValueError, r"no tensor with rows: inputs is list.*Rows\(entries\)"),
+    "texts beside rows": (
+        {"pairs": [["a", "b"]] * 7, "scores": ROWS},
+        ValueError,
+        r"inputs: a list of 7 texts, or lists of them, beside 7 rows would go whole.*Rows\(texts\)",
+    ),
     "graphs in one": (
         type("DataBatch", (), {"__module__": "torch_geometric.data.batch"})(),
         ValueError,

@@ -840,3 +840,28 @@ def test_the_criterion_s_error_is_the_user_s_with_a_note():
         with pytest.raises(ValueError, match="0-dim loss, got shape"):
             engine.forward_backward(*batch(9), lambda o, _: o["one"], whole_batch=True)
         assert_step(engine, *batch(9), nt_xent, whole_batch=True)
+
+
+class Versions:
+    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
+
+    num_splits = 3
+
+    def __call__(self, output, targets):
+        clean, *others = output.chunk(self.num_splits)
+        far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
+        return cross_entropy(clean, targets[: len(clean)]) + far
+
+
+def test_a_loss_of_versions_of_the_same_pictures():
+    """Micro-batches of a number that three divides were cut into other versions, in silence."""
+    module = build(lambda: nn.Linear(5, 3))
+    inputs, targets = randn(24, 5), randint(3, 24)
+    with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
+        words = "Versions cuts the rows that it is given into 3 versions.*pass whole_batch=True"
+        with pytest.raises(ValueError, match=words):
+            engine.forward_backward(inputs, targets, Versions())
+        twin = copy.deepcopy(module)
+        Versions()(twin(inputs), targets).backward()
+        engine.forward_backward(inputs, targets, Versions(), whole_batch=True)
+        assert_gradients(module, gradients(twin))

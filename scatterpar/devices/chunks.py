@@ -24,6 +24,7 @@ __all__ = [
     "CHUNK_BYTES",
     "FlatCopy",
     "Message",
+    "Pairs",
     "Piece",
     "add_each",
     "bring",

@@ -65,9 +65,10 @@ class Ledger:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self.count(tensor, phase)
-        tensor = passable(tensor, device)
-        copied = tensor.to(physical(device), copy=True, non_blocking=device.type != "cpu")
-        if reads_late(tensor, device):
+        is_late = device.type != "cpu"
+        tensor = passable(tensor, device) if DETOURS else tensor
+        copied = tensor.to(physical(device), copy=True, non_blocking=is_late)
+        if is_late and reads_late(tensor, device):
             self._under_way[device] = mark(device)
         return copied
 
@@ -80,13 +81,14 @@ class Ledger:
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-        self.bytes[phase] += sum([part.numel() * part.element_size() for part in parts])
-        self.messages[phase] += len(parts)
+        for part in parts:
+            self.bytes[phase] += part.numel() * part.element_size()
+            self.messages[phase] += 1
 
 
 def passable(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor``, or a copy of it on the host where the direct way to ``device`` is broken."""
-    return tensor.cpu() if DETOURS and (tensor.device, device) in DETOURS else tensor
+    return tensor.cpu() if (tensor.device, device) in DETOURS else tensor
 
 
 class Clock:

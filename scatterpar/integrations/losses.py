@@ -6,35 +6,33 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.all_replicas import AllReplicas
-from scatterpar.integrations.combination import (
-    LABELS,
-    PARTS,
-    ROWS,
-    SHIFTED,
-    SUM,
-    Combination,
-    rows_of,
-    terms_of,
-    try_out,
-)
 from scatterpar.replicas.compiled import checked_how
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
-from scatterpar.verify.untouched import untouched
+from scatterpar.step.markers import Rows
 
-__all__ = ["Losses"]
+__all__ = ["DIVIDED", "ROWS", "SUM", "Losses", "each_row", "rows_of", "weight_of"]
 
-_TRIES = 10  # steps in which how losses combine is looked at again, while it is not decided
+# How the losses of batches make up that of all, the likeliest mean first.
+DIVIDED = "sum of parts, each divided by num_items_in_batch"
+LABELS = "mean over labels"
+SHIFTED = "mean over labels without the first of each row"
+ROWS = "mean over rows"
+SUM = "sum"
+
+_OFTEN = 8  # so many steps with an open question are looked at, then steps 8, 16, 32 … alone
+
+_IGNORED = -100
 
 # The prepared model is the model; reward models judge what is generated, before a step.
 _NOT_HELD = ("_engine", "_parts", "model_wrapped", "reward_funcs")
@@ -54,8 +52,10 @@ class Losses(AllReplicas):
     """A Trainer's ``compute_loss``, called on copies of it that hold the replicas' modules."""
 
     _engine: ScatterOnceParallel | None = None
-    _combination: Combination | None = None
-    _tries = 0
+    _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be, unless it is ...
+    _divided = False
+    _looks = _turn = 0
+    _fits = True
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
 
@@ -126,16 +126,14 @@ class Losses(AllReplicas):
             vars(twin)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
         return twin
 
-    def _loss_of(
-        self, work: _Work, batch: Any, items: Any, adds_up: bool, **_: Any
-    ) -> dict[str, Any]:
+    def _loss_of(self, work: _Work, batch: Any, items: Any, is_sum: bool) -> dict[str, Any]:
         """The loss of one batch by the Trainer's own ``compute_loss``, and what that collected.
 
-        Losses that add up are given the window's number of items. Others get that of the batch, so
-        that each is the batch's own mean, whatever it does with the number.
+        A sum is given the window's number of items. A mean gets that of the batch, so that it is
+        the batch's own mean, whatever it does with the number.
         """
         twin = self._twin(work)
-        items = items if adds_up or items is None else self._terms(batch)
+        items = items if is_sum or items is None else self._terms(batch)
         loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
         return {"loss": loss, "collected": _Collected(twin, self)}
 
@@ -156,65 +154,96 @@ class Losses(AllReplicas):
                 metrics[mode][name].append(_joined(name, values))
 
     def _terms(self, batch: Any) -> Any:
-        return terms_of(batch, shifted=self._loss_shifts_labels)
+        return weight_of({"batch": batch}, kind=LABELS, shifts=self._loss_shifts_labels)
 
-    def _weight_of(self, batch: Any, kind: str) -> Any:
-        """How much a batch's mean counts."""
-        if kind == ROWS:
-            return rows_of(batch)
-        return terms_of(batch, shifted=True) if kind == SHIFTED else self._terms(batch)
+    def _count_of(self, kind: str) -> Callable[..., Any]:
+        """How much a batch's mean counts, as a function of a step's inputs."""
+        return partial(weight_of, kind=kind, shifts=self._loss_shifts_labels)
 
-    def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
-        """What the Trainer says, or what a few rows told; looked at again while they did not."""
-        scaled = self._is_scaled()
-        if _is_trl(self) and scaled is not None:
-            return Combination(SUM if scaled else ROWS)
-        known = self._combination
-        if known is None or not (known.decisive or self._tries >= _TRIES):
-            self._tries += 1
-            found = self._try_out(window)
-            if found is None and known is None and len(window) > 1:
-                warnings.warn(_UNTOLD, stacklevel=2)
-            elif found is not None and not found.exact:
-                if _is_trl(self):
-                    why = "the losses of batches do not make up that of all"
-                    raise ValueError(_refusal(self, why))
-                if known is None or known.exact:
-                    warnings.warn(_unknown(found), stacklevel=2)
-            self._combination = found or known or Combination(LABELS)
-        assert self._combination is not None
-        if self._combination.kind == PARTS and items is None:
-            return Combination(LABELS)
-        return self._combination
+    # How losses combine: what the Trainer says of itself, or what a handful of rows tells.
 
     def _is_scaled(self) -> bool | None:
         """Whether ``compute_loss`` divides by the window already, where the Trainer says so."""
         return getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
 
-    def _try_out(self, window: Sequence[Any]) -> Combination | None:
-        """On the Trainer's model, in eval mode and without a trace."""
-        batch = next((b for b in window if rows_of(b) > 1), window[0])
-        twin = copy.copy(self)
-        if "_metrics" in vars(self):
-            vars(twin)["_metrics"] = copy.deepcopy(vars(self)["_metrics"])
+    def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
+        """How the losses of ``pieces`` do, which are the window's batches or cut from them."""
+        scaled = self._is_scaled()
+        if _is_trl(self) and scaled is not None:
+            return SUM if scaled else ROWS
+        step = self.state.global_step + 1
+        is_turn = step >= _OFTEN and not step & (step - 1) and step != self._turn
+        self._turn = step
+        if len(pieces) > 1 and (is_turn or (self._looks < _OFTEN and self._is_open(pieces, items))):
+            self._look(window, items)
+            if self._is_open(pieces, items):
+                _say(self, _UNTOLD)
+        return DIVIDED if self._divided and items is not None else self._kinds[0]
+
+    def _is_open(self, pieces: Sequence[Any], items: Any) -> bool:
+        """Whether it matters for these which of the kinds it is."""
+        if self._divided and items is not None:
+            return False
+        found = set()
+        for kind in self._kinds:
+            counts = [1.0] * len(pieces)
+            if kind != SUM:
+                counts = [float(self._count_of(kind)({"batch": piece})) for piece in pieces]
+                counts = [round(count / (sum(counts) or 1.0), 9) for count in counts]
+            found.add(tuple(counts))
+        return len(found) > 1
+
+    def _look(self, window: Sequence[Any], items: Any) -> None:
+        """Strike out what the losses of a handful of rows are not."""
+        self._looks += 1
+        batch = next((b for b in window if self._is_open(each_row(b), None)), window[0])
+        self._divided = items is not None and self._divides(batch)
+        if rows_of(batch) == 1:
+            return
+        self._divided = self._divided and self._off_on(batch, items, DIVIDED) == 0
+        if self._divided:
+            return
+        off = {kind: self._off_on(batch, items, kind) for kind in self._kinds}
+        exact = [kind for kind in off if off[kind] == 0]
+        if exact:
+            self._kinds = exact
+        self._fits = bool(exact) or not any(off.values())
+        if not self._fits:
+            if _is_trl(self):
+                raise ValueError(_refusal(self, "the losses of batches do not make up that of all"))
+            self._kinds = [LABELS]
+            _say(self, _UNKNOWN.format(max(o for o in off.values() if o)))
+
+    def _divides(self, batch: Any) -> bool:
+        """Whether the loss divides by the number of items: with twice that, it is half of it."""
+        inputs = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
+        return self._off(inputs, SUM) == 0
+
+    def _off_on(self, batch: Any, items: Any, kind: str) -> float | None:
+        rows, is_sum = rows_of(batch), kind in (SUM, DIVIDED)
+        lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
+        inputs = {"work": self._loss_of, "items": items, "is_sum": is_sum}
+        return self._off({**inputs, "batch": {**batch, **lists}}, kind)
+
+    def _halved(self, work: _Work, batch: Sequence[Any], row: Tensor) -> Any:
+        """The loss of a batch for two rows, and for one of them that with twice the items."""
+        twin, items = self._twin(work), 2 // row.unique().numel() * self._terms(batch[0])
+        return twin.compute_loss(twin._module(), _plain(batch[0]), num_items_in_batch=items)
+
+    def _off(self, inputs: dict[str, Any], kind: str) -> float | None:
+        """How far a handful of rows are from combining so; ``None`` where they do not tell."""
+        how: Any = {"count": self._count_of(kind)}
+        if kind in (SUM, DIVIDED):
+            how = {"reduction": "sum"}
         model = self._module()
-
-        def loss_of(rows: Mapping[str, Any], items: Any) -> Tensor:
-            rows = transformers.Trainer._prepare_inputs(twin, dict(rows))
-            if not isinstance(items, int):
-                items = items.to(self.args.device)
-            loss: Any = twin.compute_loss(model, rows, num_items_in_batch=items)
-            return torch.as_tensor(loss).detach()
-
-        with untouched([model], [self.args.device]), torch.no_grad():
-            model.eval()
-            return try_out(loss_of, batch, self._terms, self._tolerance())
-
-    def _tolerance(self) -> float:
-        """What rounding may make of a loss: much in half precision."""
-        floating = [p.dtype for p in self._module().parameters() if p.is_floating_point()]
-        low = any(torch.finfo(dtype).bits < 32 for dtype in floating)
-        return 2e-2 if low or self.accelerator.mixed_precision != "no" else 1e-5
+        training = model.training
+        model.eval()
+        try:
+            return self._engine_of_the_model().rehearse(inputs, **how)
+        except ValueError:  # such as tensors that disagree in their rows
+            return None
+        finally:
+            model.train(training)
 
     def _module(self) -> nn.Module:
         assert isinstance(self.model, nn.Module)
@@ -329,22 +358,55 @@ def _refusal(trainer: Any, why: str) -> str:
     )
 
 
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """The rows of a Trainer's batch: the first tensor's size, or the longest list's."""
+    tensors = (len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim)
+    lists = (len(v) for v in batch.values() if isinstance(v, list))
+    return next(tensors, None) or max(lists, default=1)
+
+
+def weight_of(inputs: Mapping[str, Any], _: Any = None, *, kind: str, shifts: bool) -> Any:
+    """How much the mean of ``inputs["batch"]`` counts: its labels, or rows where there are none.
+
+    Args:
+        inputs: those of one call.
+        kind: how losses combine.
+        shifts: the loss leaves out the first label of each row, and the Trainer knows that.
+    """
+    batch = inputs["batch"]
+    labels = batch.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or not labels.ndim:
+            return rows_of(batch)
+        labels = labels[..., 1:] if shifts or kind == SHIFTED else labels
+    return rows_of(batch) if kind == ROWS else labels.ne(_IGNORED).sum()
+
+
+def each_row(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What of each row tells how much it counts."""
+    rows = rows_of(batch)
+    named = {n: batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)}
+    if any(labels.ndim == 0 or len(labels) != rows for labels in named.values()):
+        return []
+    return [{"row": [i], **{n: t[i : i + 1] for n, t in named.items()}} for i in range(rows)]
+
+
+def _say(trainer: Any, words: str) -> None:
+    """Warn once."""
+    said = vars(trainer).setdefault("_said", set())
+    if words[:40] not in said:
+        warnings.warn(words, stacklevel=4)
+    said.add(words[:40])
+
+
 _UNTOLD = (
     "how the losses of batches combine could not be told from this step's rows, such as one row in "
     "a batch; they are averaged, weighted by their labels, or by their rows where there are none"
 )
-
-
-def _unknown(found: Combination) -> str:
-    """What is said of losses that combine in none of the ways."""
-    words = "how the losses of batches combine is not known: "
-    if math.isinf(found.deviation):
-        return (
-            f"{words}that of one row alone is NaN or infinite, and that of several rows is not. A "
-            f"batch of such rows alone makes the loss of the whole step NaN or infinite"
-        )
-    return (
-        f"{words}those of a few rows, as a {found.kind}, are {found.deviation:.2g} off the loss "
-        f"of all of them (relative). A loss that compares rows with each other, or an auxiliary "
-        f"one of the whole batch, is computed for each batch"
-    )
+_UNKNOWN = (
+    "how the losses of batches combine is not known: for a few rows the gradient of the mean or "
+    "sum of their losses is off by up to {:.2g} (relative). A loss that compares rows with each "
+    "other, one that is NaN for a row alone, or an auxiliary one of the whole batch is computed "
+    "for each batch, and these are averaged"
+)

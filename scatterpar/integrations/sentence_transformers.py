@@ -20,7 +20,7 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.combination import ROWS, Combination
+from scatterpar.integrations.losses import ROWS
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
@@ -102,8 +102,8 @@ class _WholeBatch(ScatterOnceMixin):
     def _held(self) -> dict[str, Any]:
         return {"model": self.model} if self._whole else super()._held()
 
-    def _how_losses_combine(self, window: Sequence[Any], items: Any) -> Combination:
-        return Combination(ROWS)
+    def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
+        return ROWS
 
     def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
         if not self._whole:

@@ -19,8 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.combination import PARTS, ROWS, SUM, rows_of
-from scatterpar.integrations.losses import Losses
+from scatterpar.integrations.losses import DIVIDED, ROWS, SUM, Losses, each_row, rows_of
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.step.markers import Rows
 
@@ -108,35 +107,31 @@ class ScatterOnceMixin(Losses):
         """One step of a window of batches, which are dealt out to the replicas as they are."""
         if any(batch.get("return_loss") for batch in window) and _towers(self._module()):
             return self._step_of_towers(window)
-        combination = self._how_losses_combine(window, items)
         if not self._is_scaled():
             self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
-        weights = torch.tensor(
-            [float(self._weight_of(batch, combination.kind)) for batch in window],
-            dtype=torch.float64,
-        )
-        engine = self._engine_of_the_model()
-        engine.accum = len(window)  # each batch is a micro-batch
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.compute_loss_context_manager())
             if hasattr(self, "maybe_activation_offload_context"):  # of TRL's trainers
                 stack.enter_context(self.maybe_activation_offload_context)
+            kind = self._how_losses_combine(window, items, window)
+            is_sum = kind in (SUM, DIVIDED)
+            engine = self._engine_of_the_model()
+            engine.accum = len(window)  # each batch is a micro-batch
             loss: Tensor
             loss, collected = engine.forward_backward(
                 {
                     "work": self._loss_of,
                     "batch": Rows(window, operator.itemgetter(0)),
                     "items": items,
-                    "adds_up": combination.adds_up,
-                    "weight": weights,
+                    "is_sum": is_sum,
                 },
-                reduction="sum" if combination.adds_up else "mean",
-                count=None if combination.adds_up else _weight,
+                reduction="sum" if is_sum else "mean",
+                count=None if is_sum else self._count_of(kind),
                 scaler=self.accelerator.scaler,
                 return_outputs=operator.itemgetter("collected"),
             )
         ours = [one for part in collected for one in (part if isinstance(part, list) else [part])]
-        self._collect(ours, weights.tolist())
+        self._collect(ours, [float(self._count_of(kind)({"batch": one})) for one in window])
         return loss
 
     def _step_of_towers(self, window: Sequence[Any]) -> Tensor:
@@ -192,14 +187,12 @@ class ScatterOnceMixin(Losses):
 
     def _predict(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """What the model returns for all rows; a loss in it is that of all rows."""
-        combination = None
+        kind = ROWS
         if "labels" in inputs:
             items = inputs.get("num_items_in_batch")
-            combination = self._how_losses_combine([inputs], items)
-        if combination is not None and not combination.exact:
-            return model(**inputs)
-        kind = ROWS if combination is None else combination.kind
-        adds_up = combination is not None and combination.adds_up
+            kind = self._how_losses_combine([inputs], items, each_row(inputs))
+            if not self._fits:
+                return model(**inputs)
         engine = self._engine_of_the_model()
         engine.accum = 1
         try:
@@ -211,21 +204,22 @@ class ScatterOnceMixin(Losses):
         if outputs["loss"] is None:
             return outputs["outputs"]
         loss = outputs["loss"].sum()
-        return _with_loss(outputs["outputs"], loss if adds_up else loss / outputs["weight"].sum())
+        return _with_loss(
+            outputs["outputs"], loss if kind == SUM else loss / outputs["weight"].sum()
+        )
 
     def _outputs_of(self, work: Any, kind: str, **inputs: Any) -> dict[str, Any]:
         """A micro-batch's outputs; its loss and the loss's weight, spread over its rows."""
         rows = rows_of(inputs)
-        adds_up = kind in (PARTS, SUM)
-        own = rows if adds_up else self._weight_of(inputs, kind)
-        if inputs.get("num_items_in_batch") is not None and not adds_up:
+        own = rows if kind == SUM else self._count_of(kind)({"batch": inputs})
+        if inputs.get("num_items_in_batch") is not None and kind != SUM:
             inputs["num_items_in_batch"] = self._terms(inputs)
         outputs = work.parts[0](**inputs)
         loss = _loss_in(outputs)
         if loss is None:
             return {"outputs": outputs, "loss": None, "weight": None}
         weight = torch.as_tensor(own, device=loss.device)
-        part = loss.detach() if adds_up else torch.where(weight > 0, loss * weight, 0)
+        part = loss.detach() if kind == SUM else torch.where(weight > 0, loss * weight, 0)
         return {
             "outputs": _with_loss(outputs, torch.zeros_like(loss)),
             "loss": (part / rows).expand(rows),
@@ -362,8 +356,3 @@ def _answering(model: nn.Module, pooled: Mapping[str, Tensor]) -> Iterator[None]
         yield
     finally:
         owner._modules.update(before)
-
-
-def _weight(inputs: Any, _: Any) -> Tensor:
-    weights: Tensor = inputs["weight"]
-    return weights.sum()

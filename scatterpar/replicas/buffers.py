@@ -78,24 +78,21 @@ class Registry(MutableMapping[str, "Tensor | None"]):
     def __init__(self, module: Registered, copy: Registered, parted: Collection[str] = ()) -> None:
         self._buffers, self._left_out = module
         self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
-        self._parted = parted
-
-    def register(self, name: str) -> None:
-        """Have this buffer or not, and in state dicts or not, as the copy does."""
-        if name not in self._names:
-            self._buffers.pop(name, None)
-        elif name in self._parted or name not in self._buffers:
-            self._buffers[name] = None  # to be bound
-        if name in self._copy_left_out:
-            self._left_out.add(name)
-        else:
-            self._left_out.discard(name)
+        self.parted = parted
 
     def __getitem__(self, name: str) -> Tensor | None:
         return self._buffers[name]
 
     def __setitem__(self, name: str, value: Tensor | None) -> None:
-        self._buffers[name] = value
+        """Have this buffer or not, and in state dicts or not, as the copy does."""
+        if name in self._names:
+            self._buffers[name] = value
+        else:
+            self._buffers.pop(name, None)
+        if name in self._copy_left_out:
+            self._left_out.add(name)
+        else:
+            self._left_out.discard(name)
 
     def __delitem__(self, name: str) -> None:
         del self._buffers[name]

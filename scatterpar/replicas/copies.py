@@ -52,7 +52,8 @@ class Copies:
         self._criterion = self._replicas_of()
 
     def clear_gradients(self) -> None:
-        """Let go of what the replicas computed."""
+        """Let go of what the replicas computed, and of the user's criterion."""
+        self.criteria = []
         for part in (self._model, self._criterion):
             part.clear_gradients()
 

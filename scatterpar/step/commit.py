@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import add_each, copy_each, in_memory_order, is_in_memory_order
+from scatterpar.devices.chunks import (
+    Pairs,
+    add_each,
+    copy_lists,
+    grouped,
+    in_memory_order,
+    is_in_memory_order,
+)
 from scatterpar.devices.fingerprints import changed
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
@@ -19,22 +27,24 @@ from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 
 __all__ = [
     "Pair",
-    "add_to",
     "commit",
     "commit_buffers",
+    "give",
     "hand_over",
     "unobserved",
 ]
 
 Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 
+_HOOKS = attrgetter("_backward_hooks")
+
 
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    Autograd itself hands the gradients to the parameters: so hooks on parameters run as under a
-    plain ``backward()``, once and on the whole gradient. A parameter without a gradient takes the
-    memory of the one that it is handed. In this order:
+    Where anything hangs on parameters, autograd itself hands them their gradients: so hooks run as
+    under a plain ``backward()``, once and on the whole gradient. A parameter without a gradient
+    takes the memory of the one that it is given. In this order:
 
     1. What takes memory is made. Nothing of the user's is written.
     2. Gradients that somebody may look at, such as a hook, are handed over. If that fails, as a
@@ -50,17 +60,17 @@ def commit(outcome: Outcome) -> None:
         outcome.gradients.clear()
         quiet, observed = unobserved(gradients)
         del gradients
-        buffers = outcome.buffers + [value for layer in outcome.layers for value in running(layer)]
-        buffers = _of_their_own(buffers)
+        moments = [value for layer in outcome.layers for value in running(layer)]
+        write_buffers = _planned([*outcome.buffers, *moments])
         undo = _remember([root for root, _ in observed])
         try:
             hand_over(observed)
         except BaseException as error:
             _put_back(undo, error)
             raise
-        add_to(quiet)
-        _write(buffers)
-        outcome.attempt.streams.commit()
+        give(quiet)
+        write_buffers()
+        outcome.attempt.generators.commit()
 
 
 def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
@@ -78,65 +88,55 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
 
     Those that a forward pass registered, or deleted, are so in the module afterwards.
     """
-    _write(_of_their_own(buffers))
+    _planned(buffers)()
 
 
-def _of_their_own(buffers: Iterable[BufferValue]) -> list[BufferValue]:
-    """The same; those that are never written have memory of their own, if they have changed."""
-    own = []
-    for holder, name, value in buffers:
-        target = holder.get(name)
-        if value is not None and target is not None and _is_never_written(value, target):
-            is_kept = type(holder) is not Registry and _same(target, value)
-            value = target if is_kept else value.detach().clone()
-        own.append((holder, name, value))
-    return own
+def _planned(buffers: Iterable[BufferValue]) -> Callable[[], None]:
+    """How to write buffers, in place or anew; what that takes memory for is made here.
 
-
-def _write(buffers: Iterable[BufferValue]) -> None:
+    Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
+    """
     into: list[Tensor] = []
     values: list[Tensor] = []
+    anew: list[BufferValue] = []
     for holder, name, value in buffers:
-        if type(holder) is Registry:
-            holder.register(name)
-        target = holder.get(name)
-        if value is target:
+        registry = holder if isinstance(holder, Registry) else None
+        target = None if registry is not None and name in registry.parted else holder.get(name)
+        if value is None or target is None or not _fits(target, value):
+            anew.append((holder, name, value if value is None else value.detach()))
             continue
-        if (
-            value is not None
-            and target is not None
-            and _fits(target, value)
-            and not _is_never_written(value, target)
-        ):
+        if _can_be_written(target):
             into.append(target)
             values.append(value)
-        else:
-            holder[name] = None if value is None else value.detach()
-    if into:
-        with torch.no_grad():
-            copy_each(into, values)
+        elif not _same(target, value):
+            target = value.detach().clone()
+            anew.append((holder, name, target))
+        if registry is not None:
+            anew.append((holder, name, target))
+    return partial(_write, grouped(into, values), anew)
 
 
-def _is_never_written(value: Tensor, target: Tensor) -> bool:
-    """Whether a buffer is sparse, or torch refuses to write its elements."""
-    if is_sparse(value) and is_sparse(target):
-        return True
-    return _is_read_only(target) and _fits(target, value)
+def _write(pairs: Sequence[Pairs], anew: Sequence[BufferValue]) -> None:
+    with torch.no_grad():
+        copy_lists(pairs)
+    for holder, name, value in anew:
+        holder[name] = value
 
 
-def _is_read_only(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is expanded, or was made in inference mode."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return True
-    if tensor.layout != torch.strided or 0 not in tensor.stride():
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether it is dense, not expanded, and was not made in inference mode."""
+    if tensor.layout != torch.strided:
         return False
-    return any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    strides = tensor.stride()
+    return 0 not in strides or all(
+        stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
     )
 
 
 def _fits(target: Tensor, value: Tensor) -> bool:
-    return target.shape == value.shape and target.dtype == value.dtype
+    return (target.shape, target.dtype, target.layout) == (value.shape, value.dtype, value.layout)
 
 
 def _same(target: Tensor, value: Tensor) -> bool:
@@ -144,9 +144,8 @@ def _same(target: Tensor, value: Tensor) -> bool:
     if not is_sparse(target):
         return not any(changed([target], [value]))
     pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
-    if target.layout != value.layout or any(not _fits(one, other) for one, other in pairs):
-        return False
-    return not any(changed(*zip(*pairs, strict=True)))
+    fit = all(_fits(one, other) for one, other in pairs)
+    return fit and not any(changed(*zip(*pairs, strict=True)))
 
 
 def _remember(roots: Sequence[Tensor]) -> list[Callable[[], None]]:
@@ -214,43 +213,46 @@ def _of_its_own(gradient: Tensor) -> Tensor:
 
 
 def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Those whose leaf has a gradient that can be added to in silence, and the others.
+    """Those whose leaf can be given its gradient in silence, as autograd would, and the others.
 
     They are of one device, since they are added in few messages. A hook may look at any gradient,
     and may raise: where there is one, nothing is silent.
     """
-    if any(leaf._backward_hooks or has_gradient_hooks(leaf) for leaf, _ in pairs):
+    leaves = [leaf for leaf, _ in pairs]
+    if any(map(_HOOKS, leaves)) or any(map(has_gradient_hooks, leaves)):
         return [], pairs
-    quiet = [(t, g) for t, g in pairs if t.device == pairs[0][0].device and _is_plain_sum(t, g)]
+    quiet = [(t, g) for t, g in pairs if t.device == leaves[0].device and _is_plain(t, g)]
     held = held_nodes([leaf for leaf, _ in quiet])
     quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
     silent = {id(leaf) for leaf, _ in quiet}
+    fresh = {id(leaf) for leaf, _ in quiet if leaf.grad is None}
+    quiet = [(leaf, _of_its_own(g) if id(leaf) in fresh else g) for leaf, g in quiet]
     return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
 
 
-def _is_plain_sum(leaf: Tensor, gradient: Tensor) -> bool:
+def _is_plain(leaf: Tensor, gradient: Tensor) -> bool:
+    """Whether autograd would keep the gradient as it is, or add it where one is."""
     there = leaf.grad
-    return (
-        there is not None
-        and type(leaf) in (Tensor, nn.Parameter)
-        and there.layout == gradient.layout == torch.strided
-        and (there.dtype, there.shape, there.stride())
-        == (gradient.dtype, gradient.shape, gradient.stride())
-        and is_in_memory_order(there)
-        and is_in_memory_order(gradient)
-        and not there.requires_grad
-    )
+    if type(leaf) not in (Tensor, nn.Parameter) or gradient.layout != torch.strided:
+        return False
+    if there is None:
+        return leaf.grad_dtype == gradient.dtype and leaf.stride() == gradient.stride()
+    if there.requires_grad or not is_in_memory_order(there) or not is_in_memory_order(gradient):
+        return False
+    return there.dtype == gradient.dtype and there.stride() == gradient.stride()
 
 
-def add_to(pairs: Sequence[Pair]) -> None:
-    """Add to the gradients that leaves have."""
-    if pairs:
-        with torch.no_grad():
-            add_each([_flat(leaf.grad) for leaf, _ in pairs], [_flat(g) for _, g in pairs])
+def give(pairs: Sequence[Pair]) -> None:
+    """Set the gradients of leaves that have none, add to those of the others."""
+    sums = [(leaf.grad, gradient) for leaf, gradient in pairs if leaf.grad is not None]
+    for leaf, gradient in pairs:
+        if leaf.grad is None:
+            leaf.grad = gradient
+    with torch.no_grad():
+        add_each([_flat(there) for there, _ in sums], [_flat(added) for _, added in sums])
 
 
-def _flat(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def _flat(tensor: Tensor) -> Tensor:
     flat = in_memory_order(tensor)
     assert flat is not None
     return flat

@@ -25,8 +25,8 @@ from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.outcome import Computed
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival
-from scatterpar.step.substeps import Task, hand_out, loss_at, prepare_autograd, pull, train
+from scatterpar.step.scatter import Arrival, opened
+from scatterpar.step.substeps import Task, hand_out, loss_at, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
 from scatterpar.threads.attempt import Attempt
@@ -118,17 +118,17 @@ def warm_up(
         with _after(done[:replica], done[replica]), torch_private.many_graphs():
             for number in new[replica]:
                 proceed()
-                with task.substep(number):
+                with noted(task.share, number):
                     _pull_zeros(forward(task, number))
 
-    streams = attempt.streams
-    before = [streams.now(task.share.replica) for task in tasks]
+    generators = attempt.generators
+    before = [generators.get_state(task.share.replica) for task in tasks]
     try:
         attempt.run(one_at_a_time, tasks, timed=False)
     finally:
-        streams.rollback()  # what is drawn while torch compiles comes from the process's generator
-        for task, position in zip(tasks, before, strict=True):
-            streams.rewind(task.share.replica, position)
+        generators.rollback()  # what torch draws while it compiles is the process's own
+        for task, state in zip(tasks, before, strict=True):
+            generators.set_state(task.share.replica, state)
         for part in parts:
             part.forget_step()
         if tasks[0].stash is not None:
@@ -157,7 +157,7 @@ def _new_kinds(
     )
     found: dict[int, Hashable] = {}
     for number in range(len(task.share.micro_batches)):
-        kind = (flags, tuple(map(_outline, nested.leaves(task.glimpse(number)))))
+        kind = (flags, tuple(map(_outline, nested.leaves(opened(task.arrival.at_source(number))))))
         if _key(task, kind) not in part.rehearsed and kind not in found.values():
             found[number] = kind
     return found

@@ -72,7 +72,7 @@ def infer(
         for layer in reduce_moments(parts, len(outputs), ledger):
             buffers += running(layer)
         commit_buffers(buffers)
-    attempt.streams.commit()
+    attempt.generators.commit()
     return output
 
 
@@ -83,7 +83,7 @@ def _infer_share(task: Task, *, lists: bool, proceed: Callable[[], None]) -> Any
     for number in range(len(rows)):
         if number:
             proceed()
-        with task.substep(number):
+        with noted(task.share, number):
             outputs.append(_predicted(task, number))
     with noted(task.share):
         return join_rows(outputs, task.dim, rows, rows, lists=lists)
@@ -92,7 +92,7 @@ def _infer_share(task: Task, *, lists: bool, proceed: Callable[[], None]) -> Any
 def _predicted(task: Task, number: int) -> Any:
     """The module's output for one micro-batch of inference."""
     with torch.no_grad():
-        (args, kwargs), _ = task.rows_of(number)
+        (args, kwargs), _ = task.arrival.rows_of(number)
         output = task.module(*args, **kwargs)
         nested.refuse_generators(output)
         return output

@@ -227,8 +227,8 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
     Raises:
         ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad; a list of images, a packed
-            sequence.
+            of a sparse or jagged layout, or one that requires grad; a list of images, of as many
+            texts as rows, a packed sequence.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
@@ -251,6 +251,8 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     (rows,) = found
     if rows == 0:
         raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
+    for name, part in batch.items():
+        _refuse_texts(name, part, rows)
     return rows
 
 
@@ -376,6 +378,22 @@ def _refuse_split_in_silence(name: str, value: Any, dim: int) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             _refuse_split_in_silence(name, item, dim)
+
+
+def _refuse_texts(name: str, value: Any, rows: int) -> None:
+    """As many texts as rows, or as many lists of them, which every replica would get whole."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list) and len(value) == rows > 1:
+        texts = [text for one in value for text in (one if isinstance(one, list) else [one])]
+        if texts and all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"{name}: a list of {rows} texts, or lists of them, beside {rows} rows would go "
+                f"whole to every replica; pass Rows(texts) for one per row, or Replicated(texts)"
+            )
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_texts(name, item, rows)
 
 
 def _is_image(entry: Any) -> bool:

@@ -25,7 +25,9 @@ def transform(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
-        return type(value)([transform(function, item) for item in value])
+        return type(value)(
+            [function(v) if isinstance(v, Tensor) else transform(function, v) for v in value]
+        )
     if type(value) is dict:
         return {key: transform(function, item) for key, item in value.items()}
     return merge(lambda pieces: function(pieces[0]), [value])

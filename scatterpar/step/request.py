@@ -116,6 +116,7 @@ class Request:
             self._require_whole()
             reduction = "sum"  # each share has a part of one loss
         else:
+            _refuse_splits(self.criterion)
             reduction = resolve_reduction(self.criterion, self.reduction)
         scale = 1.0
         if self.scaler is not None:
@@ -339,6 +340,17 @@ def check_dim(dim: Any) -> None:
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {dim!r}")
+
+
+def _refuse_splits(criterion: Any) -> None:
+    """Refuse what cuts its rows into versions of the same pictures, as timm's JsdCrossEntropy."""
+    splits = getattr(criterion, "num_splits", 1)
+    if isinstance(splits, int) and splits > 1:
+        raise ValueError(
+            f"{type(criterion).__name__} cuts the rows that it is given into {splits} versions of "
+            f"the same pictures, and a micro-batch's rows are no such: pass whole_batch=True, so "
+            f"that it is called once with all rows"
+        )
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:

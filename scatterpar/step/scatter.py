@@ -47,8 +47,9 @@ def own(value: Any, start: int, stop: int, dim: int) -> Any:
     """Copies of rows ``start:stop``, as a module or criterion sees them, which may be written."""
 
     def one(leaf: Any) -> Any:
-        rows = _slice(leaf, start, stop, dim)
-        return rows.clone() if isinstance(rows, Tensor) else opened(copied(rows))
+        if isinstance(leaf, Tensor):
+            return (leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf).clone()
+        return opened(copied(_slice(leaf, start, stop, dim)))
 
     return nested.transform(one, value)
 
@@ -139,18 +140,20 @@ def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
         dim: the dimension that holds the rows.
         ledger: copies what has no rows, and follows those who copy the rest.
     """
-    homes = {tensor.device for tensor in [*all_tensors(batch)]}
-    packed = any(isinstance(leaf, Rows) and leaf.collate is None for leaf in nested.leaves(batch))
+    sources = {tensor.device for tensor in [*all_tensors(batch)]}
+    marked = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, (Rows, Replicated))]
+    packed = any(isinstance(leaf, Rows) and leaf.collate is None for leaf in marked)
     rowless = Delivery(ledger, rows=False)
     arrivals = []
     for share in plan.shares:
-        if homes <= {share.device}:
+        if sources <= {share.device}:
             arrivals.append(Arrival(batch, share, dim))
             continue
-        ahead = Ahead(share.device, homes)
+        ahead = Ahead(share.device, sources)
         ledger.follow(ahead)
         here = nested.transform(partial(rowless.bring, share.device), batch)
-        arrivals.append(Arrival(here, share, dim, ahead, packed or share.device in homes))
+        copies = packed or share.device in sources
+        arrivals.append(Arrival(here, share, dim, ahead, marked=bool(marked), copies=copies))
     return arrivals
 
 
@@ -164,6 +167,7 @@ class Arrival:
         share: which rows these are, and how they are cut into micro-batches.
         dim: the dimension that holds the rows.
         ahead: copies them; ``None`` where all of them are in the share's memory already.
+        marked: there are markers in it.
         copies: what has arrived is not the sub-step's own: some of it was here, or entries that
             travelled together begin anywhere in one memory.
     """
@@ -174,16 +178,20 @@ class Arrival:
         share: Share,
         dim: int,
         ahead: Ahead | None = None,
+        *,
+        marked: bool = True,
         copies: bool = False,
     ) -> None:
         self._batch = batch
         self._share = share
         self._dim = dim
         self._ahead = ahead
+        self._marked = marked
         self._copies = copies
+        self._delivery = None if ahead is None else Delivery(ahead, rowless=False)
         self._arrived: dict[int, Any] = {}
 
-    def at_home(self, number: int) -> Any:
+    def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""
         return take(self._batch, *self._share.micro_batches[number], self._dim)
 
@@ -194,20 +202,29 @@ class Arrival:
             number: of the sub-step.
             keep: the same rows will be asked for again: keep them, and give a copy.
         """
-        if self._ahead is None:
+        if self._ahead is None or self._delivery is None:
             return own(self._batch, *self._share.micro_batches[number], self._dim)
-        self._set_out(number, self._ahead)
-        self._ahead.arrive(number)
-        if number + 1 < len(self._share.micro_batches):
-            self._set_out(number + 1, self._ahead)
+        for coming in (number, number + 1):
+            if coming not in self._arrived and coming < len(self._share.micro_batches):
+                self._set_out(coming, self._ahead, self._delivery)
+            if coming == number:
+                self._ahead.arrive(number)
         rows = self._arrived[number] if keep else self._arrived.pop(number)
-        return opened(copied(rows)) if keep or self._copies else opened(rows, copy=True)
+        if keep or self._copies:
+            return opened(copied(rows))
+        return opened(rows, copy=True) if self._marked else rows
 
-    def _set_out(self, number: int, ahead: Ahead) -> None:
-        if number not in self._arrived:
-            bring = partial(Delivery(ahead, rowless=False).bring, self._share.device)
-            self._arrived[number] = nested.transform(bring, self.at_home(number))
-            ahead.depart(number)
+    def _set_out(self, number: int, ahead: Ahead, delivery: Delivery) -> None:
+        start, stop = self._share.micro_batches[number]
+        device, dim = self._share.device, self._dim
+
+        def bring(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
+                return ahead.copy(leaf.narrow(dim, start, stop - start), device, "scatter")
+            return delivery.bring(device, _slice(leaf, start, stop, dim))
+
+        self._arrived[number] = nested.transform(bring, self._batch)
+        ahead.depart(number)
 
     def let_go(self) -> None:
         """Keep no rows; they come again if they are asked for."""

@@ -19,7 +19,7 @@ from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival, opened
+from scatterpar.step.scatter import Arrival
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
 from scatterpar.threads.sharing import Stash, Turn
@@ -72,23 +72,28 @@ class Task:
     turn: Turn | None = None
     stash: Stash | None = None
 
-    def rows_of(self, number: int) -> tuple[Any, Any]:
-        """Inputs and targets of one micro-batch, on the replica's device: the sub-step's own."""
-        inputs, targets = self.arrival.rows_of(number, keep=self.keeps_rows)
-        return inputs, targets
-
-    def glimpse(self, number: int) -> Any:
-        """Inputs and targets of one micro-batch, wherever they are, to look at and not to keep."""
-        return opened(self.arrival.at_home(number))
-
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
+<<<<<<< HEAD
     def substep(self, number: int) -> noted:
         """What is around every sub-step: errors say where they happened."""
         return noted(self.share, number)
+=======
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the Python of a forward pass and its loss: the replica's turn."""
+        stash = self.stash
+        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
+
+    @functools.cached_property
+    def takes_turns(self) -> bool:
+        """Whether the criterion may reach or leave behind something; torch's own do neither."""
+        kind = type(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
+        own = getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
+        return self.stash is not None and self.criterion is not None and not own
+>>>>>>> main
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -239,9 +244,14 @@ def train(
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
+<<<<<<< HEAD
         with task.substep(number):
             loss, output = computed.run(number, weight)
             losses.append(loss)
+=======
+        with noted(task.share, number):
+            output, loss = _forward(task, number)
+>>>>>>> main
             if keep:
                 outputs.append(output)
             del output
@@ -275,6 +285,7 @@ def loss_at(task: Task, number: int) -> Tensor:
     return loss
 
 
+<<<<<<< HEAD
 def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
     """The output of one micro-batch of inputs and targets, and its loss."""
     inputs, targets = rows
@@ -304,6 +315,21 @@ def _is_of_torch(criterion: Criterion) -> bool:
     """Whether a criterion is torch's own: it reaches nothing, and leaves nothing behind."""
     kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
     return getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
+=======
+def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
+    """The output of one micro-batch, and its loss, in turn; what that reaches is stashed."""
+    inputs, targets = task.arrival.rows_of(number, keep=task.keeps_rows)
+    with task.launching():
+        output = task.output_of(inputs)
+        del inputs
+        if task.stash is None or not task.takes_turns:
+            return output, loss_of(output, targets, task.criterion)
+        nodes = nodes_of(nested.tensors(output))
+        with task.stash.turn_on(task.share.device):
+            loss = loss_of(output, targets, task.criterion)
+        task.stash.reach(loss, nodes, task.share.replica)
+        return output, loss
+>>>>>>> main
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

@@ -47,7 +47,7 @@ from scatterpar.step.scatter import Delivery, copied, opened, take
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import Position, RandomStreams
+from scatterpar.threads.generators import Generators, State
 from scatterpar.threads.workers import Workers, note
 from scatterpar.torch_private import nodes_of
 
@@ -167,7 +167,7 @@ class WholeBatch:
         self._pieces, self._rows, self._targets = everyones
         return seed
 
-    def judge(
+    def backward(
         self,
         criterion: Callable[[Any, Any], Any],
         reach: Callable[[Tensor, Sequence[Any]], None],
@@ -258,14 +258,14 @@ class Seen:
         joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
             one is cut into those of its pieces.
         last: the last micro-batch's output, with its graph.
-        positions: where the random stream was before each micro-batch.
+        states: where the generators were before each micro-batch.
         outputs: what is returned of them, where they were asked for.
     """
 
     pieces: list[Any]
     joined: list[Any]
     last: Any
-    positions: list[Position]
+    states: list[State]
     outputs: Any
 
 
@@ -291,25 +291,25 @@ def train_whole(
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    streams, stash = attempt.streams, tasks[0].stash
+    generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
+    seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
     shares = [task.share for task in tasks]
     lists = has_entries(request.inputs)
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
-    seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    judge = partial(batch.judge, criterion, stash.reach, request.scale, request.check_finite)
+    seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
+    backward = partial(batch.backward, criterion, stash.reach, request.scale, request.check_finite)
     try:
-        with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
-            loss = _judged(attempt.workers, judge, tasks, seen)
+        with generators.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+            loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             stash.forget()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
-        attempt.run(partial(second, streams=streams, most=request.most), tasks)
+        attempt.run(partial(second, generators=generators, most=request.most), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
             note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
@@ -321,13 +321,18 @@ def train_whole(
 
 def output_at(task: Task, number: int) -> Any:
     """The module's output for one micro-batch."""
+<<<<<<< HEAD
     inputs, _ = task.rows_of(number)
     with contextlib.nullcontext() if task.turn is None else task.turn.taken():
+=======
+    inputs, _ = task.arrival.rows_of(number, keep=task.keeps_rows)
+    with task.launching():
+>>>>>>> main
         return task.output_of(inputs)
 
 
 def first_pass(
-    task: Task, *, request: Request, streams: RandomStreams, proceed: Callable[[], None]
+    task: Task, *, request: Request, generators: Generators, proceed: Callable[[], None]
 ) -> Seen:
     """The module's outputs on a share, each without its graph but the last.
 
@@ -336,15 +341,15 @@ def first_pass(
     share, keep, dim = task.share, request.return_outputs, task.dim
     pieces: list[Any] = []
     returned: list[Any] = []
-    positions: list[Position] = []
+    states: list[State] = []
     output = None
     for number in range(len(share.micro_batches)):
         if number:
             proceed()
         output = None  # its graph goes before the next one comes
         with noted(share, number):
-            positions.append(streams.now(share.replica))
-            with task.substep(number):
+            states.append(generators.get_state(share.replica))
+            with noted(task.share, number):
                 output = output_at(task, number)
             pieces.append(nested.transform(_leaf, output))
             if keep:
@@ -356,12 +361,12 @@ def first_pass(
             for few in _of_each_span(share)
         ]
         outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None
-    return Seen(pieces, joined, output, positions, outputs)
+    return Seen(pieces, joined, output, states, outputs)
 
 
-def _judged(
+def _tried(
     workers: Workers,
-    judge: Callable[[], Tensor],
+    backward: Callable[[], Tensor],
     tasks: Sequence[Task],
     seen: Sequence[Seen],
 ) -> Tensor:
@@ -372,7 +377,7 @@ def _judged(
     """
     master = tasks[0].share.device
     try:
-        (loss,) = workers.parallel_apply([judge], [()], devices=[master])
+        (loss,) = workers.parallel_apply([backward], [()], devices=[master])
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
@@ -383,7 +388,7 @@ def _judged(
             task.arrival.let_go()
         workers.release()
         try:
-            workers.parallel_apply([judge], [()], devices=[master])
+            workers.parallel_apply([backward], [()], devices=[master])
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
@@ -399,7 +404,7 @@ def second_pass(
     seen: Sequence[Seen],
     gradients: Sequence[Sequence[Tensor | None]],
     model: Replicas,
-    streams: RandomStreams,
+    generators: Generators,
     most: int | None,
     proceed: Callable[[], None],
 ) -> None:
@@ -413,28 +418,32 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with task.substep(last):
+    with noted(task.share, last):
         _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     replica = model.replicas[share.replica]
-    position, buffers, noted = streams.now(share.replica), _buffers(replica), dict(replica.seen)
+    state, buffers, moments = (
+        generators.get_state(share.replica),
+        _buffers(replica),
+        dict(replica.seen),
+    )
     model.rewind(share.replica)
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
-        with task.substep(number):
-            streams.rewind(share.replica, own.positions[number])
+        with noted(task.share, number):
+            generators.set_state(share.replica, own.states[number])
             output = output_at(task, number)
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)
             del output
-    streams.rewind(share.replica, position)
+    generators.set_state(share.replica, state)
     commit_buffers(buffers)
-    replica.seen.update(noted)
+    replica.seen.update(moments)
     require_unchanged(changes, share)
 
 

@@ -42,7 +42,6 @@ _TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
-_HALF = torch.float16, torch.bfloat16
 _ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
 _CHEAP = 2**20  # elements of outputs that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
@@ -171,23 +170,13 @@ class Rehearsal:
         outputs = _Outputs(whole, part, rows, len(few), self._request.dim)
         del whole, part
         own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
-        whole_ones: Leaves = {(f"own {k}", None): t for k, t in enumerate(_small(own))}
+        shared: Leaves = {(f"own {k}", None): tensor for k, tensor in enumerate(_small(own))}
 
-        def loss(some: Sequence[int], *, wide: bool = False) -> tuple[Tensor, Leaves]:
+        def loss(some: Sequence[int]) -> tuple[Tensor, Leaves]:
             targets = self._bring(self._request.targets, some)
-            targets = nested.transform(_wider, targets) if wide else targets
-            return self._loss(outputs.of(some, wide), targets), outputs.leaves_of(some) | whole_ones
+            return self._loss(outputs.of(some), targets), outputs.leaves_of(some) | shared
 
-        # Parts that differ may have no class in common: so the same rows in mixed parts, too.
-        mixed = [[rows[::2], rows[1::2]]] if len(rows) > 3 else []
-        found = None
-        if outputs.halved and self._request.count is None:  # which rounds, too
-            with contextlib.suppress(
-                _NeedsParameters
-            ):  # a criterion with half precision of its own
-                found = self._compared(partial(loss, wide=True), parts, *mixed)
-        if found is None:
-            found = self._compared(loss, parts, *mixed)
+        found = self._compared(loss, parts)
         if not found.off and outputs.are_tied:
             raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
@@ -208,69 +197,64 @@ class Rehearsal:
         found = self._compared(loss, parts, by_module=True)
         return replace(found, certain=found.certain and not normed)
 
-    def _compared(self, loss: Loss, *partitions: Parts, by_module: bool = False) -> Finding:
+    def _compared(self, loss: Loss, parts: Parts, *, by_module: bool = False) -> Finding:
         """Compare gradients of all rows with those of the parts, times their factors."""
-        rows = [*chain(*partitions[0])]
-        factors = [self._factors(parts) for parts in partitions]
-        few = min((p for p, f in zip(partitions[0], factors[0], strict=True) if f), key=len)
+        factors, rows = self._factors(parts), [*chain(*parts)]
+        counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
+        used, few = [factor for factor in factors if factor], min(counted, key=len)
         dtypes: set[torch.dtype] = set()
-        draws: _Draws | None = None
-        certain = True
+        certain, draws_same = True, False
+        calls: set[int] = set()
 
         def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
             nonlocal certain
-            if draws is not None:
-                draws.begin(len(rows))
+            draws = _SameNumbers() if draws_same else None
             with draws or contextlib.nullcontext():
                 value, leaves = loss(rows)
                 found = _gradients(value, leaves, dtypes)
+            calls.add(draws.calls if draws else 0)
             drawn = self._put_back()
             certain = certain and not drawn
             return float(value.detach()), found
 
         first = evaluate(few)
         if self._user.drawn:
-            draws = _Draws(self._user.generators)
-            more = next((part for part in partitions[0] if len(part) > len(few)), rows)
-            draws.align(evaluate, few, more)
+            draws_same = True
+            calls.clear()
             first = evaluate(few)
         total, joined = evaluate(rows)
+        values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
+        if len(calls) > 1:
+            raise Unsure("what is drawn depends on the rows", lasting=True)
         if not all(each.isfinite().all() for each in joined.values()):
             raise Unsure("a gradient is NaN or infinite")
+        if not any(each.any() for own in (joined, *apart) for each in own.values()):
+            raise Unsure("all gradients are zero")
         floor = 1e-2 if by_module else 1e-6
-        for parts, its_factors in zip(partitions, factors, strict=True):
-            pairs = [(p, f) for p, f in zip(parts, its_factors, strict=True) if f]
-            used = [factor for _, factor in pairs]
-            values, apart = zip(
-                *(first if p is few else evaluate(p) for p, _ in pairs), strict=True
-            )
-            if not any(each.any() for own in (joined, *apart) for each in own.values()):
-                raise Unsure("all gradients are zero")
-            tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
-            off = _difference(joined, _combined(used, apart), floor)
-            if off > tolerance:
-                _, again = evaluate(few)
-                if math.isfinite(off) and _difference(again, first[1], floor) > tolerance:
-                    raise Unsure("it gives another result each time", lasting=True)
-                if by_module and off < 1:
-                    # A mean of rows twice is what it is of them once, a sum is twice that: what
-                    # differs is how kernels round that go by the number of rows.
-                    _, twice = evaluate([*few, *few])
-                    noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
-                    tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
-            found = Finding(off, parts, its_factors, certain=certain, tolerance=tolerance)
-            if off > tolerance:
-                weights = None
-                if math.isfinite(off) and len(pairs) == len(parts):
-                    weights = _weights(joined, apart, 10 * tolerance)
-                return replace(found, weights=weights)
-            if not self._request.is_mean:
-                if not all(any(each.any() for each in own.values()) for own in apart):
-                    raise Unsure("a mean of one thing alone is its sum")
-                off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
-                if off > tolerance:
-                    return replace(found, off=off, of_losses=True)
-        return replace(found, off=0.0)
+        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
+        off = _difference(joined, _combined(used, apart), floor)
+        if tolerance < off < math.inf:
+            _, again = evaluate(few)
+            if _difference(again, first[1], floor) > tolerance:
+                raise Unsure("it gives another result each time", lasting=True)
+            if by_module and off < 1:
+                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
+                # is how kernels round that go by the number of rows.
+                _, twice = evaluate([*few, *few])
+                noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
+                tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
+        found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
+        if off > tolerance:
+            weights = None
+            if math.isfinite(off) and len(counted) == len(parts):
+                weights = _weights(joined, apart, 10 * tolerance)
+            return replace(found, weights=weights)
+        if self._request.is_mean:
+            return replace(found, off=0.0)
+        if not all(any(each.any() for each in own.values()) for own in apart):
+            raise Unsure("a mean of one thing alone is its sum")
+        off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
+        return replace(found, off=off if off > tolerance else 0.0, of_losses=True)
 
     def _factors(self, parts: Parts) -> list[float]:
         """What the engine would multiply the losses of the parts with."""
@@ -343,19 +327,18 @@ class _Outputs:
         dim: the dimension that holds rows.
 
     Attributes:
-        halved: some are in half precision; the leaves are in single precision then.
         are_tied: some that have no rows train.
     """
 
     def __init__(self, whole: Any, part: Any, rows: Sequence[int], few: int, dim: int) -> None:
         self._rows, self._few, self._dim = rows, few, dim
         self._leaves: Leaves = {}
-        self.halved = self.are_tied = False
+        self.are_tied = False
         self._cuts = nested.merge(self._cut, [whole, part])
 
-    def of(self, rows: Sequence[int], wide: bool) -> Any:
-        """Those of some rows; ``wide`` in the leaves' precision."""
-        return nested.transform(lambda f: f(rows, wide) if callable(f) else f, self._cuts)
+    def of(self, rows: Sequence[int]) -> Any:
+        """Those of some rows."""
+        return nested.transform(lambda cut: cut(rows) if callable(cut) else cut, self._cuts)
 
     def leaves_of(self, rows: Sequence[int]) -> Leaves:
         """What gradients are asked for: those of these rows, and what has none."""
@@ -372,93 +355,58 @@ class _Outputs:
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
             raise _NeedsParameters("outputs without rows")
-        pieces: dict[int | None, Tensor] = {None: _wider(whole.detach())}
+        pieces: dict[int | None, Tensor] = {None: whole.detach()}
         if block:
-            own = (whole.detach().narrow(dim, k * block, block) for k in range(n))
-            pieces = dict(zip(self._rows, map(_wider, own), strict=True))
+            spans = {row: whole.narrow(dim, k * block, block) for k, row in enumerate(self._rows)}
+            pieces = {row: piece.detach() for row, piece in spans.items()}
         if part.requires_grad:
             number = len(self._leaves)
             self._leaves |= {(number, row): p.requires_grad_() for row, p in pieces.items()}
-            self.halved = self.halved or whole.dtype in _HALF
             self.are_tied = self.are_tied or not block
 
-        def cut(rows: Sequence[int], wide: bool) -> Tensor:
-            own = [pieces[row] for row in (rows if block else [None])]
-            given = torch.cat(own, dim) if block else own[0].clone()  # may be written
-            return given if wide else given.to(whole.dtype)
+        def cut(rows: Sequence[int]) -> Tensor:  # which may be written
+            return torch.cat([pieces[r] for r in rows], dim) if block else pieces[None].clone()
 
         return cut
 
 
-class _Draws(TorchDispatchMode):
-    """Random numbers that are the same for every row, once it is known where rows are.
+class _SameNumbers(TorchDispatchMode):
+    """Random numbers that do not depend on the rows: each operator draws one for all places.
 
-    Each row is drawn by itself, from the same state of the generators.
+    Dropout keeps everything: one number for all would keep all or nothing.
 
-    Args:
-        generators: how to get and set the state of each.
+    Attributes:
+        calls: how many operators drew.
     """
 
-    def __init__(self, generators: Sequence[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = generators
-        self._where: list[int | None] | None = None
-
-    def begin(self, rows: int) -> None:
-        """Now for so many rows."""
-        self._rows = rows
-        self._shapes: list[torch.Size] = []
-
-    def align(
-        self, evaluate: Callable[[Sequence[int]], Any], few: Sequence[int], many: Sequence[int]
-    ) -> None:
-        """Find the rows: where so many times as many numbers are drawn."""
-        evaluate(few)
-        less = self._shapes
-        evaluate(many)
-        self._where = []
-        for one, other in zip(self._shapes, less, strict=False):
-            differ = [d for d, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
-            if any(one[d] * len(few) != other[d] * len(many) for d in differ) or differ[1:]:
-                raise Unsure("what is drawn depends on the rows", lasting=True)
-            self._where.append(differ[0] if differ else None)
+        self.calls = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        call = partial(func, **(kwargs or {}))
+        schema, own, call = func._schema, [*args], partial(func, **(kwargs or {}))
+        name = schema.name.removeprefix("aten::")
+        if "attention" in name:  # forward and backward
+            at = [k for k, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
+            return call(*(0.0 if k in at else value for k, value in enumerate(own)))
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return call(*args)
-        sized = next((a for a in args if isinstance(a, (Tensor, list, tuple))), ())
-        shape = sized.shape if isinstance(sized, Tensor) else torch.Size(sized)
-        self._shapes.append(shape)
-        if self._where is None:
-            return call(*args)
-        if len(self._shapes) > len(self._where):
+            return call(*own)
+        self.calls += 1
+        if name == "native_dropout":
+            return own[0] / (1 - own[1]), torch.ones_like(own[0], dtype=torch.bool)
+        if name in ("bernoulli", "bernoulli_"):  # the chances themselves
+            given, chance = own[0], torch.as_tensor([*own, 0.5 if name[-1] == "_" else own[0]][1])
+            return given.copy_(chance) if name[-1] == "_" else chance.expand_as(given).clone()
+        sizes = [k for k, value in enumerate(own) if isinstance(value, (list, tuple))]
+        if not sizes and not name.endswith(("_", "_like")):
             raise Unsure("what is drawn depends on the rows", lasting=True)
-        dim = self._where[len(self._shapes) - 1]
-        if dim is None:
-            return call(*args)
-        states = [(put, get()) for get, put in self._generators]
-        found = []
-        for start in range(0, shape[dim], shape[dim] // self._rows):
-            for put, state in states:
-                put(state)
-            count = shape[dim] // self._rows
-            found.append(call(*(_narrowed(arg, dim, shape[dim], start, count) for arg in args)))
-        if func._schema.name.endswith("_"):
-            return args[0]
-        if isinstance(found[0], Tensor):
-            return torch.cat(found, dim)
-        return tuple(torch.cat(each, dim) for each in zip(*found, strict=True))
-
-
-def _narrowed(arg: Any, dim: int, size: int, start: int, count: int) -> Any:
-    if isinstance(arg, Tensor) and arg.ndim > dim and arg.size(dim) == size:
-        return arg.narrow(dim, start, count)
-    if isinstance(arg, (list, tuple)) and len(arg) > dim and arg[dim] == size:
-        return [*arg[:dim], count, *arg[dim + 1 :]]
-    return arg
+        k = sizes[0] if sizes else 0
+        size = own[k] if sizes else own[k].shape
+        own[k] = [1] * len(size) if sizes else own[k].new_empty([1] * len(size))
+        number = call(*own).expand(size)
+        return args[0].copy_(number) if name[-1] == "_" else number.contiguous()
 
 
 @contextlib.contextmanager
@@ -494,7 +442,8 @@ def _gradients(loss: Tensor, leaves: Leaves, dtypes: set[torch.dtype]) -> Gradie
         found = torch.autograd.grad(
             loss, [*leaves.values()], allow_unused=True, materialize_grads=True
         )
-    return {k: _wider(g.detach().to_dense()) for k, g in zip(leaves, found, strict=True)}
+    wide = [g.detach().to_dense().to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+    return dict(zip(leaves, wide, strict=True))
 
 
 def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients:
@@ -538,11 +487,6 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
     if max(off, _difference(joined, _combined(found, apart), 1e-2)) > tolerance:
         return None  # it is neither a mean of something nor a sum
     return found
-
-
-def _wider(leaf: Any) -> Any:
-    """In single precision, where it is half: what wrong weights do is not lost in rounding."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:

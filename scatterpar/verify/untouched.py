@@ -37,7 +37,6 @@ class untouched:
 
     Attributes:
         drawn: whether a generator of torch's had moved when it was last put back.
-        generators: how to get and set the state of these.
     """
 
     def __init__(
@@ -49,9 +48,10 @@ class untouched:
         own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
         self._kept = [(tensor, tensor.detach().clone()) for tensor in own]
         self._places = [(put, get, get()) for get, put in reach.variables]
-        self.generators = _generators_of_torch(devices)
-        others = _generators_of_others() + reach.generators
-        self._states = [(put, get, get()) for get, put in self.generators + others]
+        own_of_torch = _generators_of_torch(devices)
+        generators = own_of_torch + _generators_of_others() + reach.generators
+        self._states = [(put, get, get()) for get, put in generators]
+        self._of_torch = len(own_of_torch)
         self._stance: Any = None
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class untouched:
         for (put, _, state), has_moved in zip(self._states, moved, strict=True):
             if has_moved:
                 put(state)
-        self.drawn = any(moved[: len(self.generators)])
+        self.drawn = any(moved[: self._of_torch])
         return any(moved)
 
 

@@ -24,18 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.copies import Copies
+from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Task
+from scatterpar.step.scatter import scatter
+from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import choose, is_label, range_of, telling
 
-__all__ = ["Verifier"]
+__all__ = ["Verifier", "difference"]
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _OFF = "Nothing was changed; verify=False switches this check off."
@@ -167,6 +169,39 @@ class Verifier:
         else:
             _say(kind, _refusal(request, found, tensors, ignored))
             kind.unsure = _OFTEN
+
+
+def difference(
+    attempt: Attempt, copies: Copies, module: nn.Module, request: Request
+) -> float | None:
+    """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
+    arrivals = scatter(request.batch, attempt.plan, request.dim, attempt.ledger)
+    copies.refresh(module, request.criterion, attempt.ledger)
+    tasks = hand_out(request, attempt.plan, copies, arrivals)
+    prepare_autograd()
+
+    def rehearse(most: int) -> Finding:
+        few = partial(choose, telling(request), request.sizes, most, (), 0)
+        choices = [few(again) for again in (False, True)]
+        return _together(
+            attempt, tasks, lambda task: Rehearsal(request, task, copies.parts).run(*choices)
+        )
+
+    most = request.rows
+    try:
+        with guarded(copies.parts):
+            while most:
+                try:
+                    return rehearse(most).off
+                except Unsure as error:
+                    most = error.rows if error.rows < most else 0
+        return None
+    except Exception:  # whatever the user's code makes of rows that it never met
+        return None
+    finally:
+        for part in copies.parts:
+            part.forget_step()
+        attempt.undo()
 
 
 def _say(kind: _Kind, text: str) -> None:

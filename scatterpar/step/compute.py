@@ -84,7 +84,7 @@ def compute(
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)
                 if request.graphs is not None and request.most is None:
-                    launch = partial(request.graphs.of, parts=parts, streams=attempt.streams)
+                    launch = partial(request.graphs.of, parts=parts, generators=attempt.generators)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)
         attempt.ledger.settle()

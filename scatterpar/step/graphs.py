@@ -31,9 +31,10 @@ from scatterpar.replicas.replicas import Replica, Replicas, is_state
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import opened
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import RandomStreams
+from scatterpar.threads.generators import Generators
 
 __all__ = ["Graphs"]
 
@@ -89,7 +90,7 @@ class Graphs:
         self._told = False
 
     def of(
-        self, task: Task, request: Request, parts: Sequence[Replicas], streams: RandomStreams
+        self, task: Task, request: Request, parts: Sequence[Replicas], generators: Generators
     ) -> Graphed:
         """What computes the sub-steps of one replica in one step."""
         number = task.share.replica
@@ -101,7 +102,7 @@ class Graphs:
         if number not in self._streams:
             self._streams[number] = verbs.another_stream(task.share.device)
         stream = self._streams[number]
-        return Graphed(self, before, task, request, replicas, streams, stream)
+        return Graphed(self, before, task, request, replicas, generators, stream)
 
     def may_capture(self, number: int) -> bool:
         """Whether replica ``number`` goes on capturing, after one capture more."""
@@ -138,7 +139,7 @@ class Graphed(Launched):
         task: the replica, its rows and their weights.
         request: which outputs to keep.
         replicas: the replica of the model, and that of the criterion.
-        streams: what is drawn.
+        generators: of what is drawn.
         stream: where sub-steps are warmed up and captured.
     """
 
@@ -149,25 +150,30 @@ class Graphed(Launched):
         task: Task,
         request: Request,
         replicas: Sequence[Replica],
-        streams: RandomStreams,
+        generators: Generators,
         stream: torch.Stream | None,
     ) -> None:
         super().__init__(task, request)
-        self._graphs, self._kept, self._replicas, self._streams = graphs, kept, replicas, streams
+        self._graphs, self._kept, self._replicas, self._generators = (
+            graphs,
+            kept,
+            replicas,
+            generators,
+        )
         self._stream = stream
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, graphs = self._task, self._kept.graphs
-        key = _shape_of(task.glimpse(number)) if weight else None
+        key = _shape_of(opened(task.arrival.at_source(number))) if weight else None
         if key in graphs:
-            rows = task.rows_of(number)
+            rows = task.arrival.rows_of(number)
             pairs = zip(nested.tensors(graphs[key][0].rows), nested.tensors(rows), strict=True)
             for target, source in pairs:
                 target.copy_(source)
         elif key is not None and self._may_capture():
-            rows = task.rows_of(number)
+            rows = task.arrival.rows_of(number)
             try:
                 graphs[key] = self._captured(_copied(rows))
             except _Refused as error:
@@ -224,7 +230,7 @@ class Graphed(Launched):
         states = [t for one in self._replicas for t in one.tensors if is_state(t)]
         before = [torch.empty_like(t) for t in states]
         copy_each(before, states)
-        position = self._streams.now(task.share.replica)
+        position = self._generators.get_state(task.share.replica)
         try:
             with verbs.beside(self._stream):
                 graph = self._warmed_up(rows)
@@ -243,7 +249,7 @@ class Graphed(Launched):
                 for replica in self._replicas:
                     replica.refresh()
                 copy_each(states, before)
-            self._streams.rewind(task.share.replica, position)
+            self._generators.set_state(task.share.replica, position)
 
     def _warmed_up(self, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
@@ -256,7 +262,7 @@ class Graphed(Launched):
         for _ in range(_WARM_UPS):
             launched = Launched(task, nothing_kept)
             loss, _ = launched.run(0, 1.0, _copied(rows))
-            now = self._streams.now(number).get(torch.device("cpu"))
+            now = self._generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
             if stash.gave_beyond(number):
                 stash.forget_beyond(number)

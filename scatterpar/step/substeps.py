@@ -77,23 +77,12 @@ class Task:
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
 
-<<<<<<< HEAD
-    def substep(self, number: int) -> noted:
-        """What is around every sub-step: errors say where they happened."""
-        return noted(self.share, number)
-=======
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        """What is around the Python of a forward pass and its loss: the replica's turn."""
-        stash = self.stash
-        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
-
     @functools.cached_property
     def takes_turns(self) -> bool:
         """Whether the criterion may reach or leave behind something; torch's own do neither."""
         kind = type(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
         own = getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
         return self.stash is not None and self.criterion is not None and not own
->>>>>>> main
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -244,14 +233,9 @@ def train(
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-<<<<<<< HEAD
-        with task.substep(number):
+        with noted(task.share, number):
             loss, output = computed.run(number, weight)
             losses.append(loss)
-=======
-        with noted(task.share, number):
-            output, loss = _forward(task, number)
->>>>>>> main
             if keep:
                 outputs.append(output)
             del output
@@ -281,55 +265,29 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    _, loss = forward(task, task.rows_of(number))
+    _, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
     return loss
 
 
-<<<<<<< HEAD
 def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
-    """The output of one micro-batch of inputs and targets, and its loss."""
-    inputs, targets = rows
-    del rows
-    if task.turn is not None:
-        with task.turn.taken():
-            output = task.output_of(inputs)
-            del inputs
-            return output, judged(task, output, targets)
+    """The output of one micro-batch of inputs and targets, and its loss, in turn."""
+    if task.turn is None:
+        return _forward(task, *rows)
+    with task.turn.taken():
+        return _forward(task, *rows)
+
+
+def _forward(task: Task, inputs: Any, targets: Any) -> tuple[Any, Tensor]:
+    """What the criterion reaches is stashed."""
     output = task.output_of(inputs)
     del inputs
-    return output, judged(task, output, targets)
-
-
-def judged(task: Task, output: Any, targets: Any) -> Tensor:
-    """The loss of this output of a micro-batch, in turn; what it reaches is stashed."""
-    if task.stash is None or task.criterion is None or _is_of_torch(task.criterion):
-        return loss_of(output, targets, task.criterion)
+    if task.stash is None or not task.takes_turns:
+        return output, loss_of(output, targets, task.criterion)
     nodes = nodes_of(nested.tensors(output))
     with task.stash.turn_on(task.share.device):
         loss = loss_of(output, targets, task.criterion)
     task.stash.reach(loss, nodes, task.share.replica)
-    return loss
-
-
-def _is_of_torch(criterion: Criterion) -> bool:
-    """Whether a criterion is torch's own: it reaches nothing, and leaves nothing behind."""
-    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
-    return getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
-=======
-def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
-    """The output of one micro-batch, and its loss, in turn; what that reaches is stashed."""
-    inputs, targets = task.arrival.rows_of(number, keep=task.keeps_rows)
-    with task.launching():
-        output = task.output_of(inputs)
-        del inputs
-        if task.stash is None or not task.takes_turns:
-            return output, loss_of(output, targets, task.criterion)
-        nodes = nodes_of(nested.tensors(output))
-        with task.stash.turn_on(task.share.device):
-            loss = loss_of(output, targets, task.criterion)
-        task.stash.reach(loss, nodes, task.share.replica)
-        return output, loss
->>>>>>> main
+    return output, loss
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

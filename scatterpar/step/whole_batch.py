@@ -321,13 +321,8 @@ def train_whole(
 
 def output_at(task: Task, number: int) -> Any:
     """The module's output for one micro-batch."""
-<<<<<<< HEAD
-    inputs, _ = task.rows_of(number)
-    with contextlib.nullcontext() if task.turn is None else task.turn.taken():
-=======
     inputs, _ = task.arrival.rows_of(number, keep=task.keeps_rows)
-    with task.launching():
->>>>>>> main
+    with contextlib.nullcontext() if task.turn is None else task.turn.taken():
         return task.output_of(inputs)
 
 

@@ -256,9 +256,9 @@ class Pace:
             else:
                 self._paces[device] = deque(maxlen=_REMEMBERED)
         if all(self._paces.get(device) for device in self._device_ids):
-            self._follow()
+            self._adapt()
 
-    def _follow(self) -> None:
+    def _adapt(self) -> None:
         """Take shares in proportion to the paces, if that is worth a move."""
         pace = {device: median(self._paces[device]) for device in set(self._device_ids)}
         has = dict.fromkeys(pace, 0.0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
-import io
 import os
-import pickle
 import signal
 import threading
 import time
@@ -160,41 +158,6 @@ def test_data_loader_workers_fork_beside_a_live_engine(devices):
                 assert_step(engine, *batch, LOSS)
                 seen += len(batch[0])
             assert seen == 24
-
-
-def through_torch(engine):
-    file = io.BytesIO()
-    torch.save(engine, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda engine: pickle.loads(pickle.dumps(engine)),
-    "torch.save": through_torch,
-    "a list in a deepcopy": lambda engine: copy.deepcopy([engine])[0],
-}
-
-
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_work_and_are_their_own(devices, way, used):
-    with ScatterOnceParallel(mlp(), 2, devices(2), buffers="mean") as engine:
-        if used:
-            engine.forward_backward(*data(), LOSS)
-        with COPIES[way](engine) as twin:
-            assert (twin.accum, twin.device_ids, twin.buffers_from) == (
-                2,
-                engine.device_ids,
-                "mean",
-            )
-            assert_step(twin, *data(), LOSS)
-            with torch.no_grad():
-                twin.module[0].weight.zero_()
-            assert engine.module[0].weight.any()
-            assert_step(engine, *data(), LOSS)
-            assert_step(twin, *data(), LOSS)
 
 
 def test_a_copy_made_inside_a_step_works(devices):

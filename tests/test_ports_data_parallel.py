@@ -12,6 +12,9 @@ Cases without a meaning here, and why:
   autocast's dtype, the user's own exception) is asked of the pair and the engine.
 * ``output_device``: ``gather`` is told where to; the pair's own outputs stay where they are.
 
+* What ``test_agree.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of every module: sparse
+  gradients, buffers that require grad, grad mode, autocast around a call, ``zero_grad`` in forward.
+
 One answer differs on purpose: 0-dim outputs are averaged, where torch makes a vector of them with a
 warning.
 """
@@ -20,14 +23,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import gc
 import io
 from functools import partial
 
 import pytest
 import torch
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.agree import Case, agree
+from helpers.oracle import assert_close, assert_gradients, build, gradients, randn
 from torch import nn
 
 from scatterpar import (
@@ -62,39 +65,6 @@ def test_outputs_and_gradients(device_ids):
     output.sum().backward()
     expected.sum().backward()
     assert_gradients(layer, gradients(plain))
-
-
-@in_every_order
-def test_sparse_gradients(device_ids):
-    def embedding():
-        return build(lambda: nn.Embedding(10, 5, sparse=True))
-
-    table, plain, tokens = embedding(), embedding(), randint(10, 20, 5)
-    gather(DataParallelModel(table, device_ids)(tokens), "cpu").sum().backward()
-    plain(tokens).sum().backward()
-    assert table.weight.grad.is_sparse
-    assert_gradients(table, gradients(plain))
-
-
-def test_buffers_that_require_grad(devices):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", randn(7).requires_grad_())
-            self.register_buffer("shift", randn(7, seed=2))
-
-        def forward(self, inputs):
-            return inputs * self.scale + self.shift
-
-    module, inputs = Scaled(), randn(2, 7)
-    pair = DataParallelModel(module, devices(2))
-    assert torch.autograd.gradcheck(lambda _: gather(pair(inputs), "cpu"), (module.scale,))
-    with ScatterOnceParallel(module, 1, devices(2)) as engine:
-        engine.forward_backward(inputs, criterion=mean_square)
-    plain = Scaled()
-    mean_square(plain(inputs)).backward()
-    assert_close(module.scale.grad, plain.scale.grad, "scale.grad")
-    assert module.shift.grad is None
 
 
 @pytest.mark.draws  # torch's check does
@@ -135,27 +105,6 @@ def test_gather_of_numbers_averages(devices):
     mean.backward()
     assert mean.ndim == 0
     assert [entry.grad.item() for entry in entries] == [0.5, 0.5]
-
-
-def test_gather_of_mappings_with_different_keys():
-    one, two = {"a": randn(1, 2)}, {"b": randn(1, 2), "a": randn(1, 2)}
-    with pytest.raises(ValueError, match="keys"):
-        gather((one, two), "cpu")
-
-
-def test_a_penalty_on_the_slope_of_the_output(devices):
-    """The graph of a gradient outlives the forward pass that made it."""
-    layer = build(lambda: nn.Linear(4, 1))
-    weight = layer.weight.detach().clone()
-    inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
-    output = gather(DataParallelModel(layer, devices(2))(inputs), "cpu")
-    ones = torch.ones_like(output)
-    (slope,) = torch.autograd.grad(output, inputs, ones, create_graph=True)
-    del output
-    slope.mean().backward()
-    assert torch.equal(slope, weight.expand(2, 4))
-    assert layer.weight.grad.tolist() == [[0.25] * 4]
-    assert layer.bias.grad is None or not layer.bias.grad.any()
 
 
 # --- recurrent layers, layouts, dtypes ---
@@ -236,16 +185,15 @@ def test_gradients_have_the_parameters_strides(devices, formats, wide):
             layer.to(memory_format=layout, dtype=torch.float64 if i < wide else torch.float32)
         return net
 
-    net, plain = make(), make()
-    images, targets = randn(6, 3, 6, 6), randn(6, 3, 2, 2, seed=2)
-    with ScatterOnceParallel(net, 1, devices(2)) as engine:
-        for _ in range(2):
-            engine.forward_backward(images, targets, nn.MSELoss())
-            nn.MSELoss()(plain(images), targets).backward()
-    for layer, its, layout in zip(net.layers, plain.layers, formats, strict=True):
-        assert layer.weight.grad.is_contiguous(memory_format=layout)
-        assert layer.weight.grad.stride() == its.weight.grad.stride()
-    assert_gradients(net, gradients(plain), 1e-10 if wide == 4 else 1e-5)
+    case = Case(
+        make,
+        batch=(randn(6, 3, 6, 6), randn(6, 3, 2, 2, seed=2)),
+        criterion=lambda _: nn.MSELoss(),
+        accum=1,
+        keep_dtypes=True,
+        relative=1e-10 if wide == 4 else 1e-5,
+    )
+    agree(case, "engine", devices(2))
 
 
 # --- inputs and outputs ---
@@ -389,29 +337,6 @@ def _pair_step(pair, inputs):
     gather(pair(inputs), "cpu").sum().backward()
 
 
-def test_grad_mode_reaches_the_replicas(devices):
-    class Asks(nn.Module):
-        def forward(self, inputs):
-            assert not torch.is_grad_enabled()
-            return inputs
-
-    pair, inputs = DataParallelModel(Asks(), devices(2)), randn(20, 10)
-    with torch.no_grad():
-        pair(inputs)
-    with pytest.raises(AssertionError):
-        pair(inputs)
-
-
-def test_replicas_compute_what_the_module_computes(devices):
-    layer, inputs = linear(), randn(2, 10)
-    with ScatterOnceParallel(layer, 1, devices(2)) as engine:
-        assert len(engine.replicas) == 2
-        for replica in engine.replicas:
-            assert type(replica) is nn.Linear
-            assert [p.is_leaf for p in replica.parameters()] == [True, True]
-            assert torch.equal(replica(inputs), layer(inputs))
-
-
 def test_replicas_have_all_buffers():
     norm = nn.BatchNorm2d(10)
     with ScatterOnceParallel(norm, 1, ["cpu:0", "cpu:1"]) as engine:
@@ -433,29 +358,6 @@ def test_replicas_can_be_saved(devices):
             assert torch.equal(one.weight, other.weight)
 
 
-def test_zero_grad_in_forward_is_that_of_one_device(devices):
-    """On one device it wipes what earlier steps left, and nothing of this one.
-
-    torch warns too, since its replicas have nothing to wipe.
-    """
-
-    class Wipes(nn.Linear):
-        def forward(self, inputs):
-            self.zero_grad()
-            return super().forward(inputs)
-
-    model = build(lambda: Wipes(10, 5))
-    plain, inputs = copy.deepcopy(model), randn(8, 10)
-    words = r"zero_grad\(\) inside forward has no effect"
-    with (
-        ScatterOnceParallel(model, 2, devices(2)) as engine,
-        pytest.warns(UserWarning, match=words),
-    ):
-        engine.forward_backward(inputs, criterion=mean_square)
-    mean_square(plain(inputs)).backward()
-    assert_gradients(model, gradients(plain))
-
-
 # --- autocast and errors ---
 
 
@@ -474,26 +376,3 @@ def test_autocast_inside_forward(devices, by):
     else:
         output = gather(DataParallelModel(model, devices(2))(inputs), "cpu")
     assert output.dtype == torch.bfloat16
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half], ids=str)
-def test_autocast_around_the_call(devices, dtype):
-    layer, inputs = nn.Linear(10, 5), randn(4, 10, dtype=torch.float32)
-    pair = DataParallelModel(layer, devices(2))
-    with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(gather(pair(inputs), "cpu"), layer(inputs))
-
-
-@pytest.mark.parametrize("by", ["engine", "pair"])
-def test_the_module_s_own_exception(devices, by):
-    class Looks(nn.Module):
-        def forward(self, inputs):
-            return {}["wonderful"]
-
-    engine = ScatterOnceParallel(Looks().eval(), 1, devices(2))
-    run = engine if by == "engine" else DataParallelModel(Looks(), devices(2))
-    with engine, pytest.raises(KeyError, match="wonderful") as caught:
-        run(randn(4, 10))
-    assert any("replica 0" in note for note in caught.value.__notes__)
-    assert caught.traceback[-1].name == "forward"

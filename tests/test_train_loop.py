@@ -15,8 +15,7 @@ from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training, train_epoch
 from scatterpar.train.models import OnPixels
-from scatterpar.train.page import draw_curves
-from scatterpar.train.records import Metrics
+from scatterpar.train.records import Metrics, draw_curves
 from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
 pytestmark = pytest.mark.draws

@@ -510,6 +510,30 @@ def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
         beside(tmp_path, "causal language model", model=model, options={"max_steps": 1})
 
 
+def test_an_evaluation_looks_once_at_its_turn(tmp_path):
+    """It looked at every batch of one in step 8, 16, 32 …"""
+    calls = Counter()
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = sequence_classifier()
+
+        def forward(self, input_ids, attention_mask, labels):
+            calls["all"] += 1
+            return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
+
+    options, found = {"per_device_eval_batch_size": 1}, []
+    devices = {"device_ids": ["cpu"] * 2}
+    trainer = build(ScatterOnceTrainer, tmp_path, "sequence classifier", options, devices, Counts())
+    for step in (0, 1, 7, 7):
+        trainer.state.global_step = step
+        calls.clear()
+        quietly(trainer.evaluate)
+        found.append(calls["all"])
+    assert found[3] == found[1] < found[2] < 3 * found[1]
+
+
 def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
     """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
 

@@ -404,7 +404,19 @@ class Tokens(nn.Module):
             lambda m: losses.AdaptiveLayerLoss(m, losses.MultipleNegativesRankingLoss(m)),
             "does not go together with AdaptiveLayerLoss: it needs more of the model",
         ),
-        (losses.ContrastiveTensionLoss, "does not go together with ContrastiveTensionLoss"),
+        (losses.ContrastiveTensionLoss, "does not go together with ContrastiveTensionLoss:"),
+        (
+            losses.ContrastiveTensionLossInBatchNegatives,
+            "does not go together with ContrastiveTensionLossInBatchNegatives: it needs more",
+        ),
+        (
+            lambda m: losses.Matryoshka2dLoss(m, losses.MultipleNegativesRankingLoss(m), [8, 4]),
+            "does not go together with Matryoshka2dLoss: it needs more of the model",
+        ),
+        (
+            type("DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}),  # its own asks a hub
+            "does not go together with DenoisingAutoEncoderLoss: it needs more of the model",
+        ),
         (Beside, "needs a loss that has the model as an attribute.*pass whole_batch=False"),
         (Tokens, "asks for 'token_embeddings' of the model's outputs"),
     ],

@@ -220,6 +220,21 @@ def test_beside_the_stock_trainer(tmp_path, name, layout, recwarn):
     assert not [w for w in recwarn if "scatterpar" in str(w.filename)]
 
 
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward"])
+def test_evaluation_is_the_stock_trainer_s(tmp_path, name):
+    """It raised ``KeyError: 'label'`` (KTO) and ``'completion_mask'`` (DPO)."""
+    evaluated = []
+    for devices in (LAYOUTS["virtual"], None):
+        trainer = build(name, tmp_path, devices, per_device_eval_batch_size=4, max_steps=1)
+        with seeded():
+            quietly(trainer.train)
+            evaluated.append(quietly(trainer.evaluate, trainer.train_dataset.select(range(8))))
+    ours, stock = evaluated
+    assert ours.keys() == stock.keys()
+    for key in ours.keys() - {"epoch"} - {k for k in ours if "runtime" in k or "per_sec" in k}:
+        assert ours[key] == pytest.approx(stock[key], rel=1e-4, abs=1e-6), key
+
+
 def test_the_example(tmp_path):
     spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
     script = importlib.util.module_from_spec(spec)
@@ -245,6 +260,10 @@ def test_the_example(tmp_path):
     [
         ("KTO", {"loss_type": "kto"}, "KTOTrainer here: loss_type='kto' has terms over a whole"),
         ("DPO", {"loss_type": ["sigmoid", "sft"]}, "DPOTrainer here: loss_type='sft' has terms"),
+        *(
+            ("DPO", {"loss_type": kind}, f"DPOTrainer here: loss_type='{kind}' has terms over a")
+            for kind in ("aot", "aot_unpaired", "bco_pair")
+        ),
         ("GRPO", {"loss_type": "bnpo"}, "GRPOTrainer here: loss_type='bnpo'.*the stock class"),
         (
             "GRPO",
@@ -261,6 +280,23 @@ def test_the_example(tmp_path):
 def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words):
     with pytest.raises(ValueError, match=f"ScatterOnceMixin does not go together with {words}"):
         build(name, tmp_path, ["cpu"] * 2, **changes)
+
+
+def test_an_auxiliary_loss_of_experts_is_refused_by_name(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY}
+    config = transformers.MixtralConfig(
+        **sizes, num_local_experts=2, output_router_logits=True, eos_token_id=1
+    )
+    words = "SFTTrainer here: the auxiliary loss of a mixture of experts is a term over a batch"
+    with pytest.raises(ValueError, match=words):
+        type("Both", (ScatterOnceMixin, trl.SFTTrainer), {})(
+            model=transformers.MixtralForCausalLM(config),
+            args=trl.SFTConfig(output_dir=str(tmp_path), **COMMON),
+            train_dataset=data_of("SFT"),
+            processing_class=tokenizer(),
+            device_ids=["cpu"] * 2,
+        )
 
 
 def test_other_trainers_are_refused_by_name(tmp_path):

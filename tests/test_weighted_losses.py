@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.oracle import assert_close, assert_step, build, randint, randn
 from helpers.weighted import (
     CASES,
     CLASS_WEIGHTS,
@@ -216,26 +216,6 @@ def test_criteria_that_are_methods_and_partials(devices):
             nn.MSELoss().forward,
         ):
             assert_step(engine, *batch, criterion)
-
-
-def test_a_criterion_with_parameters_is_trained_too(devices):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(0.3).double())
-
-        def forward(self, output, targets):
-            return F.mse_loss(output * self.log_scale.exp(), targets) + self.log_scale
-
-    criterion = Scaled()
-    twin = copy.deepcopy(criterion)
-    model = mlp()
-    batch = randn(7, FEATURES), randn(7, CLASSES)
-    expected_loss, _ = whole_batch(model, *batch, twin)
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        loss = engine.forward_backward(*batch, criterion)
-    assert_close(loss, expected_loss, "loss")
-    assert_close(criterion.log_scale.grad, twin.log_scale.grad, "log_scale")
 
 
 def test_reduction_none_says_what_to_do(devices):

@@ -54,7 +54,7 @@ class Losses(AllReplicas):
     _engine: ScatterOnceParallel | None = None
     _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be, unless it is ...
     _divided = False
-    _looks = 0
+    _looks = _turn = 0
     _fits = True
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
@@ -172,7 +172,8 @@ class Losses(AllReplicas):
         if _is_trl(self) and scaled is not None:
             return SUM if scaled else ROWS
         step = self.state.global_step + 1
-        is_turn = step >= _OFTEN and not step & (step - 1)
+        is_turn = step >= _OFTEN and not step & (step - 1) and step != self._turn
+        self._turn = step
         if len(pieces) > 1 and (is_turn or (self._looks < _OFTEN and self._is_open(pieces, items))):
             self._look(window, items)
             if self._is_open(pieces, items):

@@ -221,7 +221,7 @@ def run_each(
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     with Attempt(workers, plan) as attempt, around:
         results = attempt.run(apply, tasks)
-    attempt.streams.commit()
+    attempt.generators.commit()
     return results
 
 

@@ -61,12 +61,17 @@ class Broadcast:
         self._memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
         self._arrivals = {device: FlatCopy(tensors, device) for device in self._memories[1:]}
+        self._parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
+        self._places: list[Tensor] = []  # where the master's lie, and their elements there, 1-D
+        self._flats: list[Tensor | None] = []
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
         self._versions: list[int] = []
         self._doubtful: list[int] = []
         self._unknown: list[int] = []
         self._found: Callable[[], list[list[Fingerprint]]] = lambda: [[], []]
+        if self._arrivals:
+            self._find_places()
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
@@ -76,6 +81,7 @@ class Broadcast:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
         if not self._arrivals:
             return
+        self._find_places()
         self._versions = versions(self._tensors)  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
@@ -109,6 +115,7 @@ class Broadcast:
 
     def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Bring new values from the memory that has them to all others, the master's too."""
+        self._find_places()
         sent, self._sent = self._sent, None
         self._send(owners, ledger)
         now = versions(self._tensors)
@@ -119,17 +126,21 @@ class Broadcast:
 
     def _with_doubts(self, sent: Sequence[int]) -> list[int]:
         """Positions of the tensors whose versions do not tell whether they have changed."""
-        return [
-            i
-            for i, tensor in enumerate(self._tensors)
-            if sent[i] == self._versions[i] or not isinstance(tensor, nn.Parameter)
-        ]
+        pairs = enumerate(zip(sent, self._versions, strict=True))
+        return [i for i, (old, now) in pairs if old == now or i not in self._parameters]
+
+    def _find_places(self) -> None:
+        """Look where the master's tensors lie, unless they lie where they did."""
+        if self._places and all(map(Tensor.is_set_to, self._tensors, self._places)):
+            return
+        self._places = [tensor.detach() for tensor in self._tensors]
+        self._flats = list(map(in_memory_order, self._places))
 
     def _in_memory_order(self, i: int) -> Tensor:
         """The elements of the master's tensor as they lie in the other memories: 1-D."""
-        tensor = self._tensors[i].detach()
-        flat = in_memory_order(tensor)
+        flat = self._flats[i]
         if flat is None:
+            tensor = self._tensors[i].detach()
             there = self._arrivals[self._memories[1]].views[i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
             flat = in_memory_order(tensor)

@@ -70,7 +70,7 @@ def commit(outcome: Outcome) -> None:
             raise
         give(quiet)
         write_buffers()
-        outcome.attempt.streams.commit()
+        outcome.attempt.generators.commit()
 
 
 def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
@@ -236,16 +236,10 @@ def _is_plain(leaf: Tensor, gradient: Tensor) -> bool:
     if type(leaf) not in (Tensor, nn.Parameter) or gradient.layout != torch.strided:
         return False
     if there is None:
-        dtype, like = leaf.grad_dtype, leaf
-    elif there.requires_grad or not is_in_memory_order(there) or not is_in_memory_order(gradient):
+        return leaf.grad_dtype == gradient.dtype and leaf.stride() == gradient.stride()
+    if there.requires_grad or not is_in_memory_order(there) or not is_in_memory_order(gradient):
         return False
-    else:
-        dtype, like = there.dtype, there
-    return (dtype, like.shape, like.stride()) == (
-        gradient.dtype,
-        gradient.shape,
-        gradient.stride(),
-    )
+    return there.dtype == gradient.dtype and there.stride() == gradient.stride()
 
 
 def give(pairs: Sequence[Pair]) -> None:

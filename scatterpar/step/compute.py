@@ -117,14 +117,14 @@ def warm_up(
                 with noted(task.share, number):
                     _pull_zeros(forward(task, number))
 
-    streams = attempt.streams
-    before = [streams.now(task.share.replica) for task in tasks]
+    generators = attempt.generators
+    before = [generators.get_state(task.share.replica) for task in tasks]
     try:
         attempt.run(one_at_a_time, tasks, timed=False)
     finally:
-        streams.rollback()  # what is drawn while torch compiles comes from the process's generator
-        for task, position in zip(tasks, before, strict=True):
-            streams.rewind(task.share.replica, position)
+        generators.rollback()  # what torch draws while it compiles is the process's own
+        for task, state in zip(tasks, before, strict=True):
+            generators.set_state(task.share.replica, state)
         for part in parts:
             part.forget_step()
         if tasks[0].stash is not None:

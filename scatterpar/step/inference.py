@@ -72,7 +72,7 @@ def infer(
         for layer in reduce_moments(parts, len(outputs), ledger):
             buffers += running(layer)
         commit_buffers(buffers)
-    attempt.streams.commit()
+    attempt.generators.commit()
     return output
 
 

@@ -46,7 +46,7 @@ from scatterpar.step.scatter import Delivery, copied, opened, take
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import Position, RandomStreams
+from scatterpar.threads.generators import Generators, State
 from scatterpar.threads.workers import Workers, note
 from scatterpar.torch_private import nodes_of
 
@@ -166,7 +166,7 @@ class WholeBatch:
         self._pieces, self._rows, self._targets = everyones
         return seed
 
-    def judge(
+    def backward(
         self,
         criterion: Callable[[Any, Any], Any],
         reach: Callable[[Tensor, Sequence[Any]], None],
@@ -257,14 +257,14 @@ class Seen:
         joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
             one is cut into those of its pieces.
         last: the last micro-batch's output, with its graph.
-        positions: where the random stream was before each micro-batch.
+        states: where the generators were before each micro-batch.
         outputs: what is returned of them, where they were asked for.
     """
 
     pieces: list[Any]
     joined: list[Any]
     last: Any
-    positions: list[Position]
+    states: list[State]
     outputs: Any
 
 
@@ -290,25 +290,25 @@ def train_whole(
         What each replica made of its share. The loss is in the first one's, and in the first
         process's.
     """
-    streams, stash = attempt.streams, tasks[0].stash
+    generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    seen = attempt.run(partial(first_pass, request=request, streams=streams), tasks)
+    seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
     shares = [task.share for task in tasks]
     lists = has_entries(request.inputs)
     joined = [one.joined for one in seen]
     batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
-    seed = None if peers is None else batch.join_peers(peers, streams.seed_of_criterion())
-    judge = partial(batch.judge, criterion, stash.reach, request.scale, request.check_finite)
+    seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
+    backward = partial(batch.backward, criterion, stash.reach, request.scale, request.check_finite)
     try:
-        with streams.of_criterion(seed):  # out here interrupts wait: none cuts it in half
-            loss = _judged(attempt.workers, judge, tasks, seen)
+        with generators.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+            loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             stash.forget()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
-        attempt.run(partial(second, streams=streams, most=request.most), tasks)
+        attempt.run(partial(second, generators=generators, most=request.most), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
             note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
@@ -326,7 +326,7 @@ def output_at(task: Task, number: int) -> Any:
 
 
 def first_pass(
-    task: Task, *, request: Request, streams: RandomStreams, proceed: Callable[[], None]
+    task: Task, *, request: Request, generators: Generators, proceed: Callable[[], None]
 ) -> Seen:
     """The module's outputs on a share, each without its graph but the last.
 
@@ -335,14 +335,14 @@ def first_pass(
     share, keep, dim = task.share, request.return_outputs, task.dim
     pieces: list[Any] = []
     returned: list[Any] = []
-    positions: list[Position] = []
+    states: list[State] = []
     output = None
     for number in range(len(share.micro_batches)):
         if number:
             proceed()
         output = None  # its graph goes before the next one comes
         with noted(share, number):
-            positions.append(streams.now(share.replica))
+            states.append(generators.get_state(share.replica))
             with noted(task.share, number):
                 output = output_at(task, number)
             pieces.append(nested.transform(_leaf, output))
@@ -355,12 +355,12 @@ def first_pass(
             for few in _of_each_span(share)
         ]
         outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None
-    return Seen(pieces, joined, output, positions, outputs)
+    return Seen(pieces, joined, output, states, outputs)
 
 
-def _judged(
+def _tried(
     workers: Workers,
-    judge: Callable[[], Tensor],
+    backward: Callable[[], Tensor],
     tasks: Sequence[Task],
     seen: Sequence[Seen],
 ) -> Tensor:
@@ -371,7 +371,7 @@ def _judged(
     """
     master = tasks[0].share.device
     try:
-        (loss,) = workers.parallel_apply([judge], [()], devices=[master])
+        (loss,) = workers.parallel_apply([backward], [()], devices=[master])
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
@@ -382,7 +382,7 @@ def _judged(
             task.arrival.let_go()
         workers.release()
         try:
-            workers.parallel_apply([judge], [()], devices=[master])
+            workers.parallel_apply([backward], [()], devices=[master])
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
@@ -398,7 +398,7 @@ def second_pass(
     seen: Sequence[Seen],
     gradients: Sequence[Sequence[Tensor | None]],
     model: Replicas,
-    streams: RandomStreams,
+    generators: Generators,
     most: int | None,
     proceed: Callable[[], None],
 ) -> None:
@@ -419,8 +419,8 @@ def second_pass(
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     replica = model.replicas[share.replica]
-    position, buffers, moments = (
-        streams.now(share.replica),
+    state, buffers, moments = (
+        generators.get_state(share.replica),
         _buffers(replica),
         dict(replica.seen),
     )
@@ -429,13 +429,13 @@ def second_pass(
     for number in range(last)[: None if most is None else most - 1]:
         proceed()
         with noted(task.share, number):
-            streams.rewind(share.replica, own.positions[number])
+            generators.set_state(share.replica, own.states[number])
             output = output_at(task, number)
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)
             del output
-    streams.rewind(share.replica, position)
+    generators.set_state(share.replica, state)
     commit_buffers(buffers)
     replica.seen.update(moments)
     require_unchanged(changes, share)

@@ -14,7 +14,7 @@ from torch import Tensor
 from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan, Share
-from scatterpar.threads.generators import RandomStreams
+from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers
 
 __all__ = ["Attempt"]
@@ -43,7 +43,7 @@ class Attempt:
         earlier: how many replicas of other processes are numbered before these.
 
     Attributes:
-        streams: what is drawn.
+        generators: what is drawn from.
         ledger: what is copied.
         clock: what it takes.
     """
@@ -51,7 +51,7 @@ class Attempt:
     def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
         self.workers = workers
         self.plan = plan
-        self.streams = RandomStreams([share.device for share in plan.shares], earlier)
+        self.generators = Generators([share.device for share in plan.shares], earlier)
         self.ledger = Ledger()
         self.clock = Clock()
         self._kept: list[Tensor] = []
@@ -72,7 +72,7 @@ class Attempt:
 
     def undo(self) -> None:
         """Leave no trace; what is copied may be written again."""
-        self.streams.rollback()
+        self.generators.rollback()
         copy_each(self._kept, self._copies)
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.ledger.settle()
@@ -97,7 +97,7 @@ class Attempt:
 
         def work(task: Any) -> _Result:
             start = time.perf_counter()
-            with self.streams.of(task.share.replica):
+            with self.generators.of(task.share.replica):
                 result = function(task, proceed=proceed)
             spans[task.share.replica] = (start, time.perf_counter())
             return result

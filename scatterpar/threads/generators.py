@@ -36,7 +36,7 @@ from torch.library import Library
 from scatterpar import torch_private
 from scatterpar.devices.verbs import physical
 
-__all__ = ["Position", "RandomStreams", "drawing", "followed"]
+__all__ = ["Generators", "State", "drawing", "followed"]
 
 _SWITCH = "SCATTERPAR_RANDOM_STREAMS"
 
@@ -66,7 +66,7 @@ def drawing(make: Callable[[], torch.Generator], *, helpers: bool) -> Iterator[N
 
 
 class followed:
-    """Let the backward pass from ``roots``, in the body, draw from this thread's stream.
+    """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
@@ -113,7 +113,7 @@ class _ThreadAwareGenerator:
 
 
 _lock = threading.Lock()
-_streams_open = 0
+_open = 0
 
 
 @contextlib.contextmanager
@@ -122,16 +122,16 @@ def _thread_aware_default_generator() -> Iterator[None]:
 
     Activation checkpointing saves and rewinds the generator through them.
     """
-    global _streams_open
+    global _open
     with _lock:
-        _streams_open += 1
+        _open += 1
         vars(torch.random)["default_generator"] = _ThreadAwareGenerator()
     try:
         yield
     finally:
         with _lock:
-            _streams_open -= 1
-            if not _streams_open:
+            _open -= 1
+            if not _open:
                 vars(torch.random)["default_generator"] = torch_private.default_generator
 
 
@@ -173,13 +173,13 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
 _CPU = torch.device("cpu")
-_CRITERION = -2  # the number of the stream that no replica draws from
+_CRITERION = -2  # the number of the generators that no replica draws from
 _NEXT = -1  # what seeds the next step, where replica 0 draws nothing
 
-Position = dict[torch.device, Tensor]  # the state of each generator that a replica has drawn from
+State = dict[torch.device, Tensor]  # the state of each generator that a replica has drawn from
 
 
-class RandomStreams:
+class Generators:
     """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
 
     Args:
@@ -191,15 +191,15 @@ class RandomStreams:
         self._devices = [physical(device) for device in devices]
         self._earlier = earlier
         self._before = {device: _state(device) for device in (_CPU, *self._devices)}
-        self._streams: dict[tuple[int, torch.device], _Stream] = {}
+        self._generators: dict[tuple[int, torch.device], _Generator] = {}
         self._alone = len(devices) == 1 and not earlier
         if self._alone:  # it draws from the process's own
             for device in self._before:
-                self._stream(0, device).is_in = True
+                self._generator(0, device).is_in = True
 
     @contextlib.contextmanager
     def of(self, replica: int) -> Iterator[None]:
-        """Let the current thread draw from the stream of ``replica``."""
+        """Let the current thread draw from the generators of ``replica``."""
         if self._alone:
             yield
             return
@@ -212,7 +212,7 @@ class RandomStreams:
 
         Args:
             seed: the same on all processes that compute this criterion; ``None`` where there is
-                one process: then the criterion goes on with the stream of replica 0.
+                one process: then the criterion goes on with the generators of replica 0.
         """
         if seed is None:
             with self.of(0):
@@ -220,7 +220,7 @@ class RandomStreams:
             return
         master = self._devices[0]
         for device in {_CPU, master}:
-            self._streams[_CRITERION, device] = _Stream(device, seed)
+            self._generators[_CRITERION, device] = _Generator(device, seed)
         before = _state(master)
         with self._drawing(_CRITERION, master):
             yield
@@ -230,56 +230,60 @@ class RandomStreams:
     @contextlib.contextmanager
     def _drawing(self, number: int, device: torch.device) -> Iterator[None]:
         on_cpu = device == _CPU
-        taking_turns = contextlib.nullcontext() if on_cpu else self._stream(number, device).put_in()
+        taking_turns = (
+            contextlib.nullcontext() if on_cpu else self._generator(number, device).put_in()
+        )
         with taking_turns, drawing(partial(self._routed, number), helpers=not on_cpu):
             yield
 
     def _routed(self, number: int) -> torch.Generator:
-        return self._stream(number, _CPU).generator
+        return self._generator(number, _CPU).generator
 
     def seed_of_criterion(self) -> int:
         """What the first process gives the others, so that their criteria draw alike."""
         return self._seed(_CPU, _CRITERION)
 
-    def now(self, replica: int) -> Position:
-        """Where the stream of ``replica`` is; ``rewind`` goes back there."""
-        found = ((device, self._streams.get((replica, device))) for device in self._before)
-        return {device: stream.state for device, stream in found if stream is not None}
+    def get_state(self, replica: int) -> State:
+        """Where the generators of ``replica`` are; ``set_state`` goes back there."""
+        found = ((device, self._generators.get((replica, device))) for device in self._before)
+        return {device: one.state for device, one in found if one is not None}
 
-    def rewind(self, replica: int, position: Position) -> None:
-        """Let ``replica`` draw again what it drew from ``position`` on."""
+    def set_state(self, replica: int, state: State) -> None:
+        """Let ``replica`` draw again what it drew from ``state`` on."""
         for device in self._before:
-            stream = self._streams.get((replica, device))
-            if stream is not None:
-                stream.rewind(position.get(device))
+            one = self._generators.get((replica, device))
+            if one is not None:
+                one.set_state(state.get(device))
 
     @property
     def drawn(self) -> bool:
         """Whether any replica drew a random number."""
-        return any(stream.drawn for stream in self._streams.values())
+        return any(one.drawn for one in self._generators.values())
 
     def commit(self) -> None:
         """Move the master's generators on if anything was drawn, so that the next step differs."""
         after = dict(self._before)
         for source in {_CPU, self._devices[0]}:
-            first = self._streams.get((0, source))
+            first = self._generators.get((0, source))
             if first is not None and first.drawn and not self._earlier:
                 after[source] = first.state
-            elif any(s.drawn and self._source(s.device) == source for s in self._streams.values()):
-                after[source] = _Stream(source, self._seed(source, _NEXT)).state
+            elif any(
+                s.drawn and self._source(s.device) == source for s in self._generators.values()
+            ):
+                after[source] = _Generator(source, self._seed(source, _NEXT)).state
         _put_all(after)
 
     def rollback(self) -> None:
         """Leave all generators as they were before the step."""
         _put_all(self._before)
 
-    def _stream(self, number: int, device: torch.device) -> _Stream:
+    def _generator(self, number: int, device: torch.device) -> _Generator:
         key = number, device
-        if key not in self._streams:
+        if key not in self._generators:
             number += self._earlier
             start = self._before[device] if not number else self._seed(self._source(device), number)
-            self._streams[key] = _Stream(device, start)
-        return self._streams[key]
+            self._generators[key] = _Generator(device, start)
+        return self._generators[key]
 
     def _source(self, device: torch.device) -> torch.device:
         """Which of the master's generators seeds those of ``device``."""
@@ -293,7 +297,7 @@ class RandomStreams:
         return (int.from_bytes(digest.digest(), "big") + number) % _SEEDS
 
 
-class _Stream:
+class _Generator:
     """What one replica draws from on one device.
 
     Attributes:
@@ -319,7 +323,7 @@ class _Stream:
     def drawn(self) -> bool:
         return not torch.equal(self.state, self._start)
 
-    def rewind(self, state: Tensor | None) -> None:
+    def set_state(self, state: Tensor | None) -> None:
         """Back to ``state``, or to the start."""
         state = self._start if state is None else state
         if self.is_in:
@@ -329,7 +333,7 @@ class _Stream:
 
     @contextlib.contextmanager
     def put_in(self) -> Iterator[None]:
-        """In the body the device's own generator goes on with this stream."""
+        """In the body the device's own generator goes on with this one."""
         _put(self.device, self.generator.get_state())
         self.is_in = True
         try:

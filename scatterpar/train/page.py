@@ -1,16 +1,14 @@
-"""The pictures at the end of a run, and one HTML file with all of it that needs nothing else."""
+"""The page at the end of a run: one HTML file that needs nothing else, for a person to look at."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,11 +56,10 @@ def write_page(
 ) -> None:
     """Write the page of a run, beside the curves that it shows."""
     starts = [record for record in records if record["kind"] == "run"]
-    facts = [f"<div><b>{a}</b><span>{b}</span></div>" for a, b in _facts(tested, records)]
     text = _PAGE.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
-        facts="".join(facts),
+        facts="".join(_facts(tested, records)),
         curves=_embedded(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
         time=_time(records),
@@ -72,53 +69,21 @@ def write_page(
     path.write_text(text, encoding="utf-8")
 
 
-def draw_curves(records: Records, path: Path) -> None:
-    """Draw loss and accuracy, and the noise scale if it was measured, from `Metrics.records`."""
-    from matplotlib.figure import Figure
-
-    steps, tested = ([r for r in records if r["kind"] == kind] for kind in ("step", "epoch"))
-    measured = [r for r in steps if r.get("noise_scale") is not None]
-    figure = Figure(figsize=(13.5 if measured else 9, 3.6), layout="constrained")
-    loss, accuracy, *noise = figure.subplots(1, 2 + bool(measured))
-
-    def draw(axes: Any, what: Records, x: str, y: str, style: str = "-", factor: int = 1) -> None:
-        label = f"{y} of each {what[0]['kind']}" if what else y
-        axes.plot(
-            [r[x] for r in what],
-            [math.nan if r[y] is None else factor * r[y] for r in what],
-            style,
-            label=label,
-        )
-
-    draw(loss, steps, "step", "loss")
-    draw(loss, tested, "step", "test_loss", "o-")
-    draw(accuracy, tested, "epoch", "test_accuracy", "o-", 100)
-    accuracy.xaxis.get_major_locator().set_params(integer=True)
-    accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
-    loss.set(xlabel="step", ylabel="loss")
-    for axes in noise:
-        draw(axes, measured, "step", "noise_scale")
-        draw(axes, measured, "step", "images")
-        axes.set(xlabel="step", ylabel="images", yscale="log")
-    for axes in (loss, *noise):
-        axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def _facts(tested: Evaluation | None, records: Records) -> Iterator[tuple[str, str]]:
+def _facts(tested: Evaluation | None, records: Records) -> Iterator[str]:
+    fact = "<div><b>{}</b><span>{}</span></div>".format
     if tested is not None:
-        yield f"{tested.top1:.2%}", f"test accuracy, {tested.images:,} images"
+        yield fact(f"{tested.top1:.2%}", f"test accuracy, {tested.images:,} images")
         if len(tested.confusion) > 5:
-            yield f"{tested.top5:.2%}", "right class among the best five"
-        yield f"{tested.loss:.4f}", "test loss"
+            yield fact(f"{tested.top5:.2%}", "right class among the best five")
+        yield fact(f"{tested.loss:.4f}", "test loss")
     epochs = [r for r in records if r["kind"] == "epoch"]
     if seconds := sum(r["seconds"] for r in epochs):
         images = sum(r["images_per_second"] * r["seconds"] for r in epochs)
-        yield f"{images / seconds:,.0f}", "images per second, training"
-        waited = sum(r["seconds_waited"] for r in epochs)
-        yield f"{waited / seconds:.1%}", "of that time waiting for images"
+        yield fact(f"{images / seconds:,.0f}", "images per second, training")
+        waited = sum(r["seconds_waited"] for r in epochs) / seconds
+        yield fact(f"{waited:.1%}", "of that time waiting for images")
     if epochs and epochs[-1]["left_out"]:
-        yield f"{epochs[-1]['left_out']:,}", "times broken files left out"
+        yield fact(f"{epochs[-1]['left_out']:,}", "times broken files left out")
 
 
 def _evaluation(tested: Evaluation, source: Source) -> str:
@@ -160,9 +125,8 @@ def _mistakes(tested: Evaluation, source: Source) -> Iterator[str]:
         label, taken_for = (escape(source.class_names[i]) for i in mistake[2:])
         for pixels in source.read(TEST, torch.tensor([mistake.row]), 0).images:
             file = io.BytesIO()
-            Image.fromarray(pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()).save(
-                file, "PNG"
-            )
+            picture = pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous()
+            Image.fromarray(picture.numpy()).save(file, "PNG")
             yield (
                 f"<figure><img alt='' src='{_embedded(file.getvalue())}'><figcaption>"
                 f"<b>{label}</b> taken for {taken_for}<br>loss {mistake.loss:.2f}"
@@ -181,11 +145,11 @@ def _time(records: Records) -> str:
     steps = [r for r in records if r["kind"] == "step" and r["step"] <= last]
     parts = {phase: sum(r["seconds"][phase] for r in steps) for phase in PHASES}
     parts["waiting for images"] = sum(r["seconds_waited"] for r in epochs)
-    rest = sum(r["seconds"] for r in epochs) - sum(parts.values())
-    parts["optimizer and the rest"] = max(0.0, rest)
-    whole, bar, key = sum(parts.values()), "", ""
+    whole = sum(r["seconds"] for r in epochs)
+    parts["optimizer and the rest"] = max(0.0, whole - sum(parts.values()))
+    bar = key = ""
     for (name, seconds), colour in zip(parts.items(), _COLOURS, strict=True):
-        share = f"{seconds / whole:.1%}" if whole else "0%"
+        share = f"{seconds / (whole or 1):.1%}"
         bar += f"<div style='width:{share};background:{colour}'></div>"
         key += f"<i style='background:{colour}'></i> {name} {seconds:.1f} s ({share}) &ensp; "
     return f"<div class='bar'>{bar}</div><p class='key'>{key}</p>"

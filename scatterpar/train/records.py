@@ -1,4 +1,4 @@
-"""What a run writes about itself: lines of JSON, TensorBoard's file, and what made it."""
+"""What a run writes about itself: lines of JSON, TensorBoard's file, what made it, and curves."""
 
 from __future__ import annotations
 
@@ -149,3 +149,36 @@ def _git(*arguments: str) -> str | None:
         )
         return done.stdout.strip()
     return None
+
+
+def draw_curves(records: Records, path: Path) -> None:
+    """Draw loss and accuracy, and the noise scale if it was measured, from `Metrics.records`."""
+    from matplotlib.figure import Figure
+
+    steps, tested = ([r for r in records if r["kind"] == kind] for kind in ("step", "epoch"))
+    measured = [r for r in steps if r.get("noise_scale") is not None]
+    figure = Figure(figsize=(13.5 if measured else 9, 3.6), layout="constrained")
+    loss, accuracy, *noise = figure.subplots(1, 2 + bool(measured))
+
+    def draw(axes: Any, what: Records, x: str, y: str, style: str = "-", factor: int = 1) -> None:
+        label = f"{y} of each {what[0]['kind']}" if what else y
+        axes.plot(
+            [r[x] for r in what],
+            [math.nan if r[y] is None else factor * r[y] for r in what],
+            style,
+            label=label,
+        )
+
+    draw(loss, steps, "step", "loss")
+    draw(loss, tested, "step", "test_loss", "o-")
+    draw(accuracy, tested, "epoch", "test_accuracy", "o-", 100)
+    accuracy.xaxis.get_major_locator().set_params(integer=True)
+    accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
+    loss.set(xlabel="step", ylabel="loss")
+    for axes in noise:
+        draw(axes, measured, "step", "noise_scale")
+        draw(axes, measured, "step", "images")
+        axes.set(xlabel="step", ylabel="images", yscale="log")
+    for axes in (loss, *noise):
+        axes.legend()
+    figure.savefig(path, dpi=120)

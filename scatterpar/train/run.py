@@ -39,11 +39,11 @@ from scatterpar.train.machines import (
     was_restarted,
 )
 from scatterpar.train.options import Options, parse
-from scatterpar.train.page import draw_curves, write_page
+from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
 from scatterpar.train.preparation import check_gradients, hire_engine, make_model, prepare
 from scatterpar.train.random_state import seed_host
-from scatterpar.train.records import Metrics, provenance, writing
+from scatterpar.train.records import Metrics, draw_curves, provenance, writing
 from scatterpar.train.schedule import Growth, averaging, foresee, what_it_means
 from scatterpar.train.traffic import Traffic
 
@@ -353,13 +353,8 @@ class Run:
         self._save_if_due()
 
     def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
-        progress, training, options, broken = (
-            self.progress,
-            self.training,
-            self.options,
-            self.feed.broken,
-        )
-        number, loss = training.batches.epoch, progress.loss
+        progress, training, options = self.progress, self.training, self.options
+        number, loss, broken = training.batches.epoch, progress.loss, self.feed.broken
         speed = images / seconds if seconds else 0.0
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self._stopping.check if alone else lambda: None

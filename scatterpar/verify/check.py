@@ -94,7 +94,7 @@ def compare(
             f"in one; pass one of them"
         )
     outcome = attempt()
-    drawn = outcome.attempt.streams.drawn
+    drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()
     tensors = [tensor for tensor, _ in outcome.gradients]
     owner = owner_of(request.criterion)

@@ -131,8 +131,9 @@ def agree(case: Case, runner: str, devices: list[str]) -> None:
             assert_close(loss, expected, "loss", case.relative)
             assert list(module.modules()) == parts, "the user's module has other children"
             _assert_same(case, module, twin, first)
-            if isinstance(criterion, nn.Module):
-                _assert_gradients(case, criterion, plain_criterion)
+            heads = [getattr(one, "__self__", one) for one in (criterion, plain_criterion)]
+            if isinstance(heads[0], nn.Module):
+                _assert_gradients(case, *heads)
             if number % 2:  # gradients of two steps add up
                 for one in (module, twin):
                     _update(one)

@@ -762,6 +762,20 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
+class Head(nn.Module):
+    """A loss with parameters and a buffer of its own: a classifier after the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.proxies = nn.Parameter(randn(CLASSES, CLASSES, seed=5))
+        self.temperature = nn.Parameter(torch.tensor(0.7).double())
+        self.unused = nn.Parameter(torch.ones(2).double())
+        self.register_buffer("offset", randn(CLASSES, seed=6))
+
+    def forward(self, output, targets):
+        return F.cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
+
+
 # --- all of them ---
 
 ONCE = {"accum": 1}  # it reads what its forward pass has written
@@ -846,6 +860,16 @@ CASES = {
     "no gradient for one": Case(Gated),
     "a criterion that writes to its targets": Case(
         mlp, batch=(BATCH[0], randn(9, CLASSES, seed=3)), criterion=writes_to_targets
+    ),
+    "a trained criterion": Case(mlp, criterion=lambda _: Head()),
+    "a method of a trained criterion": Case(mlp, criterion=lambda _: Head().forward),
+    "fewer rows than replicas": Case(mlp, batch=(BATCH[0][:2], BATCH[1][:2])),
+    "frozen and thawed": Case(
+        mlp,
+        changes=[
+            lambda model: model[0].requires_grad_(False),
+            lambda model: (model[0].requires_grad_(True), model[2].bias.requires_grad_(False)),
+        ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, unless=("pair",)),
     "batch norm": Case(

@@ -20,15 +20,6 @@ def pair_of(model, devices):
     return Pair(model, nn.CrossEntropyLoss(), devices)
 
 
-def test_calling_twice_adds(placed):
-    model = mlp()
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    pair = pair_of(model, placed(3))
-    pair.loss(*BATCH).backward()
-    pair.loss(*BATCH).backward()
-    assert_gradients(model, {name: 2 * g for name, g in expected.items()})
-
-
 def test_retain_graph(placed):
     model = mlp()
     _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
@@ -90,30 +81,6 @@ def test_a_hook_may_change_the_gradient(placed):
     pair_of(model, placed(3)).loss(*BATCH).backward()
     expected["0.weight"] = expected["0.weight"].clamp(-0.01, 0.01)
     assert_gradients(model, expected)
-
-
-class SomeReplicas(nn.Module):
-    """A layer that only rows above a number reach."""
-
-    def __init__(self):
-        super().__init__()
-        self.always = nn.Linear(FEATURES, CLASSES)
-        self.sometimes = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, inputs):
-        output = self.always(inputs)
-        return output + self.sometimes(inputs) if inputs[0, 0] > 0 else output
-
-
-def test_a_parameter_that_some_replicas_use(placed):
-    inputs = randn(8, FEATURES).abs()
-    inputs[:4] *= -1
-    model = build(SomeReplicas)
-    twin = copy.deepcopy(model)
-    output = torch.cat([twin(inputs[:4]), twin(inputs[4:])])
-    nn.CrossEntropyLoss()(output, BATCH[1][:8]).backward()
-    pair_of(model, placed(4)).loss(inputs, BATCH[1][:8]).backward()
-    assert_gradients(model, gradients(twin))
 
 
 def test_gradient_penalty(placed):
@@ -192,28 +159,6 @@ def test_two_forwards_before_one_backward(placed, between):
     loss.backward()
     assert_close(loss.detach(), expected.detach(), "loss")
     assert_gradients(model, gradients(twin))
-
-
-def test_an_evaluation_does_not_spoil_a_plain_graph(placed):
-    """Buffers that nothing changed are not written, not even with what they hold."""
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6))).eval()
-    loss = model(BATCH[0]).sum()
-    DataParallelModel(model, placed(3))(BATCH[0])
-    loss.backward()
-    assert model[0].weight.grad is not None
-
-
-def test_frozen_parameters(placed):
-    model = mlp()
-    model[0].requires_grad_(False)
-    pair = pair_of(model, placed(3))
-    pair.check(*BATCH)
-    assert model[0].weight.grad is None
-    model[0].requires_grad_(True)
-    model[2].bias.requires_grad_(False)
-    pair.check(*BATCH)
-    assert model[2].bias.grad is None
-    assert model[0].weight.grad is not None
 
 
 def test_weights_that_another_network_computes(placed):

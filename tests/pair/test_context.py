@@ -136,25 +136,6 @@ def test_eval_and_train_reach_the_replicas(placed):
     assert_close(torch.cat(pair(BATCH[0])), model[0](BATCH[0]), "outputs")
 
 
-def test_threads_last_as_long_as_the_pair(placed):
-    before = set(threading.enumerate())
-    names = []
-
-    class Who(nn.Module):
-        def forward(self, inputs):
-            names.append(threading.current_thread().ident)
-            return inputs
-
-    pair = DataParallelModel(Who(), placed(3))
-    assert set(threading.enumerate()) == before, "no thread before the first call"
-    for _ in range(4):
-        pair(BATCH[0])
-    assert len(set(names)) == 3, "the same threads in every call"
-    del pair
-    gc.collect()
-    assert set(threading.enumerate()) == before
-
-
 def test_nothing_of_a_forward_survives_its_outputs(placed):
     """Replicas are not kept, and go with the graph, without waiting for the collector."""
     alive = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
@@ -99,44 +97,6 @@ def test_padded_tokens(placed, replicas):
     for row in range(9):
         targets[row, : row % 6] = -100
     assert_pair(token_classifier(), ids, targets, nn.CrossEntropyLoss(), placed(replicas))
-
-
-class Head(nn.Module):
-    """A loss with parameters and a buffer of its own: a classifier after the features."""
-
-    def __init__(self):
-        super().__init__()
-        self.proxies = nn.Parameter(randn(CLASSES, CLASSES, seed=5))
-        self.temperature = nn.Parameter(torch.tensor(0.7).double())
-        self.unused = nn.Parameter(torch.ones(2).double())
-        self.register_buffer("offset", randn(CLASSES, seed=6))
-
-    def forward(self, output, targets):
-        return cross_entropy((output @ self.proxies + self.offset) / self.temperature, targets)
-
-
-@pytest.mark.parametrize("rows", [EVEN, RAGGED])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("bound", [False, True])
-def test_parameters_of_the_criterion_are_trained(placed, replicas, rows, bound):
-    model, head = mlp(), Head()
-    inputs, targets = randn(rows, FEATURES), randint(CLASSES, rows)
-    twin = copy.deepcopy(nn.ModuleList([model, head]))
-    expected = twin[1](twin[0](inputs), targets)
-    expected.backward()
-    criterion = DataParallelCriterion(head.forward if bound else head, placed(replicas))
-    loss = criterion(DataParallelModel(model, placed(replicas))(inputs), targets)
-    loss.backward()
-    assert_close(loss.detach(), expected.detach(), "loss")
-    assert_gradients(nn.ModuleList([model, head]), gradients(twin))
-    assert head.unused.grad is None
-
-
-def test_parameters_of_the_criterion_are_those_of_the_wrapper():
-    head = Head()
-    criterion = DataParallelCriterion(head)
-    assert [id(p) for p in criterion.parameters()] == [id(p) for p in head.parameters()]
-    assert list(criterion.state_dict()) == list(head.state_dict())
 
 
 def test_a_weight_tied_between_model_and_criterion(placed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.agree import RUNNERS, agree
+from helpers.gang import gang
 from helpers.zoo import CASES, KINDS
 
 from scatterpar import ScatterOnceParallel
@@ -21,6 +22,12 @@ LAYOUTS = {
     "two memories": ["cpu:0", "cpu:1", "cpu:0"],
 }
 WHERE = {"engine": ["one memory", "three memories"]}  # all others: on two
+ON_RANKS = [
+    *("tied", "spectral norm", "own parameters", "frozen and thawed", "changes between steps"),
+    *("complex", "conjugates", "negatives", "several dtypes", "half beside double"),
+    *("channels last", "unused by some", "gradients in one memory", "a trained criterion"),
+    *("a trained buffer", "constant buffers", "overlapping buffer, row"),
+]
 COMPILED = ["tied"]  # by default: others take seconds
 
 
@@ -46,6 +53,15 @@ def _one_thread_an_operation():
 @pytest.mark.parametrize(("name", "runner", "layout"), runs())
 def test_it_is_as_on_one_device(name, runner, layout):
     agree(CASES[name], runner, LAYOUTS[layout])
+
+
+def on_a_rank(group, name):
+    agree(CASES[name], "engine", ["cpu:0", "cpu:1"], group)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_ranks_are_as_one_device(name):
+    gang()(2, on_a_rank, name)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -202,6 +202,20 @@ def test_what_is_not_initialised_cannot_be_taken_over():
         assert "call the module once" in words
 
 
+def sparse_buffer():
+    module = nn.Linear(2, 3)
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    return module
+
+
+def test_what_is_sparse_cannot_be_taken_over():
+    """It failed in words of torch's about memory formats."""
+    for kind, words in gang()(2, construct, [sparse_buffer, sparse_buffer], [{}, {}]):
+        assert kind == "ValueError"
+        assert words.startswith("'adjacency' is a sparse tensor")
+        assert "keep it as a plain attribute, or dense" in words
+
+
 def outside(group):
     """The group of rank 0 alone, seen from all ranks."""
     inner = dist.new_group([0])

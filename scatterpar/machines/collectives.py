@@ -51,7 +51,8 @@ class Collectives:
             options: those of the engine that all ranks must have alike.
 
         Raises:
-            ValueError: names, number, shapes or dtypes differ, or something is not initialised.
+            ValueError: names, number, shapes or dtypes differ, or something is not initialised, or
+                is sparse.
         """
         mine = _description(module, options)
         if len(set(self._texts(hashlib.sha256(mine.encode()).hexdigest()))) > 1:
@@ -62,6 +63,12 @@ class Collectives:
             raise ValueError(
                 f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; make the "
                 f"same module on every rank"
+            )
+        sparse = [n for _, n, t in _named_tensors(module) if t.layout != torch.strided]
+        if sparse:
+            raise ValueError(
+                f"{sparse[0]!r} is a sparse tensor, and rank 0's values cannot be taken over; keep "
+                f"it as a plain attribute, or dense, where you pass a process_group"
             )
         lazy = [name for _, name, tensor in _named_tensors(module) if is_lazy(tensor)]
         if lazy:
@@ -75,7 +82,8 @@ class Collectives:
         filled = [tensor for _, _, tensor in _named_tensors(module) if tensor.numel()]
         with torch.no_grad():
             for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
-                flat = flatten([tensor.detach() for tensor in tensors])
+                # Conjugates and negatives have no bytes of their own.
+                flat = flatten([t.detach().resolve_conj().resolve_neg() for t in tensors])
                 with self._waiting_for("rank 0's parameters and buffers") as group:
                     dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
                 values = unflatten(flat, tensors)

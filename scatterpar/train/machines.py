@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from scatterpar.train.data import UsageError
+from scatterpar.devices.verbs import resolve
+from scatterpar.train.data import UsageError, words_of
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
 _PAUSE_SECONDS = 0.02
@@ -37,30 +38,15 @@ def choose_devices(names: str | None) -> list[torch.device]:
     >>> choose_devices("cpu:0,cpu:1")
     [device(type='cpu', index=0), device(type='cpu', index=1)]
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    if names is None and accelerator is None:
+    if names is None and not torch.accelerator.is_available():
         return [torch.device("cpu", i) for i in range(_CPU_REPLICAS)]
-    if names is None and accelerator is not None:
-        return [torch.device(accelerator.type, i) for i in range(count)]
-    devices = []
-    for name in map(str.strip, str(names).split(",")):
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise UsageError(
-                f"--devices: {name!r} is not a device; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
-            ) from error
-        if device.type != "cpu":
-            here = accelerator is not None and accelerator.type == device.type
-            device = torch.device(device.type, device.index or 0)
-            if not here or device.index >= count:
-                present = "none" if accelerator is None else f"{count} of type {accelerator.type}"
-                raise UsageError(
-                    f"--devices: {name} is not there; accelerators on this machine: {present}"
-                )
-        devices.append(device)
-    return devices
+    try:
+        return list(resolve(None if names is None else [n.strip() for n in names.split(",")]))
+    except ValueError as error:
+        words = words_of(error).removeprefix("device_ids: ")
+        raise UsageError(
+            f"--devices: {words}; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
+        ) from error
 
 
 class Machines:

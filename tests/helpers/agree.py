@@ -12,6 +12,7 @@ micro-batches: buffers must be its.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,6 +64,10 @@ class Case:
         with seeded():
             return self.model()
 
+    @property
+    def count(self) -> int:
+        return len(next(nested.tensors(self.batch)))
+
     def rows(self, start: int, stop: int) -> Any:
         """Copies of these rows of inputs and targets."""
 
@@ -72,18 +77,17 @@ class Case:
         return nested.transform(take, self.batch)
 
 
-Runner = tuple[Callable[[], Tensor], Callable[[], Plan]]  # one step, and how it cuts the batch
+Runner = tuple[Callable[[], Tensor], Callable[[int], Plan]]  # one step, and how it cuts rows
 
 
 @contextlib.contextmanager
 def by_engine(
     case: Case, module: Any, criterion: Any, devices: list[str], *, how: Any = None, **more: Any
 ) -> Iterator[Runner]:
-    rows = len(next(nested.tensors(case.batch)))
     with ScatterOnceParallel(module, case.accum, devices, **(how or {})) as engine:
         yield (
             lambda: engine.forward_backward(*case.batch, criterion, **case.options, **more),
-            lambda: engine.plan(rows),
+            engine.plan,
         )
 
 
@@ -97,8 +101,7 @@ def by_pair(case: Case, module: Any, criterion: Any, devices: list[str]) -> Iter
         loss.backward()
         return loss.detach()
 
-    rows = len(next(nested.tensors(case.batch)))
-    yield step, lambda: make_plan(rows, [torch.device(device) for device in devices])
+    yield step, lambda rows: make_plan(rows, [torch.device(device) for device in devices])
 
 
 RUNNERS: dict[str, Callable[..., Any]] = {
@@ -110,26 +113,38 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def agree(case: Case, runner: str, devices: list[str]) -> None:
-    """Steps of the runner, with the case's changes between them, are those of plain torch."""
+def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> None:
+    """Steps of the runner, with the case's changes between them, are those of plain torch.
+
+    With a process ``group`` each rank calls it, and trains the engine on its part of the rows.
+    """
     if runner == "inference":
         _agree_in_inference(case, devices)
         return
     module, twin, first = (case.build() for _ in range(3))
     criterion, plain_criterion = case.criterion(module), case.criterion(twin)
-    given = replace(case, batch=case.rows(0, len(next(nested.tensors(case.batch)))))
-    with RUNNERS[runner](given, module, criterion, devices) as (step, plan):
+    parts = [(0, case.count)]
+    run = RUNNERS[runner]
+    if group is not None:
+        parts = [
+            (share.start, share.stop)
+            for share in make_plan(case.count, [torch.device("cpu")] * group.size()).shares
+        ]
+        run = functools.partial(by_engine, how={"process_group": group})
+    mine = parts[group.rank() if group else 0]
+    given = replace(case, batch=case.rows(*mine))
+    with run(given, module, criterion, devices) as (step, plan):
         for number in range(1 + max(2, len(case.changes))):
             if 0 < number <= len(case.changes):
                 for one in (module, twin, first):
                     case.changes[number - 1](one)
-            parts = list(module.modules())
-            expected = _plain_step(case, twin, plain_criterion, plan())
-            for start, stop in plan().shares[0].micro_batches:
+            children = list(module.modules())
+            expected = _plain_step(case, twin, plain_criterion, plan(case.count))
+            for start, stop in plan(parts[0][1]).shares[0].micro_batches:
                 call(first, case.rows(start, stop)[0])
             loss = step()
             assert_close(loss, expected, "loss", case.relative)
-            assert list(module.modules()) == parts, "the user's module has other children"
+            assert list(module.modules()) == children, "the user's module has other children"
             _assert_same(case, module, twin, first)
             heads = [getattr(one, "__self__", one) for one in (criterion, plain_criterion)]
             if isinstance(heads[0], nn.Module):
@@ -139,7 +154,7 @@ def agree(case: Case, runner: str, devices: list[str]) -> None:
                     _update(one)
             for ours, theirs in zip(first.parameters(), twin.parameters(), strict=True):
                 ours.data.copy_(theirs)
-    pairs = zip(nested.tensors(given.batch), nested.tensors(case.batch), strict=True)
+    pairs = zip(nested.tensors(given.batch), nested.tensors(case.rows(*mine)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs), "the caller's tensors were written"
 
 
@@ -149,7 +164,7 @@ def _agree_in_inference(case: Case, devices: list[str]) -> None:
     with ScatterOnceParallel(module, case.accum, devices) as engine, torch.no_grad():
         for change in (lambda _: None, *case.changes):
             change(module), change(twin)
-            inputs = case.rows(0, len(next(nested.tensors(case.batch))))[0]
+            inputs, _ = case.rows(0, case.count)
             assert_close(call(engine, inputs), call(twin, inputs), "output", case.relative)
 
 

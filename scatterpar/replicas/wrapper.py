@@ -43,7 +43,15 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = ("_workers", "_copies", "_claims", "_verifier", "_proven", "_check_links")
+    _transient = (
+        "_workers",
+        "_copies",
+        "_claims",
+        "_verifier",
+        "_graphs",
+        "_proven",
+        "_check_links",
+    )
 
     def __init__(self) -> None:
         super().__init__()

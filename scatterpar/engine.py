@@ -436,24 +436,13 @@ class ScatterOnceParallel(Wrapper):
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
 
-    def rehearse(
+    def _rehearse(
         self, inputs: Any, *, reduction: str | None = None, count: Count | None = None
     ) -> float | None:
-        """How far losses are from combining so, by a handful of rows: ``verify``'s look alone.
+        """How far a handful of rows are from combining so: ``verify``'s look alone, of a user's.
 
-        For who has to find out how they do. Leaves no trace.
-
-        Args:
-            inputs: as in ``forward_backward``, and so are the others; the module gives the loss.
-            reduction: how losses combine.
-            count: what a mean loss averages over.
-
-        Returns:
-            The largest relative difference of a gradient, zero where that is only rounding;
-            ``None`` where it could not be told.
-
-        Raises:
-            ValueError: as ``forward_backward``.
+        The largest relative difference of a gradient, zero where that is only rounding; ``None``
+        where it could not be told. Leaves no trace.
         """
         request = self._request(inputs, reduction=reduction, count=count)
         with self._step():

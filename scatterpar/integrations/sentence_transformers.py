@@ -20,7 +20,7 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.losses import ROWS
+from scatterpar.integrations.all_replicas import ROWS, standing_in
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
@@ -141,10 +141,14 @@ class _WholeBatch(ScatterOnceMixin):
 
     def _loss_with(self, stand_in: _StandIn, batch: dict[str, Any]) -> Any:
         """The user's loss, whose model is the stand-in while it runs."""
-        losses = self._losses()
-        with contextlib.ExitStack() as stack:
-            for loss in losses:
-                stack.enter_context(_with_model(loss, stand_in))
+        places: list[tuple[Any, str, nn.Module]] = [
+            (part, name, stand_in)
+            for loss in self._losses()
+            for part in loss.modules()
+            for name, child in part._modules.items()
+            if child is self.model or (name == "model" and isinstance(child, BaseModel))
+        ]
+        with standing_in(places), _as_before(stand_in):
             self._stand_in = stand_in
             try:
                 return self.compute_loss(stand_in, batch)
@@ -291,26 +295,17 @@ class _Answer(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def _with_model(loss: nn.Module, stand_in: _StandIn) -> Iterator[None]:
-    """The stand-in as the model of a loss, and of the losses in it."""
-    places = [
-        (part, name, child)
-        for part in loss.modules()
-        for name, child in part._modules.items()
-        if child is vars(stand_in)["_model"] or (name == "model" and isinstance(child, BaseModel))
-    ]
-    state = None if stand_in.before is None else (torch.get_rng_state(), random.getstate())
-    for part, name, _ in places:
-        part._modules[name] = stand_in
-    if state is not None and stand_in.answers:
-        _set_random(*stand_in.before)  # type: ignore[misc]
+def _as_before(stand_in: _StandIn) -> Iterator[None]:
+    """The random state in which the loss began, where it runs a second time."""
+    if stand_in.before is None or not stand_in.answers:
+        yield
+        return
+    state = torch.get_rng_state(), random.getstate()
+    _set_random(*stand_in.before)
     try:
         yield
     finally:
-        for part, name, model in places:
-            part._modules[name] = model
-        if state is not None and stand_in.answers:
-            _set_random(*state)
+        _set_random(*state)
 
 
 def _set_random(of_torch: Tensor, of_python: Any) -> None:

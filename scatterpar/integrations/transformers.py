@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,16 @@ import transformers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.losses import DIVIDED, ROWS, SUM, Losses, each_row, rows_of
+from scatterpar.integrations.all_replicas import (
+    DIVIDED,
+    ROWS,
+    SUM,
+    AllReplicas,
+    Collected,
+    each_row,
+    rows_of,
+    standing_in,
+)
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.step.markers import Rows
 
@@ -29,7 +38,7 @@ __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 _KNOWN_STEPS = "trl."
 
 
-class ScatterOnceMixin(Losses):
+class ScatterOnceMixin(AllReplicas):
     """Makes a Trainer that trains as ``ScatterOnceTrainer`` out of another: first in the bases.
 
     ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other's ``compute_loss`` is called
@@ -86,11 +95,9 @@ class ScatterOnceMixin(Losses):
             The window's loss, or zero, so that the sum that the Trainer logs is the window's.
         """
         model.train()
-        if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs:
-            inputs = self._prepare_inputs(inputs)  # else they are prepared by the scatter
         if hasattr(self, "_step"):
             self._step += 1  # which of their batches TRL's GRPO and RLOO prepare next
-        self._window.append(inputs)
+        self._window.append(self._prepared(inputs))
         if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
@@ -142,8 +149,8 @@ class ScatterOnceMixin(Losses):
         model = self._module()
 
         def criterion(found: list[dict[str, Tensor]], _: Any) -> Any:
-            pooled = {name: torch.cat([one[name] for one in found]) for name in _TOWERS}
-            with _answering(model, pooled):
+            gives = [(name, _Gives(torch.cat([one[name] for one in found]))) for name in _TOWERS]
+            with standing_in([(_towers(model), name, tower) for name, tower in gives]):
                 return self.compute_loss(model, dict(window[0]))
 
         engine = self._engine_of_the_model()
@@ -168,14 +175,24 @@ class ScatterOnceMixin(Losses):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The Trainer's own, with a model that runs on all replicas."""
-        alone = self._predicts_alone or not self._evaluates_on_all()
-        alone = alone or getattr(self.args, "predict_with_generate", False)
-        alone = alone or bool(inputs.get("return_loss"))  # it compares rows
-        own = unwrapped(model)[0] is self.model  # the Trainer compiles it, too
-        if own and not alone and len(self._replicas()) > 1 and rows_of(inputs) > 1:
-            model = _OnAllReplicas(self._module(), self)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
+        """The Trainer's own, for micro-batches on copies of it that hold the replicas' modules."""
+
+        def alone(trainer: ScatterOnceMixin, model: nn.Module, inputs: Any) -> Any:
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **kwargs
+            )
+
+        together = (
+            self._evaluates_on_all()
+            and not self._predicts_alone
+            and not getattr(self.args, "predict_with_generate", False)
+            and not inputs.get("return_loss")  # it compares rows
+            and unwrapped(model)[0] is self.model  # the Trainer compiles it, too
+            and len(self._replicas()) > 1
+            and rows_of(inputs) > 1
+        )
+        found = self._predict(alone, inputs) if together else None
+        return alone(self, model, inputs) if found is None else found
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; after training the replicas are let go at the end."""
@@ -185,46 +202,49 @@ class ScatterOnceMixin(Losses):
             if not self.is_in_train:
                 self._let_go()
 
-    def _predict(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """What the model returns for all rows; a loss in it is that of all rows."""
+    def _predict(self, alone: Callable[..., Any], inputs: Any) -> Any:
+        """Loss, outputs and labels of all rows; ``None`` where micro-batches do not tell them."""
+        batch = dict(self._prepared(inputs))
         kind = ROWS
-        if "labels" in inputs:
-            items = inputs.get("num_items_in_batch")
-            kind = self._how_losses_combine([inputs], items, each_row(inputs))
+        if any(batch.get(name) is not None for name in self.label_names):
+            items = self._get_num_items_in_batch([batch], self.args.device)
+            kind = self._how_losses_combine([batch], items, each_row(batch))
             if not self._fits:
-                return model(**inputs)
+                return None
+
+        def part(work: Any, batch: dict[str, Any]) -> Any:
+            twin, rows = self._twin(work), rows_of(batch)
+            vars(twin)["_prepare_inputs"] = dict  # which they are
+            weight = torch.as_tensor(1.0 if kind == SUM else self._count_of(kind)({"batch": batch}))
+            loss, outputs, labels = alone(twin, twin._module(), batch)
+            collected = Collected(twin, self)
+            if loss is None:
+                return None, None, outputs, labels, collected
+            weight = weight.to(loss.device)
+            loss = torch.where(weight > 0, loss * weight, 0)
+            spread = ((one / rows).expand(rows) for one in (loss, weight))
+            return *spread, outputs, labels, collected
+
         engine = self._engine_of_the_model()
         engine.accum = 1
         try:
-            outputs = engine(self._outputs_of, kind=kind, **inputs)
+            with torch.no_grad():
+                loss, weight, outputs, labels, collected = engine(part, batch=batch)
         except ValueError:  # such as outputs without rows
             self._predicts_alone = True
             self._let_go()
-            return model(**inputs)
-        if outputs["loss"] is None:
-            return outputs["outputs"]
-        loss = outputs["loss"].sum()
-        return _with_loss(
-            outputs["outputs"], loss if kind == SUM else loss / outputs["weight"].sum()
-        )
+            return None
+        parts = collected if isinstance(collected, list) else [collected]
+        self._collect(parts, [1.0] * len(parts))
+        if loss is not None:
+            loss = loss.sum() if kind == SUM else loss.sum() / weight.sum()
+        return loss, outputs, labels
 
-    def _outputs_of(self, work: Any, kind: str, **inputs: Any) -> dict[str, Any]:
-        """A micro-batch's outputs; its loss and the loss's weight, spread over its rows."""
-        rows = rows_of(inputs)
-        own = rows if kind == SUM else self._count_of(kind)({"batch": inputs})
-        if inputs.get("num_items_in_batch") is not None and kind != SUM:
-            inputs["num_items_in_batch"] = self._terms(inputs)
-        outputs = work.parts[0](**inputs)
-        loss = _loss_in(outputs)
-        if loss is None:
-            return {"outputs": outputs, "loss": None, "weight": None}
-        weight = torch.as_tensor(own, device=loss.device)
-        part = loss.detach() if kind == SUM else torch.where(weight > 0, loss * weight, 0)
-        return {
-            "outputs": _with_loss(outputs, torch.zeros_like(loss)),
-            "loss": (part / rows).expand(rows),
-            "weight": (weight / rows).expand(rows),
-        }
+    def _prepared(self, inputs: Any) -> Any:
+        """A batch as a Trainer's own override prepares it; the rest is done by the scatter."""
+        if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
+            return inputs
+        return self._prepare_inputs(inputs)
 
     def _warn_of_overrides(self) -> None:
         bases = type(self).__mro__
@@ -275,36 +295,6 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-class _OnAllReplicas(nn.DataParallel[nn.Module]):
-    """The model as ``compute_loss`` sees it in evaluation: called, it runs on all replicas.
-
-    It is an ``nn.DataParallel`` since that is what Trainers know to unwrap.
-    """
-
-    def __init__(self, model: nn.Module, trainer: ScatterOnceMixin) -> None:
-        nn.Module.__init__(self)
-        self.module = model
-        self._trainer = trainer
-
-    def forward(self, **inputs: Any) -> Any:
-        return self._trainer._predict(self.module, inputs)
-
-
-def _loss_in(outputs: Any) -> Tensor | None:
-    if isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = outputs[0] if isinstance(outputs, tuple) and outputs else None
-    return loss if isinstance(loss, Tensor) and not loss.ndim else None
-
-
-def _with_loss(outputs: Any, loss: Tensor) -> Any:
-    if isinstance(outputs, MutableMapping):
-        outputs["loss"] = loss
-        return outputs
-    return (loss, *outputs[1:])
-
-
 # What a contrastive model has of its own for images and for texts.
 _TOWERS = ("vision_model", "text_model")
 
@@ -344,15 +334,3 @@ class _Gives(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=self._pooled)
-
-
-@contextlib.contextmanager
-def _answering(model: nn.Module, pooled: Mapping[str, Tensor]) -> Iterator[None]:
-    owner = _towers(model)
-    assert owner is not None
-    before = {name: owner._modules[name] for name in _TOWERS}
-    owner._modules.update({name: _Gives(pooled[name]) for name in _TOWERS})
-    try:
-        yield
-    finally:
-        owner._modules.update(before)

@@ -66,7 +66,7 @@ class Feed:
 
     Args:
         source: what is read.
-        requests: the first ones.
+        requests: the first ones; workers start when there are some.
         workers: processes that read; 0: this one reads, when it is asked.
         skip_broken: how many images may be left out that cannot be read.
         warn: called with a line for each image that is left out for the first time.
@@ -97,7 +97,8 @@ class Feed:
     def request(self, requests: Iterable[Request]) -> None:
         """Let these come from here on; what was read ahead is dropped."""
         self.close()
-        if self._workers:
+        self._ahead = None
+        if self._workers and requests:
             self._ahead = _Ahead(self.source, requests, self._workers)
         self._coming = self._ahead or ((request, self._read(request)) for request in requests)
 

@@ -259,17 +259,10 @@ class Run:
 
     def _request(self) -> None:
         """Request what this rank wants from here on, while the batch stays as it is."""
-        training, tests = self.training, len(self.feed.source.test)
-        self.feed.request(
-            foresee(
-                training.batches,
-                self.progress.ended,
-                self.options.epochs,
-                tests,
-                self.options.tested_together,
-                training.machines,
-            )
-        )
+        training, options = self.training, self.options
+        where = training.batches, self.progress.ended, options.epochs
+        tests = len(self.feed.source.test), options.tested_together
+        self.feed.request(foresee(*where, *tests, training.machines))
 
     def _stop(self) -> tuple[int, str]:
         """Keep what was reached, and say how to go on."""

@@ -107,11 +107,11 @@ def interrupted_while_reducing(engine, inputs, targets):
         os.kill(os.getpid(), signal.SIGINT)
         return kept(*args, **kwargs)
 
-    engine_module.reduce_gradients, kept = reduce, engine_module.reduce_gradients
+    engine_module.reduce, kept = reduce, engine_module.reduce
     try:
         engine.forward_backward(inputs, targets, CRITERION)
     finally:
-        engine_module.reduce_gradients = kept
+        engine_module.reduce = kept
 
 
 def leaving(engine, inputs, targets):

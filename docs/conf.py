@@ -14,6 +14,7 @@ version = release = __version__
 # myst_nb is myst_parser, and shows notebooks with the outputs that are in them.
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 nb_execution_mode = "off"  # the tests run them
+nb_merge_streams = True
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",

@@ -5,6 +5,9 @@ reference is the model without its adapter, so that no second model is in memory
 
     pip install 'path/to/the/clone[trl]'
     python examples/dpo_lora.py
+
+``--tiny`` needs neither a card nor a connection: a small model learns on two CPU replicas,
+in less than a minute, which of two words is wanted.
 """
 
 from __future__ import annotations
@@ -12,10 +15,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import tokenizers
 import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import DPOConfig, DPOTrainer
 
 from scatterpar.integrations.transformers import ScatterOnceMixin
@@ -46,6 +56,25 @@ def trainer_for(
     )
 
 
+def tiny() -> tuple[Any, Any, Dataset]:
+    """A model, a tokenizer and pairs that are made here."""
+    words = ["<pad>", "<end>", "what", "is", "wanted", "good", "bad", *map(str, range(50))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), num_hidden_layers=2, **sizes)
+    pairs = [
+        {"prompt": f"what is wanted {i % 50}", "chosen": " good", "rejected": " bad"}
+        for i in range(256)
+    ]
+    return LlamaForCausalLM(config), tokenizer, Dataset.from_list(pairs)
+
+
 def main() -> None:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -54,15 +83,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="pairs on a card at a time")
     parser.add_argument("--times", type=int, default=8, help="that many times a step")
     parser.add_argument("--output", default="runs/dpo")
+    parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
     given = parser.parse_args()
+    if given.tiny:
+        made = tiny()
+        options = {"device_ids": ["cpu"] * 2, "use_cpu": True, "report_to": "none"}
+    else:
+        model, tokenizer = (
+            kind.from_pretrained(given.model) for kind in (AutoModelForCausalLM, AutoTokenizer)
+        )
+        made, options = (model, tokenizer, load_dataset(given.data, split="train")), {}
     trainer = trainer_for(
-        AutoModelForCausalLM.from_pretrained(given.model),
-        AutoTokenizer.from_pretrained(given.model),
-        load_dataset(given.data, split="train"),
+        *made,
+        **options,
         output_dir=given.output,
         per_device_train_batch_size=given.rows,
         gradient_accumulation_steps=given.times,
-        learning_rate=1e-5,
+        learning_rate=1e-2 if given.tiny else 1e-5,
         max_length=1024,
         num_train_epochs=1,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),

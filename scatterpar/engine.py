@@ -39,10 +39,18 @@ from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.fitting import Fitting
+from scatterpar.step.graphs import Graphs
 from scatterpar.step.inference import infer, rows_of_one_batch
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce
-from scatterpar.step.request import Count, Request, check_noise, check_options, check_synchronised
+from scatterpar.step.request import (
+    Count,
+    Request,
+    check_graphs,
+    check_noise,
+    check_options,
+    check_synchronised,
+)
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
 from scatterpar.threads.attempt import Attempt
@@ -109,6 +117,12 @@ class ScatterOnceParallel(Wrapper):
             anything changes where they do not, however often it is tried. What could not be
             told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
             the range that was met so far.
+        graphs: capture a sub-step (forward, criterion and backward) once for each shape of
+            micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
+            sub-steps, which a card has done before the host has launched them. Python then runs
+            while a sub-step is captured and not again, so numbers that change must be tensors; a
+            change of the module, or another criterion, is captured anew. What cannot be captured
+            runs as without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -145,6 +159,7 @@ class ScatterOnceParallel(Wrapper):
         measure_noise: bool = False,
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
+        graphs: bool = False,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
@@ -162,6 +177,8 @@ class ScatterOnceParallel(Wrapper):
         self.measure_noise = measure_noise
         self._compile_how = checked_how(compile) or compiled_how
         self.verify = verify
+        check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_how is not None)
+        self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
         check_synchronised(module)
@@ -188,6 +205,7 @@ class ScatterOnceParallel(Wrapper):
         self._copies = Copies(self.device_ids, wide, how, pools)
         self._claims = Claims()
         self._verifier = Verifier()
+        self._graphs = Graphs() if self.graphs else None
         self._check_links = LinkCheck(self.device_ids)
 
     def forward_backward(
@@ -328,7 +346,12 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        told: dict[str, Any] = {
+            "dim": self.dim,
+            "check_finite": self.check_finite,
+            "verify": self.verify,
+        }
+        told["graphs"] = self._graphs
         return Request(*asked, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -348,3 +348,43 @@ def test_one_memory_is_enough_for_quantised_parameters():
         model = quantised()
     with ScatterOnceParallel(model, 1, ["cpu"] * 2) as engine:
         assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state
+
+
+class HasItsEngine(nn.Module):
+    """A module that makes its own engine, as a child or in a list."""
+
+    def __init__(self, make, place):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        engine = make(self, device_ids=["cpu"] * 2)
+        self.engine = [engine] if place == "list" else engine
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
+@pytest.mark.parametrize("walk", [lambda m: m.train(), lambda m: m.to("cpu"), nn.Module.state_dict])
+def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
+    with torch.random.fork_rng(devices=[]):
+        model = HasItsEngine(make, "child")
+    words = (
+        rf"HasItsEngine has the {make.__name__} that wraps it as a child, .* in a list, self.eng"
+    )
+    with pytest.raises(ValueError, match=words):
+        walk(model)
+
+
+def test_an_engine_in_a_list_of_its_own_module_trains_it():
+    with torch.random.fork_rng(devices=[]):
+        model = HasItsEngine(ScatterOnceParallel, "list").double()
+    (engine,) = model.train().engine
+    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
+    images, labels = randn(6, FEATURES), randint(CLASSES, 6)
+    criterion = nn.CrossEntropyLoss()
+    engine.forward_backward(images, labels, criterion)
+    found = model.linear.weight.grad
+    model.zero_grad()
+    criterion(model(images), labels).backward()
+    torch.testing.assert_close(found, model.linear.weight.grad)
+    engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,13 @@ def test_it_is_kept_with_the_outputs_of_one_run(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_shows_a_picture_or_a_number(path):
     assert {"stdout", "image/png"} & {kind for cell in code_cells(path) for kind in kinds(cell)}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_imports_public_names_alone(path):
+    source = "\n".join("".join(cell["source"]) for cell in code_cells(path))
+    for module in re.findall(r"^\s*(?:from|import) (scatterpar[\w.]*)", source, re.MULTILINE):
+        assert re.fullmatch(r"scatterpar(\.recipe|\.integrations\.\w+)?", module), module
 
 
 def kinds(cell):

@@ -11,7 +11,7 @@ from simulated import control
 
 TESTS = [
     str(Path(__file__).with_name(name))
-    for name in ("test_accelerator.py", "test_harsh_accelerator.py")
+    for name in ("test_accelerator.py", "test_harsh_accelerator.py", "test_graphs.py")
 ]
 
 

@@ -467,3 +467,13 @@ def test_the_example(saved, tmp_path):
     assert len(seen) == 6
     with pytest.raises(SystemExit, match="no multiple of 5 rows on 2 devices"):
         script.trainer_for(encoder(saved), PAIRS(), batch=12, rows=5, device_ids=["cpu"] * 2)
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("embeddings", EXAMPLES / "embeddings.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr("sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)])
+    quietly(script.main)
+    assert any(tmp_path.glob("*.json"))

@@ -314,3 +314,13 @@ def test_other_trainers_are_refused_by_name(tmp_path):
                 processing_class=tokenizer(),
                 device_ids=["cpu"] * 2,
             )
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr("sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)])
+    quietly(script.main)
+    assert any(tmp_path.glob("*.json"))

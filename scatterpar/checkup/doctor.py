@@ -112,7 +112,7 @@ def doctor(
         devices = _WITHOUT_ACCELERATOR
     places = resolve(devices)
     if json is not None:
-        Path(json).open("a").close()  # a minute later is late for a name that cannot be written
+        Path(json).open("ab").close()  # a minute later is late for a name that cannot be written
     found = Report([str(place) for place in places])
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         _examine(places, found)

@@ -11,16 +11,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "DeviceLike",
+    "another_stream",
     "at_once",
+    "beside",
+    "can_capture",
+    "capture",
     "current_streams",
     "empty",
     "finish",
@@ -174,6 +180,63 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield
+
+
+def another_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for what must not be on the current one; the CPU has none."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(stream: torch.Stream | None) -> Iterator[None]:
+    """On another stream, between what the current one was given before and what comes later."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with stream:
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether ``capture`` is known here."""
+    return device.type == "cpu" or hasattr(torch.get_device_module(device.type), "CUDAGraph")
+
+
+def capture(
+    stream: torch.Stream | None, work: Callable[..., None], *args: Any, pool: Any = None
+) -> tuple[Callable[..., None], Any]:
+    """What gives the current device all that ``work(*args)`` would have given it, and has not yet.
+
+    On the CPU that is ``work`` itself, with the arguments of each call.
+
+    Args:
+        stream: ``another_stream``, on which ``work`` has been called before.
+        work: in it nothing may wait for the device.
+        args: of ``work``.
+        pool: the memory of an earlier one, which is never at work at the same time.
+
+    Returns:
+        It, and its memory.
+    """
+    if stream is None:
+        return work, None
+    gc.collect()  # what is freed meanwhile may wait for the device
+    graph = torch.get_device_module(stream.device.type).CUDAGraph()
+    with beside(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work(*args)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return lambda *_: graph.replay(), graph.pool()
 
 
 def reads_late(tensor: Tensor, device: torch.device) -> bool:

@@ -68,6 +68,7 @@ class Replicas:
         trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
         leaves: positions of those that keep the gradient.
         kept: positions of what the module made of leaves before the step.
+        changes: how often the modules changed in more than the values of tensors.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Replicas:
         self._pools = pools
         self.batch_norms: dict[int, Any] = {}
         self.compiler = compiler or Compiler()
+        self.changes = 0
         self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
         self.roots = tuple(roots)
         self.device_ids = tuple(device_ids)
@@ -189,6 +191,7 @@ class Replicas:
             for state in (self._state, *(replica.state for replica in self.replicas)):
                 state.turn(turned)
             self.rehearsed.clear()
+            self.changes += 1
         if self._trained_as is None or self._training() != self._trained_as:
             self._train()
         return True
@@ -203,6 +206,7 @@ class Replicas:
         self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
         self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
         self.rehearsed.clear()
+        self.changes += 1
         for replica in self.replicas:
             replica.train_like(dtypes)
         self._trained_as = self._training()
@@ -400,6 +404,10 @@ class Replica:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
         self.seen.update({m: [] for m in self.seen})
+
+    def is_as_refreshed(self) -> bool:
+        """Whether forward passes have rebound nothing since the last refresh."""
+        return self.state.unchanged() and not self.strays()
 
     def is_whole(self) -> bool:
         """Whether sparse tensors still lie on the pieces that are refreshed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,15 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = ("_workers", "_copies", "_claims", "_verifier", "_proven", "_check_links")
+    _transient = (
+        "_workers",
+        "_copies",
+        "_claims",
+        "_verifier",
+        "_graphs",
+        "_proven",
+        "_check_links",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +59,7 @@ class Wrapper(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, under the module's own keys."""
+        self._check_outside()
         if not isinstance(self.module, nn.Module):
             return super().state_dict(*args, **kwargs)
         return self.module.state_dict(*args, **kwargs)
@@ -62,6 +71,22 @@ class Wrapper(nn.Module):
         if not isinstance(self.module, nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(to_own_keys(self.module, state_dict), strict, assign)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module, as ``train``, ``to`` and ``apply`` ask for it."""
+        self._check_outside()
+        return super().named_children()
+
+    def _check_outside(self) -> None:
+        """A module that has its wrapper as a child would walk in a circle, without an end."""
+        if isinstance(self.module, nn.Module) and any(m is self for m in self.module.modules()):
+            own, wrapper = type(self.module).__name__, type(self).__name__
+            raise ValueError(
+                f"{own} has the {wrapper} that wraps it as a child, as self.engine = "
+                f"{wrapper}(self) makes it: train(), to() and state_dict() would never end. Keep "
+                f"it outside of the module, engine = {wrapper}(model), or in a list, "
+                f"self.engine = [{wrapper}(self)], which is no child"
+            )
 
     def _hire(self) -> None:
         """Make what is transient."""

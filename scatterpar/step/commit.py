@@ -25,16 +25,9 @@ from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 
-__all__ = [
-    "Pair",
-    "commit",
-    "commit_buffers",
-    "give",
-    "hand_over",
-    "unobserved",
-]
+__all__ = ["commit", "commit_buffers"]
 
-Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
+_Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 
 _HOOKS = attrgetter("_backward_hooks")
 
@@ -58,17 +51,17 @@ def commit(outcome: Outcome) -> None:
     with outcome.attempt:  # random numbers as before, also where memory ends before the try
         gradients = [(root, g) for root, g in outcome.gradients if g is not None]
         outcome.gradients.clear()
-        quiet, observed = unobserved(gradients)
+        quiet, observed = _unobserved(gradients)
         del gradients
         moments = [value for layer in outcome.layers for value in running(layer)]
         write_buffers = _planned([*outcome.buffers, *moments])
         undo = _remember([root for root, _ in observed])
         try:
-            hand_over(observed)
+            _hand_over(observed)
         except BaseException as error:
             _put_back(undo, error)
             raise
-        give(quiet)
+        _give(quiet)
         write_buffers()
         outcome.attempt.generators.commit()
 
@@ -172,7 +165,7 @@ def _put_back_one(
         root.copy_(value)
 
 
-def hand_over(pairs: list[Pair]) -> None:
+def _hand_over(pairs: list[_Pair]) -> None:
     """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
 
     A leaf without a gradient takes the very memory of a tensor that nobody else refers to, which
@@ -192,7 +185,7 @@ class _Hand(torch.autograd.Function):
     """A node that has the gradients of its inputs ready."""
 
     @staticmethod
-    def forward(ctx: Any, pairs: list[Pair], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, pairs: list[_Pair], *leaves: Tensor) -> Tensor:
         ctx.pairs = pairs
         return torch.zeros((), device=leaves[0].device)
 
@@ -212,7 +205,7 @@ def _of_its_own(gradient: Tensor) -> Tensor:
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
 
 
-def unobserved(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
+def _unobserved(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
     """Those whose leaf can be given its gradient in silence, as autograd would, and the others.
 
     They are of one device, since they are added in few messages. A hook may look at any gradient,
@@ -242,7 +235,7 @@ def _is_plain(leaf: Tensor, gradient: Tensor) -> bool:
     return there.dtype == gradient.dtype and there.stride() == gradient.stride()
 
 
-def give(pairs: Sequence[Pair]) -> None:
+def _give(pairs: Sequence[_Pair]) -> None:
     """Set the gradients of leaves that have none, add to those of the others."""
     sums = [(leaf.grad, gradient) for leaf, gradient in pairs if leaf.grad is not None]
     for leaf, gradient in pairs:

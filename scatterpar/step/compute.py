@@ -82,7 +82,11 @@ def compute(
             else:
                 warm_up(attempt, tasks, parts, loss_at)
                 verify(attempt, request, tasks, parts, peers)
-                results = attempt.run(partial(train, request=request), tasks)
+                work = partial(train, request=request)
+                if request.graphs is not None and request.most is None:
+                    launch = partial(request.graphs.of, parts=parts, generators=attempt.generators)
+                    work.keywords["substeps"] = launch
+                results = attempt.run(work, tasks)
         attempt.ledger.settle()
         return Computed(results, stash.gradients())
 

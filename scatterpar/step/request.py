@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import can_capture, physical
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
@@ -26,6 +26,7 @@ __all__ = [
     "as_function",
     "check_dim",
     "check_function",
+    "check_graphs",
     "check_module",
     "check_noise",
     "check_options",
@@ -47,6 +48,7 @@ class Request:
     """What the user asked of one step, and what the engine was told at construction.
 
     Attributes:
+        graphs: the engine's, where sub-steps are captured.
         keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
         rows: how many the batch has. This and what follows is known once it is ``checked``.
@@ -65,6 +67,7 @@ class Request:
     dim: int = 0
     check_finite: bool = False
     verify: bool = True
+    graphs: Any = None
     keeps_rows: bool = True
     most: int | None = None
     rows: int = 0
@@ -137,6 +140,12 @@ class Request:
                 check_function(name, value)
 
     def _require_whole(self) -> None:
+        if self.graphs is not None:
+            raise ValueError(
+                "graphs=True captures forward pass, loss and backward pass of a sub-step as one, "
+                "and with whole_batch=True the loss comes after all forward passes: make another "
+                "engine, without graphs, for this loss"
+            )
         if self.criterion is None:
             raise ValueError(
                 "whole_batch=True without a criterion: pass criterion=, which is called once as "
@@ -190,6 +199,34 @@ def check_options(
     if buffers not in ("master", "mean", "batch"):
         raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
     _check_accumulate_dtype(accumulate_dtype)
+
+
+def check_graphs(
+    graphs: Any, devices: Sequence[torch.device], buffers: str, *, compiled: bool
+) -> None:
+    """Refuse ``graphs=True`` beside what does not go with it.
+
+    Raises:
+        TypeError: it is no bool.
+        ValueError: an option that it excludes, or a device that captures nothing.
+    """
+    if not isinstance(graphs, bool):
+        raise TypeError(f"graphs must be True or False, got {graphs!r}")
+    if not graphs:
+        return
+    if compiled:
+        raise ValueError(
+            "graphs=True and a compiled module: torch.compile captures graphs of its own, with "
+            'compile={"mode": "reduce-overhead"}; pass one of them'
+        )
+    if buffers == "batch":
+        raise ValueError(
+            'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
+            "which a captured sub-step does not run; pass one of them"
+        )
+    for device in devices:
+        if not can_capture(device):
+            raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
 
 
 def _check_accumulate_dtype(dtype: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,15 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
-from scatterpar.threads.sharing import Stash
+from scatterpar.threads.sharing import Stash, Turn
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
 __all__ = [
+    "Launched",
     "Task",
     "as_call",
+    "forward",
     "hand_out",
     "kept",
     "loss_at",
@@ -56,6 +57,7 @@ class Task:
         dim: the dimension that holds the rows.
         keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
+        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
@@ -67,17 +69,13 @@ class Task:
     dim: int = 0
     keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
+    turn: Turn | None = None
     stash: Stash | None = None
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
         return self.module(*args, **kwargs)
-
-    def launching(self) -> contextlib.AbstractContextManager[None]:
-        """What is around the Python of a forward pass and its loss: the replica's turn."""
-        stash = self.stash
-        return contextlib.nullcontext() if stash is None else stash.launching(self.share.device)
 
     @functools.cached_property
     def takes_turns(self) -> bool:
@@ -135,6 +133,7 @@ def hand_out(
         copies: the replicas. The criterion of a whole batch is called elsewhere.
         arrivals: bring the rows of each share.
         weights: those of each share's micro-batches.
+        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves.
     """
     seen_twice = request.whole_batch and request.keeps_rows
@@ -152,6 +151,7 @@ def hand_out(
                 dim=request.dim,
                 keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                turn=None if stash is None else stash.turn_to_launch(share.device),
                 stash=stash,
             )
         )
@@ -168,10 +168,54 @@ def prepare_autograd() -> None:
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
 
+class Launched:
+    """Sub-steps of one replica in one step: operators as Python comes to them.
+
+    Args:
+        task: the replica, its rows and their weights.
+        request: which outputs to keep.
+    """
+
+    def __init__(self, task: Task, request: Request) -> None:
+        self._task, self._request = task, request
+        self._keep = request.return_outputs
+        self._autocast = autocast_types()
+        self._waiting: Sequence[Tensor] = task.leaves
+
+    def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
+        """The loss of a micro-batch, and what is kept of its output; gradients are added.
+
+        Args:
+            number: of the micro-batch.
+            weight: of its loss; with zero there is no backward pass.
+            rows: inputs and targets, where they are here already.
+        """
+        task, output_kept = self._task, None
+        if rows is None:
+            output, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
+        else:
+            output, loss = forward(task, rows)
+        if self._keep:
+            output_kept = kept(output, self._keep)
+        del output
+        if weight:
+            if not loss.requires_grad:
+                _require_trainable(task.module)
+            factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
+            pull([loss], [factor], self._autocast)
+            if self._waiting:  # for all of them in the first sub-step, as a rule
+                self._waiting = unalias(self._waiting)
+        return loss.detach(), output_kept
+
+    def finish(self) -> None:
+        """Leave the gradients to who reduces them."""
+
+
 def train(
     task: Task,
     *,
     request: Request,
+    substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
@@ -179,32 +223,25 @@ def train(
     Args:
         task: the replica, its rows and their weights.
         request: which losses to refuse, which outputs to keep, how many sub-steps to try.
+        substeps: what computes them.
         proceed: called between sub-steps; raises when the step is to end.
     """
     share, keep = task.share, request.return_outputs
-    autocast = autocast_types()
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    waiting = task.leaves
+    computed = substeps(task, request)
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
         with noted(task.share, number):
-            output, loss = _forward(task, number)
+            loss, output = computed.run(number, weight)
+            losses.append(loss)
             if keep:
-                outputs.append(kept(output, keep))
+                outputs.append(output)
             del output
-            if weight:
-                if not loss.requires_grad:
-                    _require_trainable(task.module)
-                factor = torch.full_like(loss, weight * request.scale, requires_grad=False)
-                pull([loss], [factor], autocast)
-                if waiting:  # for all of them in the first sub-step, as a rule
-                    waiting = unalias(waiting)
-            losses.append(loss.detach())
-            del loss
     joined = None
     with noted(share):
+        computed.finish()
         if keep:
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
             joined = join_rows(outputs, task.dim, task.weights[: request.most], rows, strict=True)
@@ -228,23 +265,29 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    _, loss = _forward(task, number)
+    _, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
     return loss
 
 
-def _forward(task: Task, number: int) -> tuple[Any, Tensor]:
-    """The output of one micro-batch, and its loss, in turn; what that reaches is stashed."""
-    inputs, targets = task.arrival.rows_of(number, keep=task.keeps_rows)
-    with task.launching():
-        output = task.output_of(inputs)
-        del inputs
-        if task.stash is None or not task.takes_turns:
-            return output, loss_of(output, targets, task.criterion)
-        nodes = nodes_of(nested.tensors(output))
-        with task.stash.turn_on(task.share.device):
-            loss = loss_of(output, targets, task.criterion)
-        task.stash.reach(loss, nodes, task.share.replica)
-        return output, loss
+def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
+    """The output of one micro-batch of inputs and targets, and its loss, in turn."""
+    if task.turn is None:
+        return _forward(task, *rows)
+    with task.turn.taken():
+        return _forward(task, *rows)
+
+
+def _forward(task: Task, inputs: Any, targets: Any) -> tuple[Any, Tensor]:
+    """What the criterion reaches is stashed."""
+    output = task.output_of(inputs)
+    del inputs
+    if task.stash is None or not task.takes_turns:
+        return output, loss_of(output, targets, task.criterion)
+    nodes = nodes_of(nested.tensors(output))
+    with task.stash.turn_on(task.share.device):
+        loss = loss_of(output, targets, task.criterion)
+    task.stash.reach(loss, nodes, task.share.replica)
+    return output, loss
 
 
 def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:

@@ -24,7 +24,6 @@ _PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does no
 _BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-_AT_ONCE = contextlib.nullcontext()
 
 
 class Turn:
@@ -176,14 +175,14 @@ class Stash:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
 
-    def launching(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """The turn of a replica on ``device`` to run the Python of its forward pass and loss.
+    def turn_to_launch(self, device: torch.device) -> Turn | None:
+        """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
         operator. Where operators compute before they return, and where there is no such lock, all
         go at once.
         """
-        return self._launching.taken() if _HAS_LOCK and launches(device) else _AT_ONCE
+        return self._launching if _HAS_LOCK and launches(device) else None
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
@@ -214,6 +213,15 @@ class Stash:
             if node is not None:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
+
+    def gave_beyond(self, replica: int) -> bool:
+        """Whether a replica's backward passes came to leaves beside its own."""
+        return any(replica in sums for sums in list(self._sums.values()))
+
+    def forget_beyond(self, replica: int) -> None:
+        """Let go of what a replica gave to leaves beside its own."""
+        for sums in list(self._sums.values()):
+            sums.pop(replica, None)
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """What came to the user's leaves past the replicas, which have no copies of some.

@@ -145,7 +145,7 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
 def _git(*arguments: str) -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, timeout=10, check=True
+            ["git", *arguments], capture_output=True, encoding="utf-8", timeout=10, check=True
         )
         return done.stdout.strip()
     return None

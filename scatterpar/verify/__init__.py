@@ -1,5 +1,15 @@
 """Exact, or told: does the engine combine losses as it should, and is its gradient right?
 
-Only the engine comes in here, once per kind of criterion and batch, or when the user asks with
-``engine.check``. Nothing that is computed here becomes part of a step.
+Before the sub-steps of a new kind of criterion and batch, and before steps 8, 16, 32 …, a handful
+of rows is rehearsed, and everything that this moves is put back::
+
+    parts    = choose(batch)                                   rows that differ as much as they can
+    outputs  = module(all rows), without a graph
+    expected = d criterion(outputs, targets) / d outputs                                of all rows
+    found    = factor * d criterion(outputs, targets) / d outputs                      of each part
+    if they differ by more than rounding, and those of other rows do, too:
+        raise ValueError(what the criterion seems to do, what to pass)
+
+``engine.check`` compares the gradients of a whole batch when the user asks. Only the engine comes
+in here. Nothing that is computed here becomes part of a step.
 """

@@ -42,8 +42,9 @@ _TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
+_HALF = torch.float16, torch.bfloat16
 _ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
-_CHEAP = 2**20  # elements of outputs that cost next to nothing
+_CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
 
@@ -138,7 +139,8 @@ class Rehearsal:
             found = _verdict(by, first)
         except _NeedsParameters:
             by = self._by_parameters
-            _require_at_most(max(3, self._micro), first)  # each takes a whole backward pass
+            if sum(map(torch.numel, self._module.parameters())) > _CHEAP:
+                _require_at_most(max(3, self._micro), first)  # each takes a whole backward pass
             found = _verdict(by, first)
         if isinstance(found, Unsure):
             found, first, second = by(second), second, first
@@ -172,11 +174,16 @@ class Rehearsal:
         own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
         shared: Leaves = {(f"own {k}", None): tensor for k, tensor in enumerate(_small(own))}
 
-        def loss(some: Sequence[int]) -> tuple[Tensor, Leaves]:
+        def loss(some: Sequence[int], *, wide: bool = False) -> tuple[Tensor, Leaves]:
             targets = self._bring(self._request.targets, some)
-            return self._loss(outputs.of(some), targets), outputs.leaves_of(some) | shared
+            targets = nested.transform(_wider, targets) if wide else targets
+            return self._loss(outputs.of(some, wide), targets), outputs.leaves_of(some) | shared
 
-        found = self._compared(loss, parts)
+        found = None
+        if outputs.halved and self._request.count is None:  # which rounds, too
+            with contextlib.suppress(_NeedsParameters):  # a criterion that is in half precision
+                found = self._compared(partial(loss, wide=True), parts)
+        found = found or self._compared(loss, parts)
         if not found.off and outputs.are_tied:
             raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
@@ -327,18 +334,19 @@ class _Outputs:
         dim: the dimension that holds rows.
 
     Attributes:
+        halved: some are in half precision; the leaves are in single precision then.
         are_tied: some that have no rows train.
     """
 
     def __init__(self, whole: Any, part: Any, rows: Sequence[int], few: int, dim: int) -> None:
         self._rows, self._few, self._dim = rows, few, dim
         self._leaves: Leaves = {}
-        self.are_tied = False
+        self.halved = self.are_tied = False
         self._cuts = nested.merge(self._cut, [whole, part])
 
-    def of(self, rows: Sequence[int]) -> Any:
-        """Those of some rows."""
-        return nested.transform(lambda cut: cut(rows) if callable(cut) else cut, self._cuts)
+    def of(self, rows: Sequence[int], wide: bool) -> Any:
+        """Those of some rows; ``wide`` in the leaves' precision."""
+        return nested.transform(lambda cut: cut(rows, wide) if callable(cut) else cut, self._cuts)
 
     def leaves_of(self, rows: Sequence[int]) -> Leaves:
         """What gradients are asked for: those of these rows, and what has none."""
@@ -355,17 +363,20 @@ class _Outputs:
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
             raise _NeedsParameters("outputs without rows")
-        pieces: dict[int | None, Tensor] = {None: whole.detach()}
+        pieces: dict[int | None, Tensor] = {None: _wider(whole.detach())}
         if block:
             spans = {row: whole.narrow(dim, k * block, block) for k, row in enumerate(self._rows)}
-            pieces = {row: piece.detach() for row, piece in spans.items()}
+            pieces = {row: _wider(piece.detach()) for row, piece in spans.items()}
         if part.requires_grad:
             number = len(self._leaves)
             self._leaves |= {(number, row): p.requires_grad_() for row, p in pieces.items()}
+            self.halved = self.halved or whole.dtype in _HALF
             self.are_tied = self.are_tied or not block
 
-        def cut(rows: Sequence[int]) -> Tensor:  # which may be written
-            return torch.cat([pieces[r] for r in rows], dim) if block else pieces[None].clone()
+        def cut(rows: Sequence[int], wide: bool) -> Tensor:
+            own = [pieces[row] for row in (rows if block else [None])]
+            given = torch.cat(own, dim) if block else own[0].clone()  # may be written
+            return given if wide else given.to(whole.dtype)
 
         return cut
 
@@ -442,8 +453,7 @@ def _gradients(loss: Tensor, leaves: Leaves, dtypes: set[torch.dtype]) -> Gradie
         found = torch.autograd.grad(
             loss, [*leaves.values()], allow_unused=True, materialize_grads=True
         )
-    wide = [g.detach().to_dense().to(torch.promote_types(g.dtype, torch.float32)) for g in found]
-    return dict(zip(leaves, wide, strict=True))
+    return {k: _wider(g.detach().to_dense()) for k, g in zip(leaves, found, strict=True)}
 
 
 def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients:
@@ -487,6 +497,11 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
     if max(off, _difference(joined, _combined(found, apart), 1e-2)) > tolerance:
         return None  # it is neither a mean of something nor a sum
     return found
+
+
+def _wider(leaf: Any) -> Any:
+    """In single precision, where it is half: what wrong weights do is not lost in rounding."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +104,7 @@ _SIZED_BY_VALUES = {
 }
 
 failures: dict[str, str] = {}  # operators without a twin that were called, and why
+_graphs: dict[int, list[Callable[[int, int], None]]] = {}  # by the stream that captures one
 _inside = threading.local()  # an operator that another one calls is part of it
 _library = torch.library.Library("aten", "IMPL")
 
@@ -127,12 +128,39 @@ def install() -> int:
             count += 1
     torch.backends.cudnn.enabled = False
     _fused_attention(False)  # its kernels have no twins, and the plain operators have
+    torch.cuda.CUDAGraph = _Graph
     return count
+
+
+class _Graph(torch.cuda.CUDAGraph):
+    """A graph that also keeps, and calls again, what the CPU computes in the place of kernels."""
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._device = torch.cuda.current_device()
+        self._stream = torch._C._cuda_getCurrentRawStream(self._device)
+        super().capture_begin(*args, **kwargs)
+        self._twins = _graphs[self._stream] = []
+
+    def capture_end(self) -> None:
+        _graphs.pop(self._stream, None)
+        super().capture_end()
+
+    def replay(self) -> None:
+        state = torch.cuda.get_rng_state(self._device)[-16:].view(torch.int64).tolist()
+        super().replay()
+        for twin in self._twins:
+            twin(*state)
+
+
+def _graph_of(device: torch.device) -> list[Callable[[int, int], None]] | None:
+    """What is kept for the graph that the current stream of a device captures."""
+    return _graphs.get(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def remove() -> None:
     """Take the twins away: from now on nothing computes, and nothing costs the host more."""
     _library._destroy()
+    torch.cuda.CUDAGraph = _Graph.__base__
     torch.backends.cudnn.enabled = True
     _fused_attention(True)
 
@@ -174,10 +202,15 @@ class _Twin:
             return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, found)
         if getattr(_inside, "one", False):
             return self._kernel.call_boxed(keys, *args, **kwargs)
-        generator = _host_generator(args, kwargs) if self._draws else None
+        graph = _graph_of(_device_of(args, kwargs)) if _graphs else None
+        draws = self._draws and graph is None
+        generator = _host_generator(args, kwargs) if draws else None
         _inside.one = True
         try:
             out = self._kernel.call_boxed(keys, *args, **kwargs)
+            if graph is not None:
+                graph.append(self._again(out, args, kwargs, len(graph)))
+                return out
             if card.runtime().null_tracing() and not self._is_transfer(args):
                 self._tell(args, kwargs, out)
             return self._with_values(out, args, kwargs, generator)
@@ -192,15 +225,7 @@ class _Twin:
         self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Any
     ) -> Any:
         try:
-            on_cpu, named = tree_map(_as_cpu, args), tree_map(_as_cpu, kwargs)
-            if generator is not None and self._base != "native_dropout":
-                on_cpu = tree_map(_without_generator, on_cpu)
-                named = tree_map(_without_generator, named) | {"generator": generator}
-            with torch.no_grad():
-                if self._base == "native_dropout":
-                    values = _dropout(generator, *on_cpu)
-                else:
-                    values = self._operator(*on_cpu, **named)
+            values = self._values(tree_map(_as_cpu, args), tree_map(_as_cpu, kwargs), generator)
             if self._schema.is_mutable:
                 return out
             if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
@@ -209,6 +234,27 @@ class _Twin:
         except Exception as error:
             failures.setdefault(str(self._operator), repr(error)[:200])
         return out
+
+    def _values(self, on_cpu: Any, named: Any, generator: Any) -> Any:
+        if generator is not None and self._base != "native_dropout":
+            on_cpu = tree_map(_without_generator, on_cpu)
+            named = tree_map(_without_generator, named) | {"generator": generator}
+        with torch.no_grad():
+            if self._base == "native_dropout":
+                return _dropout(generator, *on_cpu)
+            return self._operator(*on_cpu, **named)
+
+    def _again(self, out: Any, args: Any, kwargs: Any, number: int) -> Callable[[int, int], None]:
+        """What computes the values at every launch of the graph that is being captured."""
+        on_cpu, named, target = (tree_map(_as_cpu, value) for value in (args, kwargs, out))
+
+        def again(seed: int, offset: int) -> None:
+            generator = _seeded(seed, offset, number) if self._draws else None
+            values = self._values(on_cpu, named, generator)
+            if not self._schema.is_mutable:
+                _fill(target, values)
+
+        return again
 
     def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Into the trace: what this operator reads and writes, and on which stream."""
@@ -264,7 +310,7 @@ def _fill(out: Any, values: Any) -> None:
     if isinstance(out, (tuple, list)):
         for one, value in zip(out, values, strict=True):
             _fill(one, value)
-    elif isinstance(out, Tensor) and out.device.type == "cuda":
+    elif isinstance(out, Tensor):
         if out.shape != values.shape:
             raise RuntimeError(f"the shapes are {tuple(out.shape)} and {tuple(values.shape)}")
         _as_cpu(out).copy_(values)
@@ -302,8 +348,11 @@ def _host_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
     device = _device_of(args, kwargs)
     generator = given[0] if given else torch.cuda.default_generators[device.index]
-    seed, offset = generator.get_state()[-16:].view(torch.int64).tolist()
-    mixed = (seed * 1_000_003 + offset * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF
+    return _seeded(*generator.get_state()[-16:].view(torch.int64).tolist())
+
+
+def _seeded(seed: int, offset: int, number: int = 0) -> torch.Generator:
+    mixed = (seed * 1_000_003 + offset * 7_919 + number * 104_729 + 17) & 0x7FFF_FFFF_FFFF_FFFF
     return torch.Generator().manual_seed(mixed)
 
 

@@ -49,6 +49,33 @@ EMBEDDING = ("sentence-transformers-testing", "stsb-bert-tiny-safetensors")
 RERANKING = ("cross-encoder-testing", "reranker-bert-tiny-gooaq-bce")
 
 
+DATA: dict[str, Any] = {}
+LOAD = datasets.load_dataset
+
+
+def similar(count: int) -> datasets.Dataset:
+    rows = [(f"A man number {i} plays.", f"Number {i % 7} plays.", i % 5 / 5) for i in range(count)]
+    one, two, score = map(list, zip(*rows, strict=True))
+    return datasets.Dataset.from_dict({"sentence1": one, "sentence2": two, "score": score})
+
+
+def offline(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
+    """``load_dataset``, as conftests import it before anything is configured."""
+    split = options.get("split")
+    if path == "sentence-transformers/stsb":
+        splits = {"train": 1000, "validation": 200, "test": 200}
+        found = datasets.DatasetDict({part: similar(n) for part, n in splits.items()})
+        return found[split] if split else found
+    if path != "trl-internal-testing/zen":
+        return LOAD(path, name, *args, **options)
+    found = DATA[name or "standard_language_modeling"]
+    found = found[split] if split else found
+    return found.to_iterable_dataset() if options.get("streaming") and split else found
+
+
+datasets.load_dataset = offline
+
+
 def place_of(owner: str, name: str) -> Path:
     """Where the hub's library keeps a model that it has fetched."""
     home = HUB / "hub" / f"models--{owner}--{name}"
@@ -91,6 +118,7 @@ def make_models(texts: list[str]) -> None:
     plain = tokenizer(texts, "[PAD]", "[SEP]", "[CLS]")
     plain.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     bert = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {"hidden_size": 128}
+    plain.save_pretrained(place_of("google-bert", "bert-base-uncased"))
     for owner, name in (EMBEDDING, RERANKING):
         torch.manual_seed(0)
         place = place_of(owner, name)
@@ -127,19 +155,8 @@ def pytest_configure(config: Any) -> None:
     tests = (
         next((p for p in map(Path, config.args) if p.suffix == ".py"), Path.cwd()).resolve().parent
     )
-    data = zen(tests)
-    load = datasets.load_dataset
-
-    def offline(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
-        if path != "trl-internal-testing/zen":
-            return load(path, name, *args, **options)
-        found = data[name or "standard_language_modeling"]
-        split = options.get("split")
-        found = found[split] if split else found
-        return found.to_iterable_dataset() if options.get("streaming") and split else found
-
-    datasets.load_dataset = offline
-    parts = data.get("standard_language_modeling", {"train": {"text": ["A man is eating food."]}})
+    DATA.update(zen(tests))
+    parts = DATA.get("standard_language_modeling", {"train": {"text": ["A man is eating food."]}})
     make_models([text for part in parts.values() for text in part["text"]])
     if REPLICAS:
         put_ours()

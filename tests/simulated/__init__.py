@@ -11,6 +11,7 @@ and the CPU's are refused. It is as harsh as CUDA where code could lean on luck:
 - Copies from pinned memory read it when they run; pageable memory is staged at once.
 - Operators refuse tensors of two devices, and of host and device but for 0-dim ones.
 - What goes wrong in a kernel is raised at the next synchronisation.
+- A stream that captures a graph runs nothing; the host and other streams must not wait for it.
 
 `control` switches each of these and counts what happens. As a pytest plugin (``-p simulated``)
 it is there for a whole run: a process cannot get rid of it again.
@@ -70,6 +71,7 @@ def load(library: Path) -> None:
     module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
     module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(state, index(device))
     module.manual_seed_all = manual_seed_all
+    module.CUDAGraph = control.Graph
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()

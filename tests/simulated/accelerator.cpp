@@ -125,6 +125,7 @@ at::Scalar local_scalar(const at::Tensor& tensor) {
   const Own own;
   const Lock lock(mutex);
   const auto stream = current_stream(tensor.device().index());
+  refuse_in_capture(stream);
   if (counting) {
     synchronize(stream);
   } else {
@@ -145,45 +146,53 @@ at::Tensor& drawn(at::Tensor& self, const optional<at::Generator>& given, Draw d
   TORCH_CHECK(
       mine.device().type() == kType, "Expected a '", kType,
       "' device type for generator but found '", mine.device().type(), "'");
-  at::Tensor numbers;
+  const auto target = on_host(self);
+  const auto issue = [=, block = block_of(self)](StreamKey stream) mutable {
+    at::Tensor numbers;
+    {
+      const std::lock_guard<std::mutex> lock(mine.mutex());
+      const CleanThread clean;
+      auto host = at::detail::createCPUGenerator();
+      host.set_state(mine.get_state());
+      numbers = at::empty(target.sizes(), target.options());
+      draw(numbers, host);
+      mine.set_state(host.get_state());
+    }
+    const Lock lock(mutex);
+    enqueue_with(stream, {block}, [target, numbers] { target.copy_(numbers); });
+  };
+  const auto stream = current_stream(self.device().index());
   {
-    const std::lock_guard<std::mutex> lock(mine.mutex());
-    const CleanThread clean;
-    auto host = at::detail::createCPUGenerator();
-    host.set_state(mine.get_state());
-    numbers = at::empty(self.sizes(), self.options().device(at::kCPU));
-    draw(numbers, host);
-    mine.set_state(host.get_state());
+    const Lock lock(mutex);
+    if (auto* graph = graph_of(stream)) return graph->nodes.push_back(issue), self;
   }
-  const Lock lock(mutex);
-  enqueue_with(current_stream(self.device().index()), {block_of(self)}, [target = on_host(self), numbers] {
-    target.copy_(numbers);
-  });
+  auto now = issue;
+  now(stream);
   return self;
 }
 
 at::Tensor& uniform_(at::Tensor& self, double from, double to, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.uniform_(from, to, g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.uniform_(from, to, g); });
 }
 at::Tensor& normal_(at::Tensor& self, double mean, double std, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.normal_(mean, std, g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.normal_(mean, std, g); });
 }
 at::Tensor& bernoulli_(at::Tensor& self, double p, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.bernoulli_(p, g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.bernoulli_(p, g); });
 }
 at::Tensor& random_(at::Tensor& self, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.random_(g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.random_(g); });
 }
 at::Tensor& random_to(at::Tensor& self, int64_t to, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.random_(to, g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.random_(to, g); });
 }
 at::Tensor& random_from(
     at::Tensor& self, int64_t from, optional<int64_t> to, optional<at::Generator> generator) {
-  return drawn(self, generator, [&](auto t, auto g) { t.random_(from, to, g); });
+  return drawn(self, generator, [=](auto t, auto g) { t.random_(from, to, g); });
 }
 at::Tensor& randperm(int64_t n, optional<at::Generator> generator, at::Tensor& out) {
   out.resize_({n});
-  return drawn(out, generator, [&](auto t, auto g) { t.copy_(at::randperm(n, g, t.options())); });
+  return drawn(out, generator, [=](auto t, auto g) { t.copy_(at::randperm(n, g, t.options())); });
 }
 std::tuple<at::Tensor, at::Tensor> native_dropout(
     const at::Tensor& self, double p, optional<bool>) {
@@ -264,8 +273,48 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ---- what the module torch.simulated is made of ------------------------------------------------
 
-at::Tensor get_rng_state(int64_t index) { return default_generator(index).get_state(); }
+// ---- graphs ----------------------------------------------------------------------------------
+
+auto& graphs = *new std::map<int64_t, std::shared_ptr<Graph>>;
+
+void capture_begin() {
+  const Lock lock(mutex);
+  const auto stream = current_stream(current_device);
+  TORCH_CHECK(stream.second, "a default stream cannot capture");
+  capturing[stream] = std::make_shared<Graph>();
+}
+int64_t capture_end() {
+  static int64_t made = 0;
+  const Lock lock(mutex);
+  const auto graph = capturing.extract(current_stream(current_device)).mapped();
+  TORCH_CHECK(!graph->lost, "simulated error: operation failed due to a previous error during capture");
+  graphs[++made] = graph;
+  return made;
+}
+void replay(int64_t number, int64_t device) {
+  const Own own;
+  std::shared_ptr<Graph> graph;
+  {
+    const Lock lock(mutex);
+    graph = graphs.at(number);
+    ++counters.kernels;
+  }
+  const auto stream = current_stream(device);
+  for (auto& node : graph->nodes) node(stream);
+  const Lock lock(mutex);
+  auto& failing = switches.kernels_until_failure[device];
+  if (failing && !--failing) {
+    enqueue(stream, [=] {
+      TORCH_CHECK(false, "simulated error: an illegal memory access was encountered on device ", device);
+    });
+  }
+}
+at::Tensor get_rng_state(int64_t index) {
+  refuse_in_capture(current_stream(index));
+  return default_generator(index).get_state();
+}
 void set_rng_state(const at::Tensor& state, int64_t index) {
+  refuse_in_capture(current_stream(index));
   auto generator = default_generator(index);
   generator.set_state(state);
 }
@@ -301,6 +350,15 @@ TORCH_LIBRARY(simulated, m) {
   m.def("get_rng_state(int index) -> Tensor", get_rng_state);
   m.def("set_rng_state(Tensor state, int index) -> ()", set_rng_state);
   m.def("manual_seed(int seed, int index) -> ()", manual_seed);
+  m.def("capture_begin() -> ()", capture_begin);
+  m.def("capture_end() -> int", capture_end);
+  m.def("replay(int graph, int device) -> ()", replay);
+  m.def("forget_graph(int graph) -> ()", [](int64_t number) {
+    std::shared_ptr<Graph> graph;  // what it frees may take its time
+    const Lock lock(mutex);
+    std::swap(graph, graphs[number]);
+    graphs.erase(number);
+  });
   m.def("set_order(int order, int seed) -> ()", set_order);
   m.def("set_strict(bool on) -> ()", [](bool on) { switches.strict = on; });
   m.def("set_poison(bool on) -> ()", [](bool on) { switches.poison = on; });

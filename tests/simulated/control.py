@@ -111,6 +111,36 @@ def queued() -> int:
     return found
 
 
+class Graph:
+    """What the current stream is given between two calls, as ``torch.cuda.CUDAGraph``.
+
+    Its memory is its own: nothing that it has allocated is used again.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __del__(self) -> None:
+        if self._number:
+            torch.ops.simulated.forget_graph(self._number)
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        """From here on the current stream of the current device captures."""
+        torch.ops.simulated.capture_begin()
+
+    def capture_end(self) -> None:
+        """Until here."""
+        self._device = torch.accelerator.current_device_index()
+        self._number = torch.ops.simulated.capture_end()
+
+    def pool(self) -> None:
+        """There is none to share."""
+
+    def replay(self) -> None:
+        """The current stream is given it all again."""
+        torch.ops.simulated.replay(self._number, self._device)
+
+
 @dataclass(frozen=True)
 class Counters:
     """What happened since the library was loaded, on all devices.

@@ -77,6 +77,7 @@ inline void between_devices(const at::Tensor& source, const at::Tensor& target) 
 }
 
 inline void wait_for_copy(StreamKey stream) {
+  refuse_in_capture(stream);
   if (!counting) return drain(stream);
   ++counters.blocking_copies;
   synchronize(stream);
@@ -84,6 +85,7 @@ inline void wait_for_copy(StreamKey stream) {
 
 inline void to_device(at::Tensor source, const at::Tensor& target, bool non_blocking) {
   const auto stream = current_stream(target.device().index());
+  if (!non_blocking || !pinned_block(source.data_ptr())) refuse_in_capture(stream);
   if (counting) ++counters.to_device, counters.bytes_to_device += source.nbytes();
   const bool plain = source.is_contiguous() && source.dtype() == target.dtype();
   auto block = plain ? pinned_block(source.data_ptr()) : nullptr;

@@ -10,6 +10,8 @@ namespace simulated {
 
 constexpr int kPoison = 0xFF;  // NaN in every floating-point dtype, -1 in every integer one
 
+inline void give_back(c10::DeviceIndex device, size_t size);
+
 // A piece of memory. Work that waits in a queue keeps it mapped, as a card's memory is, even
 // after the tensor is gone; but then it holds poison as soon as its own stream may reuse it.
 struct Block {
@@ -19,8 +21,12 @@ struct Block {
   StreamKey home;                      // the stream that was current when it was allocated
   std::vector<StreamKey> recorded;     // by ``record_stream``
   std::map<StreamKey, int> uses;       // how much of the queued work needs it, by stream
+  bool of_graph = false;               // allocated in a capture: it stays as long as the graph
 
-  ~Block() { std::free(data); }
+  ~Block() {
+    if (of_graph) give_back(device, size);
+    std::free(data);
+  }
   bool used_elsewhere() const {
     return std::any_of(uses.begin(), uses.end(), [&](const auto& use) {
       return use.second && use.first != home &&
@@ -37,6 +43,10 @@ struct Bytes {
   int64_t live = 0, peak = 0, limit = std::numeric_limits<int64_t>::max();
 };
 inline auto& bytes_of = *new std::array<Bytes, kDevices>;
+inline void give_back(c10::DeviceIndex device, size_t size) {
+  const Lock lock(mutex);
+  bytes_of[device].live -= size;
+}
 inline auto& pinned = *new std::map<uintptr_t, std::weak_ptr<Block>>;  // by its last byte
 
 inline void forget(void* context) {
@@ -48,7 +58,7 @@ inline void forget(void* context) {
     if (block.device == kHost) {
       pinned.erase(uintptr_t(block.data) + block.size - 1);  // its reuse waits for queued work
     } else {
-      bytes_of[block.device].live -= block.size;
+      if (!block.of_graph) give_back(block.device, block.size);
       if (switches.poison && block.used_elsewhere()) {
         for (const auto& stream : block.recorded) wait_for(block.home, stream);
         enqueue(block.home, [kept = *holder] { std::memset(kept->data, kPoison, kept->size); });
@@ -76,7 +86,8 @@ inline c10::DataPtr new_block(size_t size, c10::DeviceIndex device) {
   void* data = std::aligned_alloc(64, (size + 63) / 64 * 64);
   if (switches.poison) std::memset(data, kPoison, size);
   const auto home = device == kHost ? StreamKey{kHost, 0} : current_stream(device);
-  auto* holder = new BlockPtr(new Block{data, size, device, home, {}, {}});
+  const bool of_graph = device != kHost && graph_of(home);
+  auto* holder = new BlockPtr(new Block{data, size, device, home, {}, {}, of_graph});
   if (device == kHost) pinned[uintptr_t(data) + size - 1] = *holder;
   return {data, holder, &forget, place};
 }
@@ -100,6 +111,10 @@ inline BlockPtr pinned_block(const void* data) {
 inline void enqueue_with(
     StreamKey stream, std::vector<BlockPtr> blocks, std::function<void()> work, double seconds = 0) {
   const Lock lock(mutex);
+  if (auto* graph = graph_of(stream)) {
+    graph->nodes.push_back([=](StreamKey now) { enqueue_with(now, blocks, work, seconds); });
+    return;
+  }
   for (auto& block : blocks) ++block->uses[stream];
   enqueue(stream, [stream, blocks = std::move(blocks), work = std::move(work)] {
     struct Done {

@@ -175,6 +175,26 @@ struct CleanThread {
   c10::impl::ForceDispatchKeyGuard guard{keys()};
 };
 
+// What a stream was given while it captured, to be given again at every replay. The host must not
+// wait for such a stream, nor may another one: then the capture is lost.
+struct Graph {
+  std::vector<std::function<void(StreamKey)>> nodes;
+  bool lost = false;
+};
+inline auto& capturing = *new std::map<StreamKey, std::shared_ptr<Graph>>;
+
+inline Graph* graph_of(StreamKey stream) {
+  const auto found = capturing.find(stream);
+  return found == capturing.end() ? nullptr : found->second.get();
+}
+inline void refuse_in_capture(StreamKey stream) {
+  const Lock lock(mutex);
+  if (auto* graph = graph_of(stream)) {
+    graph->lost = true;
+    TORCH_CHECK(false, "simulated error: operation not permitted when stream is capturing");
+  }
+}
+
 inline void run_first(StreamKey stream) {
   auto& queue = queues[stream];
   const auto work = std::move(queue.work.front());
@@ -199,6 +219,7 @@ inline void drain(StreamKey stream, uint64_t number = std::numeric_limits<uint64
 
 inline void enqueue(StreamKey stream, std::function<void()> work, double seconds = 0) {
   const Lock lock(mutex);
+  refuse_in_capture(stream);
   auto& queue = queues[stream];
   queue.work.push_back({std::move(work), seconds, host_clock()});
   ++queue.issued;
@@ -213,6 +234,7 @@ inline void enqueue(StreamKey stream, std::function<void()> work, double seconds
 // Let ``later`` do nothing more until ``earlier`` has done what it was given up to ``number``.
 inline void wait_for(StreamKey later, StreamKey earlier, uint64_t number) {
   if (later == earlier) return;
+  refuse_in_capture(earlier);
   enqueue(later, [=] {
     drain(earlier, number);
     queues[later].clock = std::max(queues[later].clock, queues[earlier].clock_at(number));
@@ -242,6 +264,7 @@ inline void surface(c10::DeviceIndex device) {
 inline void synchronize(
     StreamKey stream, uint64_t number = std::numeric_limits<uint64_t>::max()) {
   const Lock lock(mutex);
+  refuse_in_capture(stream);
   if (!is_done(stream, number)) ++counters.synchronizations;
   drain(stream, number);
   host_clock() = std::max(host_clock(), queues[stream].clock_at(number));

@@ -209,7 +209,10 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t s
                        .address = (uint64_t)to, .source = (uint64_t)from, .bytes = bytes,
                        .other = there >= 0 && there != device ? there : here,
                        .flags = (blocks ? BLOCKS_HOST : 0) | (pageable ? PAGEABLE : 0)});
-  memmove(on_host(to), on_host(from), bytes);
+  struct CUgraph_st *graph = capture_of(stream);
+  if (graph && (blocks || pageable)) return lose_capture(stream);
+  if (graph) capture_bytes(graph, to, from, 0, bytes);
+  else memmove(on_host(to), on_host(from), bytes);
   return cudaSuccess;
 }
 
@@ -242,7 +245,9 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
   if (!is_allocated(to, bytes)) return failed(cudaErrorInvalidValue);
   note((struct record){.kind = fill_kind, .device = stream_device(stream),
                        .stream = stream_number(stream), .address = (uint64_t)to, .bytes = bytes});
-  memset(on_host(to), value, bytes);
+  struct CUgraph_st *graph = capture_of(stream);
+  if (graph) capture_bytes(graph, to, 0, value, bytes);
+  else memset(on_host(to), value, bytes);
   return cudaSuccess;
 }
 

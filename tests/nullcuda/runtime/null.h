@@ -16,7 +16,7 @@ enum { MAX_DEVICES = 16 };
   X(event_record) X(event_wait) X(event_sync) X(event_query)                                      \
   X(stream_create) X(stream_sync) X(stream_query) X(device_sync)                                  \
   X(device_malloc) X(device_free) X(host_malloc) X(host_free) X(context) X(enable_peer)           \
-  X(host_function) X(wrong_device) X(not_done)
+  X(host_function) X(graph_launch) X(wrong_device) X(not_done)
 
 enum kind {
 #define AS_CONSTANT(name) name##_kind,
@@ -46,8 +46,14 @@ void *on_host(const void *address); /* where the bytes of an address really lie 
 int is_allocated(const void *address, uint64_t bytes);
 uint64_t memory_in_use(int device);
 
+struct CUgraph_st; /* what a stream was given while it captured */
 struct CUstream_st {
   int device, number, priority;
+  struct CUgraph_st *capture;
 };
+struct CUgraph_st *capture_of(cudaStream_t stream); /* 0 where it does not capture */
+int captures(int device);                           /* whether any stream of a device does */
+cudaError_t lose_capture(cudaStream_t stream);      /* what it was asked for cannot be captured */
+void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value, uint64_t bytes);
 int stream_device(cudaStream_t stream); /* the default stream is the current device's */
 int stream_number(cudaStream_t stream);

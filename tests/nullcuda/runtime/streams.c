@@ -7,6 +7,7 @@
 
 struct CUevent_st {
   int device, number, stream, is_recorded;
+  struct CUgraph_st *capture; /* that of its stream, when it was recorded */
   struct timespec at;
 };
 
@@ -27,7 +28,7 @@ static void note_stream(enum kind kind, cudaStream_t stream) {
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
   enter_device(current_device);
   *out = malloc(sizeof **out);
-  **out = (struct CUstream_st){current_device, streams++, priority};
+  **out = (struct CUstream_st){current_device, streams++, priority, 0};
   note_stream(stream_create_kind, *out);
   return cudaSuccess;
 }
@@ -52,36 +53,17 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   note_stream(stream_sync_kind, stream);
-  return cudaSuccess;
+  return lose_capture(stream);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   note_stream(stream_query_kind, stream);
-  return cudaSuccess;
+  return lose_capture(stream);
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
   note((struct record){.kind = device_sync_kind, .device = current_device, .flags = BLOCKS_HOST});
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                     unsigned long long *id, cudaGraph_t *graph,
-                                     const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  if (count) *count = 0;
-  return cudaSuccess;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-  return cudaSuccess;
+  return captures(current_device) ? failed(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) {
@@ -108,6 +90,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   }
   event->stream = stream_number(stream);
   event->is_recorded = 1;
+  event->capture = capture_of(stream);
   clock_gettime(CLOCK_MONOTONIC, &event->at);
   note((struct record){.kind = event_record_kind, .device = device, .stream = event->stream,
                        .address = event->number});
@@ -122,13 +105,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   note((struct record){.kind = event_wait_kind, .device = stream_device(stream),
                        .stream = stream_number(stream), .address = event->number,
                        .other = event->is_recorded ? event->device : -1});
-  return cudaSuccess;
+  if (capture_of(stream) == event->capture) return cudaSuccess;
+  lose_capture(stream);
+  return failed(cudaErrorStreamCaptureIsolation);
 }
 
 static cudaError_t note_event(enum kind kind, cudaEvent_t event) {
   note((struct record){.kind = kind, .device = event->device, .address = event->number,
                        .flags = BLOCKS_HOST});
-  return cudaSuccess;
+  return event->capture ? failed(cudaErrorCapturedEvent) : cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return note_event(event_sync_kind, event); }

@@ -1,0 +1,471 @@
+"""``graphs=True``: sub-steps that are captured once, and replayed.
+
+On the CPU the same code is called again, on the same tensors; with an accelerator
+(``test_simulated.py`` runs this on a simulated one) it is really captured.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from helpers.oracle import assert_close, assert_gradients, build, randint, randn
+from helpers.oracle import whole_batch as plain_step
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel
+
+ROWS, FEATURES, CLASSES = 37, 6, 3
+PLACES = [1, "shared", 2]
+
+
+@pytest.fixture(params=PLACES, ids=str)
+def places(request):
+    """Replicas on so many devices, or three that share one."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if request.param == "shared":
+        return [0, 0, 0] if here else ["cpu"] * 3
+    if here and torch.accelerator.device_count() < request.param:
+        pytest.skip(f"needs {request.param} accelerators")
+    return list(range(request.param)) if here else [f"cpu:{i}" for i in range(request.param)]
+
+
+def home():
+    here = torch.accelerator.is_available()
+    return torch.device(torch.accelerator.current_accelerator().type if here else "cpu")
+
+
+class Block(nn.Module):
+    """Causal attention, as a small GPT has it."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
+        q, k, v = parts.transpose(-3, -2)
+        seen = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).tril()
+        weights = (q @ k.transpose(-2, -1)).masked_fill(~seen, float("-inf")).softmax(-1)
+        return x + self.out((weights @ v).transpose(-3, -2).flatten(-2))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(11, 8), nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, words):
+        return self.head(self.blocks(self.words(words)).mean(1))
+
+
+def mlp(*layers):
+    return build(lambda: nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, 3)))
+
+
+def cnn(*layers):
+    return build(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), *layers, nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES)
+        )
+    )
+
+
+PROBLEMS = {
+    "mlp": (mlp, lambda rows: randn(rows, FEATURES)),
+    "cnn": (cnn, lambda rows: randn(rows, 1, 6, 6)),
+    "gpt": (lambda: build(GPT), lambda rows: randint(11, rows, 5)),
+}
+
+
+def problem(name, rows=ROWS):
+    make, inputs = PROBLEMS[name]
+    return make().to(home()), inputs(rows).to(home()), randint(CLASSES, rows).to(home())
+
+
+def engines(model, places, accum, *, draws=False, **options):
+    """With graphs and without, each with a copy of the model.
+
+    Where numbers are drawn on CUDA, both with graphs: without a card nobody can say what it draws.
+    """
+    for graphs in (True, draws and home().type == "cuda"):
+        yield ScatterOnceParallel(
+            copy.deepcopy(model), accum, places, graphs=graphs, verify=False, **options
+        )
+
+
+def assert_same(one, other):
+    """The same bits in everything that a step leaves."""
+    for (name, left), right in zip(
+        one.module.named_parameters(), other.module.parameters(), strict=True
+    ):
+        assert (left.grad is None) == (right.grad is None), name
+        assert left.grad is None or torch.equal(left.grad, right.grad), name
+    for (name, left), right in zip(one.module.named_buffers(), other.module.buffers(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize(
+    ("places", "accum"), [(1, 16), (2, 3), (4, 1), (4, 4), ("shared", 2)], indirect=["places"]
+)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_gradients_are_those_of_the_whole_batch(places, name, accum):
+    model, inputs, targets = problem(name)
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, accum, places, graphs=True, verify=False) as engine:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for rows in (ROWS, ROWS, 20, ROWS):
+            expected_loss, expected = plain_step(model, inputs[:rows], targets[:rows], criterion)
+            optimizer.zero_grad()
+            loss = engine.forward_backward(inputs[:rows], targets[:rows], criterion)
+            assert_close(loss, expected_loss, "loss")
+            assert_gradients(model, expected)
+            optimizer.step()
+
+
+class Draws(nn.Module):
+    """Keeps what it drew, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("drawn", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        self.drawn.mul_(3).add_(torch.rand(4, device=x.device, dtype=torch.float64))
+        return x
+
+
+LAYERS = {
+    "dropout": (mlp, lambda: (nn.Dropout(0.3), Draws())),
+    "batch_norm": (cnn, lambda: (nn.BatchNorm2d(4, dtype=torch.float64),)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.draws
+def test_draws_and_buffers_are_those_of_a_step_without_graphs(places, name):
+    make, layers = LAYERS[name]
+    model = make(*layers()).to(home())
+    inputs = PROBLEMS["mlp" if make is mlp else "cnn"][1](ROWS).to(home())
+    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
+    results = []
+    for engine in engines(model, places, 3, draws=True):
+        with engine:
+            torch.manual_seed(7)
+            losses = [engine.forward_backward(inputs, targets, criterion) for _ in range(3)]
+        results.append((engine, torch.stack(losses), torch.rand(3)))
+    (one, losses, after), (other, expected, expected_after) = results
+    assert torch.equal(losses, expected)
+    assert losses.unique().numel() == 3 or name == "batch_norm"
+    assert torch.equal(after, expected_after)
+    assert_same(one, other)
+
+
+def test_outputs_scaler_weights_and_masks(places):
+    model, inputs, targets = problem("gpt")
+    targets[::3] = -100
+    criterion, scaler = nn.CrossEntropyLoss(), torch.amp.GradScaler(home().type, init_scale=8.0)
+    results = []
+    for engine in engines(model, places, 4, check_finite=True, accumulate_dtype=torch.float64):
+        with engine:
+            for _ in range(2):
+                loss, outputs = engine.forward_backward(
+                    {"words": inputs}, targets, criterion, scaler=scaler, return_outputs=True
+                )
+        results.append((engine, loss, torch.cat([output.cpu() for output in outputs])))
+    (one, loss, outputs), (other, expected_loss, expected_outputs) = results
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(outputs, expected_outputs)
+    assert_same(one, other)
+
+
+class Partly(nn.Module):
+    """One branch for short rows, another for long ones; one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.short, self.long, self.never = (nn.Linear(FEATURES, CLASSES) for _ in range(3))
+
+    def forward(self, x):
+        return (self.long if x.shape[1] > 4 else self.short)(x).mean(1)
+
+
+def test_what_is_not_used_in_a_step_has_no_gradient(places):
+    model = build(Partly).to(home())
+    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
+        for length in (3, 6, 3, 6):
+            inputs = randn(ROWS, length, FEATURES, seed=length).to(home())
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, criterion)
+            assert model.never.weight.grad is None
+            assert (model.short.weight.grad is None) == (length > 4)
+            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+
+
+def test_shapes_beyond_a_handful_run_without(places):
+    model = build(Partly).to(home())
+    targets, criterion = randint(CLASSES, ROWS).to(home()), nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
+        for length in (*range(1, 12), 1, 11):
+            inputs = randn(ROWS, length, FEATURES, seed=length).to(home())
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, criterion)
+            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+
+
+# --- what has changed is captured anew ---
+
+
+@pytest.fixture
+def two_places():
+    """Two replicas, on two devices."""
+    return [0, 1] if torch.accelerator.is_available() else ["cpu:0", "cpu:1"]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.factor = nn.Linear(FEATURES, CLASSES), 1.0
+
+    def forward(self, x):
+        return self.body(x) * self.factor
+
+
+def moved(model):
+    with torch.no_grad():
+        model.body.weight.data = model.body.weight.data.clone() * 2
+
+
+CHANGES = {
+    "number": lambda model: setattr(model, "factor", model.factor + 1),
+    "layer": lambda model: setattr(
+        model, "body", nn.Linear(FEATURES, CLASSES, dtype=torch.float64).to(home())
+    ),
+    "storage": moved,
+    "frozen": lambda model: model.body.bias.requires_grad_(not model.body.bias.requires_grad),
+    "hook": lambda model: model.body.register_forward_hook(lambda _m, _i, output: output * 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.draws
+def test_a_module_that_has_changed_is_captured_anew(two_places, change):
+    model = build(Scaled).to(home())
+    inputs, targets = problem("mlp")[1:]
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+        for _ in range(3):
+            model.zero_grad()
+            expected = plain_step(model, inputs, targets, criterion)[1]
+            engine.forward_backward(inputs, targets, criterion)
+            assert_gradients(model, expected)
+            change(model)
+
+
+def test_another_criterion_or_what_is_in_it_too(two_places):
+    model, inputs, targets = problem("mlp")
+    scale = 1.0
+
+    def closed(output, targets):
+        return F.cross_entropy(output, targets) * scale
+
+    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+        for criterion in (closed, closed, nn.CrossEntropyLoss(label_smoothing=0.1)):
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, criterion)
+            assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+            scale += 1
+
+
+# --- what cannot be captured runs without, and is told ---
+
+
+class Asks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 + float(x.sum() > 0))
+
+
+class Keeps(nn.Linear):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Tosses(nn.Linear):
+    def forward(self, x):
+        random.random()
+        return super().forward(x)
+
+
+class DrawsOnTheHost(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 0 * torch.rand(())
+
+
+UNCAPTURED = {
+    "Asks cannot be captured: it waits for the device": (Asks, True),
+    "Keeps keeps something on the module": (Keeps, False),
+    "Tosses or the criterion draws random numbers on the host": (Tosses, True),
+    "DrawsOnTheHost or the criterion draws": (DrawsOnTheHost, True),
+}
+
+
+@pytest.mark.parametrize("words", UNCAPTURED)
+@pytest.mark.draws
+def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words):
+    kind, only_on_accelerators = UNCAPTURED[words]
+    model = build(lambda: kind(FEATURES, CLASSES)).to(home())
+    inputs, targets = problem("mlp")[1:]
+    criterion = nn.CrossEntropyLoss()
+    state = random.getstate()
+    with ScatterOnceParallel(model, 3, two_places, graphs=True, verify=False) as engine:
+        for step in range(3):
+            model.zero_grad()
+            told = step == 0 and (not only_on_accelerators or torch.accelerator.is_available())
+            with pytest.warns(match=words) if told else warnings.catch_warnings(action="error"):
+                engine.forward_backward(inputs, targets, criterion)
+            if kind is not Asks:  # which sees a micro-batch
+                assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+    random.setstate(state)
+
+
+@pytest.mark.draws
+def test_a_criterion_that_has_parameters_of_its_own_in_a_closure_runs_without(two_places):
+    model, inputs, targets = problem("mlp")
+    temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64, device=home()))
+
+    def criterion(output, targets):
+        return F.cross_entropy(output * temperature.to(output.device), targets)
+
+    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
+        with pytest.warns(match="the criterion reaches parameters beside those of the module"):
+            engine.forward_backward(inputs, targets, criterion)
+        found = temperature.grad.clone()
+        temperature.grad = None
+        assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+        assert_close(found, temperature.grad, "temperature")
+
+
+def test_a_criterion_that_is_made_anew_in_every_step_is_given_up(two_places):
+    model, inputs, targets = problem("mlp", rows=8)
+    with ScatterOnceParallel(model, 1, two_places, graphs=True, verify=False) as engine:
+
+        def steps():
+            for _ in range(34):
+                engine.forward_backward(inputs, targets, lambda o, t: F.cross_entropy(o, t))
+
+        with pytest.warns(match="captured 32 times, since something changes from step to step"):
+            steps()
+
+
+# --- whole or not at all ---
+
+
+@pytest.mark.draws
+def test_a_step_that_fails_leaves_no_trace(two_places):
+    """In a captured sub-step, and in one that is being captured."""
+    model = mlp(nn.Dropout(0.5)).to(home())
+    inputs, targets = problem("mlp")[1:]
+    boom = threading.Event()
+
+    def output_kept(output):
+        if boom.is_set():
+            raise ValueError("boom")
+        return output
+
+    results = []
+    for engine in engines(model, two_places, 4, draws=True):
+        torch.manual_seed(3)
+        with engine:
+            for rows in (ROWS, 16):
+                boom.set()
+                with pytest.raises(ValueError, match="boom"):
+                    engine.forward_backward(
+                        inputs[:rows], targets[:rows], F.cross_entropy, return_outputs=output_kept
+                    )
+                assert all(p.grad is None for p in engine.module.parameters())
+                boom.clear()
+            for _ in range(2):
+                engine.forward_backward(inputs, targets, F.cross_entropy)
+        results.append(engine)
+    assert_same(*results)
+
+
+def test_a_user_s_error_is_the_user_s_own(two_places):
+    def fails(output, targets):
+        raise KeyError("mine")
+
+    model, inputs, targets = problem("mlp")
+    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
+        with pytest.raises(KeyError, match="mine") as caught:
+            engine.forward_backward(inputs, targets, fails)
+        assert "sub-step 0 of 2" in caught.value.__notes__[0]
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        assert_gradients(model, plain_step(model, inputs, targets, nn.CrossEntropyLoss())[1])
+
+
+def test_an_interrupt_between_captured_sub_steps_leaves_no_trace(two_places):
+    model, inputs, targets = problem("mlp")
+    count = 0
+
+    def interrupts(output):
+        nonlocal count
+        count += 1
+        if count == 2 * len(two_places):
+            raise KeyboardInterrupt
+        return output
+
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 4, two_places, graphs=True, verify=False) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward_backward(inputs, targets, criterion, return_outputs=interrupts)
+        model.zero_grad()
+        engine.forward_backward(inputs, targets, criterion)
+        assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+
+
+# --- words ---
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compile": True}, "graphs=True and a compiled module"),
+        ({"buffers": "batch"}, 'graphs=True and buffers="batch"'),
+    ],
+)
+def test_what_does_not_go_with_graphs_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        ScatterOnceParallel(
+            build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs=True, **options
+        )
+
+
+def test_no_bool_is_refused():
+    with pytest.raises(TypeError, match="graphs must be True or False, got 'yes'"):
+        ScatterOnceParallel(build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs="yes")
+
+
+def test_a_loss_of_the_whole_batch_is_refused():
+    engine = ScatterOnceParallel(build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs=True)
+    with pytest.raises(ValueError, match="graphs=True captures forward pass, loss and backward"):
+        engine.forward_backward(randn(2, 2), randn(2, 2), F.mse_loss, whole_batch=True)
+
+
+def test_copies_of_an_engine_capture_for_themselves(two_places):
+    model, inputs, targets = problem("mlp")
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
+        engine.forward_backward(inputs, targets, criterion)
+        with copy.deepcopy(engine) as other:
+            other.module.zero_grad()
+            other.forward_backward(inputs, targets, criterion)
+            assert_same(engine, other)

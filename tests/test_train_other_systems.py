@@ -1,0 +1,125 @@
+"""What can be told of Windows and macOS without them: a Python that lacks what they lack.
+
+Every process of a test, those that it starts included, runs without fork, fork servers, the signals
+and modules that POSIX alone has, and the calls that Linux alone has. Folders have spaces and
+backslashes in their names. docs/limits.md says what that does not show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.pictures import needs_timm, write_folder
+
+SECONDS = 600
+WITHOUT = '''
+"""Python itself imports this file in every process."""
+import multiprocessing
+import multiprocessing.context
+import os
+import platform
+import signal
+import sys
+
+MODULES = {missing}
+for name in MODULES:
+    sys.modules[name] = None  # importing them fails
+for holder, names in {{
+    os: ["fork", "forkpty", "sched_getaffinity", "sched_setaffinity",
+         "getloadavg", "O_DIRECTORY", "geteuid", "killpg", "setsid"],
+    signal: ["SIGKILL", "SIGHUP", "SIGQUIT", "SIGCHLD", "SIGUSR1", "SIGALRM", "pthread_sigmask",
+             "pthread_kill", "setitimer", "sigwait"],
+}}.items():
+    for name in names:
+        if hasattr(holder, name):
+            delattr(holder, name)
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+multiprocessing.context._default_context.set_start_method("spawn", force=True)
+platform.libc_ver = lambda *args, **more: ("", "")
+'''
+SYSTEMS = {"Windows": ["fcntl", "resource", "pwd", "grp", "termios"], "Darwin": []}
+
+STEP = """
+import os, sys, torch, scatterpar
+assert not hasattr(os, "fork") and not hasattr(os, "sched_getaffinity")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+x, y = torch.randn(13, 4), torch.randint(3, (13,))
+criterion = torch.nn.CrossEntropyLoss()
+
+def broken(scores, labels):
+    raise KeyboardInterrupt
+
+for devices in (["cpu"] * 2, ["cpu:0", "cpu:1"]):
+    with scatterpar.ScatterOnceParallel(model, 2, devices) as engine:
+        try:
+            engine.forward_backward(x, y, broken)
+        except KeyboardInterrupt:
+            assert model[0].weight.grad is None
+        engine.forward_backward(x, y, criterion)
+        model.zero_grad()
+        engine.eval()
+        assert engine.check(x, y, criterion).passed
+        engine.train()
+print("exact")
+"""
+
+
+@pytest.fixture(params=SYSTEMS)
+def python(request, tmp_path):
+    """Run Python as on another system, in a folder with an unusual name; what it printed."""
+    here = tmp_path / "my programs" / r"back\slash"
+    here.mkdir(parents=True)
+    text = WITHOUT.format(missing=SYSTEMS[request.param])
+    (here / "sitecustomize.py").write_text(text, encoding="utf-8")
+    paths = [here, Path(__file__).parent, Path(__file__).parent.parent]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment |= {"PYTHONUTF8": "0", "PYTHONWARNDEFAULTENCODING": "1"}
+
+    def run(*arguments: str, code: int = 0) -> str:
+        found = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=here,
+            env=environment,
+            timeout=SECONDS,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
+        assert found.returncode == code, found.stdout + found.stderr
+        ours = [line for line in found.stderr.splitlines() if "EncodingWarning" in line]
+        assert not [line for line in ours if "scatterpar" in line], ours
+        return found.stdout
+
+    run.folder = here
+    return run
+
+
+def test_a_step_without_what_posix_alone_has(python):
+    assert python("-c", STEP).endswith("exact\n")
+
+
+@pytest.mark.slow
+def test_the_doctor_and_the_tool(python):
+    words = python("-m", "scatterpar", "doctor", "--json", "what it found.json")
+    assert "fine: the gradient" in words
+    assert (python.folder / "what it found.json").exists()
+    small = ["--model", "helpers.torchrun:Small", "--devices", "cpu:0,cpu:1", "--epochs", "1"]
+    python("-m", "scatterpar", "train", *small, "--out", "a run")
+    python("-m", "scatterpar", "train", *small, "--resume", "--out", "a run")
+    assert (python.folder / "a run" / "checkpoint.pt").exists()
+
+
+@needs_timm
+def test_processes_that_read_pictures_are_spawned(python):
+    write_folder(python.folder / "my pictures", train=24)
+    few = ["--batch", "24", "--model", "cnn", "--epochs", "1", "--accum", "2"]
+    few += ["--devices", "cpu:0,cpu:1", "--image-size", "28", "--out", r"a\run of mine"]
+    python("-m", "scatterpar", "train", "--data", "my pictures", *few)
+    assert (python.folder / r"a\run of mine" / "checkpoint.pt").exists()

@@ -129,14 +129,14 @@ def buffer_of_another_shape(engine, inputs, targets):
 
 
 def no_memory_to_pack(engine, inputs, targets):
-    def pack(*_):
+    def pack(*_, **__):
         raise MemoryError("mine")
 
-    ranks.pack, kept = pack, ranks.pack
+    ranks.Parcels, kept = pack, ranks.Parcels
     try:
         engine.forward_backward(inputs, targets, CRITERION)
     finally:
-        ranks.pack = kept
+        ranks.Parcels = kept
 
 
 PLACES = {

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.buffers import BufferValue, Registry
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
+from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
 from scatterpar.step.markers import Batches, all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result

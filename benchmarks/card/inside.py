@@ -158,15 +158,18 @@ class Inside:
             module = network.module(self.card).eval()
             engine = ScatterOnceParallel(module, 4, [self.card], **each)
             step = partial(engine.forward_backward, work.inputs, work.targets, network.criterion)
-            for _ in range(3):
-                module.zero_grad()
-                step()
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    module.zero_grad()
+                    step()
             gradients.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
             seconds.append(min(timed(step, [self.card]) for _ in range(5)))
             engine.close()
         return {
             "apart": close(*gradients, within=5e-2),
             "step": f"{1e3 * seconds[1]:.1f} ms, and {1e3 * seconds[0]:.1f} without",
+            "warnings": "; ".join(str(each.message) for each in seen) or "none",
         }
 
 

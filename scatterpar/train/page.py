@@ -19,7 +19,6 @@ from scatterpar.train.records import Records
 from scatterpar.train.traffic import PHASES
 
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
-_PAIRS = 12
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -53,7 +52,6 @@ def write_page(
     traffic: str,
 ) -> None:
     """Write the page of a run, beside the curves that it shows."""
-    starts = [record for record in records if record["kind"] == "run"]
     text = _PAGE.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
@@ -62,7 +60,7 @@ def write_page(
         evaluation="" if tested is None else _evaluation(tested, source),
         time=_time(records),
         traffic=escape(traffic),
-        starts=escape(json.dumps(starts, indent=2)),
+        starts=escape(json.dumps([r for r in records if r["kind"] == "run"], indent=2)),
     )
     path.write_text(text, encoding="utf-8")
 
@@ -86,7 +84,7 @@ def _facts(tested: Evaluation | None, records: Records) -> Iterator[str]:
 
 def _evaluation(tested: Evaluation, source: Source) -> str:
     names, wrong = source.class_names, tested.confusion.clone().fill_diagonal_(0).flatten()
-    counts, places = wrong.topk(min(_PAIRS, len(wrong)))
+    counts, places = wrong.topk(min(12, len(wrong)))
     pairs = "; ".join(
         f"{names[place // len(names)]} as {names[place % len(names)]} ({count:,})"
         for count, place in zip(counts.tolist(), places.tolist(), strict=True)

@@ -421,3 +421,25 @@ def test_the_class_of_a_parameter_is_obeyed(devices):
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
         model.weight.__class__ = Doubled
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("name", ["weight", "shift"])
+def test_a_tensor_that_becomes_its_own_conjugate(devices, name):
+    """It lies where it did, in the same storage with the same strides, and means something else."""
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((FEATURES,), 1 + 2j, dtype=torch.complex128))
+            self.register_buffer("shift", torch.full((FEATURES,), 2 - 1j, dtype=torch.complex128))
+
+        def forward(self, inputs):
+            turned = self.weight * inputs + self.shift * self.weight**2
+            return turned.imag + 2 * turned.real
+
+    model = Turns()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for _ in range(3):
+            assert_step(engine, BATCH[0], BATCH[0], nn.MSELoss())
+            tensor = getattr(model, name)
+            tensor.data = tensor.data.conj()

@@ -107,11 +107,11 @@ def interrupted_while_reducing(engine, inputs, targets):
         os.kill(os.getpid(), signal.SIGINT)
         return kept(*args, **kwargs)
 
-    engine_module.reduce_gradients, kept = reduce, engine_module.reduce_gradients
+    engine_module.reduce, kept = reduce, engine_module.reduce
     try:
         engine.forward_backward(inputs, targets, CRITERION)
     finally:
-        engine_module.reduce_gradients = kept
+        engine_module.reduce = kept
 
 
 def leaving(engine, inputs, targets):
@@ -129,14 +129,14 @@ def buffer_of_another_shape(engine, inputs, targets):
 
 
 def no_memory_to_pack(engine, inputs, targets):
-    def pack(*_):
+    def pack(*_, **__):
         raise MemoryError("mine")
 
-    ranks.pack, kept = pack, ranks.pack
+    ranks.Parcels, kept = pack, ranks.Parcels
     try:
         engine.forward_backward(inputs, targets, CRITERION)
     finally:
-        ranks.pack = kept
+        ranks.Parcels = kept
 
 
 PLACES = {

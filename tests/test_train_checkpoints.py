@@ -26,6 +26,7 @@ from scatterpar.train.loop import Batches, Training, train_epoch
 from scatterpar.train.machines import Machines, from_bytes, to_bytes
 from scatterpar.train.models import OnPixels
 from scatterpar.train.run import main
+from scatterpar.train.schedule import foresee
 
 pytestmark = pytest.mark.draws
 
@@ -123,8 +124,10 @@ def toy_training(machines, seed, dropout=0.3):
 
 
 def train_steps(training, number):
-    data, losses = Feed(toy_data()), []
+    losses, batches = [], training.batches
     while True:
+        wanted = foresee(batches, batches.epoch, batches.epoch + 1, 0, 4, training.machines)
+        data = Feed(toy_data(), wanted)
         for report, _ in train_epoch(training, data, nn.CrossEntropyLoss()):
             losses.append(report.loss)
             if len(losses) == number:
@@ -219,7 +222,8 @@ def test_the_latest_checkpoint_is_found_whichever_rank_has_it(tmp_path):
 def shared_evaluation(group):
     machines = Machines(group)
     training = toy_training(machines, seed=1)
-    found = evaluate(training, Feed(toy_data()), 4)
+    wanted = foresee(training.batches, -1, 0, 10, 4, machines)
+    found = evaluate(training, Feed(toy_data(), wanted))
     training.engine.close()
     numbers = [found.images, found.loss, found.top1, found.top5]
     return numbers, found.confusion.tolist(), [list(mistake) for mistake in found.worst]

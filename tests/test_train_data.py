@@ -52,7 +52,7 @@ def test_the_embedded_files_are_the_published_bytes():
 
 def test_the_embedded_data_are_split_and_standardised():
     data = load("embedded")
-    assert (len(data.train), len(data.test), data.classes) == (8192, 1808, 10)
+    assert (len(data.train), len(data.test), len(data.class_names)) == (8192, 1808, 10)
     images = data.standardise(data.train.images)
     assert images.shape == (8192, 1, 28, 28)
     assert images.dtype == torch.float32

@@ -195,15 +195,15 @@ def test_what_it_needs_is_said(tmp_path, capsys):
 
 @needs_torchvision
 @pytest.mark.parametrize("workers", [0, 2])
-def test_other_requests_may_come_than_were_foreseen(tmp_path, workers):
+def test_other_requests_may_come_than_the_first_ones(tmp_path, workers):
     data = open_data(str(write_folder(tmp_path, train=40, test=1)), Reading())
     rows = torch.arange(120)
     first, second = ([Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30))
     with Feed(data, iter(first), workers) as feed:
-        assert feed.batch(TRAIN, first[0].rows).rows.tolist() == rows[:50].tolist()
-        feed.foresee(second)
+        assert feed.take()[1].rows.tolist() == rows[:50].tolist()
+        feed.request(second)
         for request in second:
-            found = feed.batch(TRAIN, request.rows)
+            _, found = feed.take()
             assert found.rows.tolist() == request.rows.tolist()
             assert torch.equal(found.images, data.read(TRAIN, request.rows, 0).images)
 

@@ -10,12 +10,13 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
 from scatterpar.plan import make_plan
-from scatterpar.train.data import Split, UsageError, make_dataset
+from scatterpar.train.data import TEST, Split, UsageError, make_dataset
 from scatterpar.train.evaluation import evaluate
-from scatterpar.train.feed import Feed
+from scatterpar.train.feed import Feed, Request
 from scatterpar.train.loop import Batches, Training, train_epoch
 from scatterpar.train.models import OnPixels
 from scatterpar.train.records import Metrics, draw_curves
+from scatterpar.train.schedule import foresee
 from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
 pytestmark = pytest.mark.draws
@@ -72,7 +73,8 @@ def test_training_is_that_of_a_plain_loop():
     on_pixels = OnPixels(model, data.mean, data.std)
     with ScatterOnceParallel(on_pixels, accum=2, device_ids=VIRTUAL) as engine:
         training = Training(engine, optimizer, scheduler, batches)
-        steps = list(train_epoch(training, Feed(data), criterion))
+        wanted = foresee(batches, 0, 1, 10, 4, training.machines)
+        steps = list(train_epoch(training, Feed(data, wanted), criterion))
     assert [report.loss for report, _ in steps] == pytest.approx(losses, rel=1e-5)
     assert [rate for _, rate in steps] == [0.5] * 3
     assert batches.consumed == 10
@@ -88,7 +90,8 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         training = Training(engine, optimizer, scheduler, Batches(10, 4, 0))
-        found = evaluate(training, Feed(data), 4)
+        wanted = [Request(TEST, rows) for rows in torch.arange(10).split(4)]
+        found = evaluate(training, Feed(data, wanted))
     scores = model(data.standardise(data.test.images))
     assert found.loss == pytest.approx(criterion(scores, data.test.labels).item(), rel=1e-6)
     wrong = (scores.argmax(1) != data.test.labels).nonzero().flatten().tolist()
@@ -117,8 +120,7 @@ def test_replicas_in_the_masters_memory_receive_nothing():
     plan = make_plan(8, [torch.device("cpu")] * 4, accum=2)
     moved = data_parallel_bytes(plan, nn.Linear(2, 3), 0, row_bytes=12)
     assert set(moved.values()) == {0}
-    traffic = Traffic(nn.Linear(2, 3), row_bytes=12)
-    traffic.add(plan, moved)
+    traffic = Traffic.of(plan, moved, nn.Linear(2, 3), row_bytes=12)
     assert "all replicas share one memory" in str(traffic)
 
 
@@ -128,8 +130,7 @@ def test_the_engine_moves_what_one_call_of_data_parallel_moves_apart_from_output
         images, labels = torch.zeros(16, 1, 2, 2), torch.zeros(16, dtype=torch.int64)
         engine.forward_backward(images, labels, nn.CrossEntropyLoss())
         report = engine.last_step
-    traffic = Traffic(model, row_bytes=8)
-    traffic.add(report.plan, report.bytes)
+    traffic = Traffic.of(report.plan, report.bytes, model, row_bytes=8)
     assert traffic.counted["scatter"] == traffic.computed["scatter"] == 16 * (4 * 4 + 8)
     assert traffic.computed["replicate"] == 4 * traffic.counted["replicate"]
     assert traffic.computed["reduce"] == 4 * traffic.counted["reduce"]

@@ -139,8 +139,8 @@ def requests(number=180, batch=70, epochs=2):
 def everything(data, workers):
     found = []
     with Feed(data, iter(requests()), workers=workers) as feed:
-        for request in requests():
-            found.append(feed.batch(request.part, request.rows, request.epoch))
+        for _ in requests():
+            found.append(feed.take()[1])
             if feed._ahead is not None:
                 time.sleep(0.01)
     return found
@@ -171,17 +171,8 @@ def test_the_next_batch_is_read_while_this_one_is_used(folder):
             while not feed._ahead._next.done():  # though nobody waits for it
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            feed.batch(request.part, request.rows, request.epoch)
+            assert torch.equal(feed.take()[0].rows, request.rows)
         assert feed.waited > 0
-
-
-def test_what_was_not_foreseen_is_refused(folder):
-    words = "^3 test images of epoch 0 are wanted, but 70 train images of epoch 0 were foreseen$"
-    with (
-        Feed(open_data(str(folder), Reading()), iter(requests()), workers=1) as feed,
-        pytest.raises(RuntimeError, match=words),
-    ):
-        feed.batch(TEST, torch.arange(3))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -193,10 +184,10 @@ def test_a_broken_picture_names_itself(tmp_path, workers):
         Feed(data, [Request(TRAIN, rows)], workers) as feed,
         pytest.raises(FeedError, match=words),
     ):
-        feed.batch(TRAIN, rows)
+        feed.take()
     with Feed(data, [Request(TRAIN, rows)] * 2, workers, skip_broken=1, warn=[].append) as feed:
         for _ in range(2):
-            found = feed.batch(TRAIN, rows)
+            _, found = feed.take()
         assert found.rows.tolist() == [0, *range(2, 36)]
         assert len(found.images) == len(found.labels) == 35
         assert feed.broken == {str(file): 2}
@@ -224,8 +215,9 @@ def test_whatever_is_no_picture_is_broken(tmp_path, content):
 
 def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
     data, _ = broken_folder(tmp_path)
-    with Feed(data, skip_broken=1, warn=[].append) as feed:
-        found = feed.batch(TRAIN, torch.tensor([1]))
+    wanted = [Request(TRAIN, torch.tensor([1]))]
+    with Feed(data, wanted, skip_broken=1, warn=[].append) as feed:
+        _, found = feed.take()
     assert len(found.labels) == len(found.rows) == 0
 
 
@@ -233,15 +225,14 @@ def test_a_killed_worker_is_said_in_words(folder):
     many = list(foresee(Batches(180, 60, seed=3), 0, 400, 12, 60, Machines()))
     others = multiprocessing.active_children()  # the ranks that other tests use
     with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
-        first = many[0]
-        feed.batch(first.part, first.rows, first.epoch)
+        feed.take()
         workers = set(multiprocessing.active_children()).difference(others)
         assert workers
         for process in workers:
             process.kill()
         words = r"worker process that reads images has ended by itself .*fewer --workers need less"
         with pytest.raises(FeedError, match=words):
-            [feed.batch(request.part, request.rows, request.epoch) for request in many[1:]]
+            [feed.take() for _ in many[1:]]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +257,7 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
         ahead._piece(broken_off())
 
 
-def test_what_is_foreseen_is_what_is_asked_for():
+def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
     batches = Batches(10, 4, seed=0)
     batches.consumed = 4
     rest = {"test_images": 5, "tested_together": 4, "machines": Machines()}
@@ -276,6 +267,7 @@ def test_what_is_foreseen_is_what_is_asked_for():
         *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
         *[(TRAIN, 4, 2), (TRAIN, 4, 2), (TRAIN, 2, 2), (TEST, 4, 0), (TEST, 1, 0)],
     ]
+    assert [r.of for r in found if r.part == TRAIN] == [4, 2, 4, 4, 2, 4, 4, 2]
     assert batches.consumed == 4
     batches.consumed = 20  # stopped between the last step of an epoch and its test
     found = list(foresee(batches, 1, epochs=2, **rest))

@@ -19,10 +19,13 @@ LAUNCHER = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
 STEPS_PER_EPOCH = 8
 
 
-def wait_for_step(out, number, process):
+def wait_for_step(out, number, process, log, attempts):
+    """In the attempt after so many others: until it says so, the file has the steps of those."""
+
     def reached():
         assert process.poll() is None, "it ended before it could be killed"
-        return len(steps(out)) >= number
+        resumed = log.read_text(errors="replace").count("resumed after")
+        return resumed == attempts and len(steps(out)) >= number
 
     wait_until(reached, out.parent)
 
@@ -40,10 +43,9 @@ def run(folder, name, epochs, kills=()):
     launcher = [*LAUNCHER, f"--max-restarts={len(kills)}"]
     tool = [*TOOL, "--epochs", str(epochs), "--out", str(out)]
     with launched(launcher, tool, log) as process:
-        for rank, step in kills:
-            wait_for_step(out, step, process)
+        for attempts, (rank, step) in enumerate(kills):
+            wait_for_step(out, step, process, log, attempts)
             kill_a_rank(process, rank)
-            time.sleep(0.5)  # longer than torchrun takes to see it
         return out, finish(process, log)
 
 

@@ -94,7 +94,7 @@ def send_in_the_second_epoch(process, number, out):
 
 
 def assert_gone(processes):
-    deadline = time.monotonic() + 4.0
+    deadline = time.monotonic() + 15.0
     while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)

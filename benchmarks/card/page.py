@@ -30,6 +30,8 @@ def write_page(
         found = folder / f"{outcome.part.name}.json"
         if outcome.part.name in ("resnet50", "gpt2") and found.exists():
             parts += [f"## {outcome.part.title}", steps_section(json.loads(found.read_text()))]
+        elif outcome.part.name in ("inside", "launching") and found.exists():
+            parts += [f"## {outcome.part.title}", looks_section(json.loads(found.read_text()))]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n")
 
 
@@ -49,6 +51,16 @@ def steps_section(found: Mapping[str, Any]) -> str:
     words.append(table(columns, rows))
     words += [f"- {name}: no part: {why}" for name, why in found["absent"].items()]
     return "\n\n".join(words[:2]) + "\n\n" + "\n".join(words[2:])
+
+
+def looks_section(found: Mapping[str, Mapping[str, object]]) -> str:
+    """What each look found."""
+    rows = [
+        ["" if number else look, what, str(words).replace("|", "\\|")]
+        for look, each in found.items()
+        for number, (what, words) in enumerate(each.items())
+    ]
+    return table(["look", "what", "found"], rows)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

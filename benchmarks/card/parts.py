@@ -84,23 +84,50 @@ def _lock(devices: Sequence[str], folder: Path, small: bool) -> list[str]:
     return ["benchmarks.card.lock", "--out", str(folder / "lock.json"), *["--quick"] * small]
 
 
-# Together less than nine minutes, whatever happens.
+def _on_the_first(module: str) -> _Command:
+    def command(devices: Sequence[str], folder: Path, small: bool) -> list[str]:
+        out = ["--out", str(folder / f"{module}.json")]
+        return [f"benchmarks.card.{module}", "--device", devices[0], *out, *["--small"] * small]
+
+    return command
+
+
+def _assertion(devices: Sequence[str], folder: Path, small: bool) -> list[str]:
+    return ["benchmarks.card.assertion", "--device", devices[0]]
+
+
+# Together at most ten minutes, whatever happens.
 PARTS = (
-    Part("tests", "Tests marked `cuda`", 150, _tests, sums_up=True),
-    Part("doctor", "The doctor", 80, _doctor),
-    Part("resnet50", "ResNet-50", 130, _steps_of("resnet50", 80)),
-    Part("gpt2", "GPT-2 small", 130, _steps_of("gpt2", 80)),
-    Part("lock", "The interpreter's lock", 45, _lock),
+    Part("tests", "Tests marked `cuda`", 130, _tests, sums_up=True),
+    Part("doctor", "The doctor", 60, _doctor),
+    Part("inside", "The first card from inside", 110, _on_the_first("inside")),
+    Part("launching", "Threads that launch", 40, _on_the_first("launching")),
+    Part("assertion", "An assertion on the card", 25, _assertion, sums_up=True),
+    Part("resnet50", "ResNet-50", 100, _steps_of("resnet50", 60)),
+    Part("gpt2", "GPT-2 small", 100, _steps_of("gpt2", 60)),
+    Part("lock", "The interpreter's lock", 35, _lock),
 )
 
 
 def run_part(
-    part: Part, devices: Sequence[str], folder: Path, small: bool, environment: dict[str, str]
+    part: Part,
+    devices: Sequence[str],
+    folder: Path,
+    small: bool,
+    environment: dict[str, str],
+    under: str | None = None,
 ) -> Outcome:
-    """Run it to its end, or end it; what it prints goes to a file of its name."""
-    command = part.command(devices, folder, small)
-    if environment:  # there is a simulated accelerator, which each process has to load
-        command = ["benchmarks.card.simulated", *command]
+    """Run it to its end, or end it; what it prints goes to a file of its name.
+
+    Args:
+        part: which one.
+        devices: one for each replica.
+        folder: for its files.
+        small: tiny sizes.
+        environment: of its process.
+        under: a module that readies the process for what it is given.
+    """
+    command = [*([under] if under else []), *part.command(devices, folder, small)]
     path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
     log = folder / f"{part.name}.txt"
     start = time.monotonic()

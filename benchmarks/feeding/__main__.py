@@ -93,8 +93,8 @@ def timed(source: Source, batches: list[Tensor], workers: int, step: Step | None
 def read(source: Source, batches: list[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     requests = [Request(TRAIN, rows) for rows in batches]
     with Feed(source, requests, workers) as feed:
-        for rows in batches:
-            found = feed.batch(TRAIN, rows)
+        for _ in batches:
+            _, found = feed.take()
             yield found.images, found.labels
 
 

@@ -1,24 +1,22 @@
 """What ranks send each other: gradients with buffers, and outputs for a criterion that sees all.
 
-``Parcel`` is added up, one collective a dtype; ``Shown`` is put side by side. Nothing is pickled.
+``Parcels`` are added up, one collective a dtype; ``Shown`` is put side by side. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
+from scatterpar.replicas.buffers import Buffers, BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
-from scatterpar.torch_private import unflatten
 
-__all__ = ["Parcel", "Shown", "pack", "pooled_over_ranks", "table_of"]
+__all__ = ["Parcels", "Shown", "pooled_over_ranks", "table_of"]
 
 _SUMMED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -28,130 +26,86 @@ _BYTES = torch.uint8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Gradient = tuple[Tensor, Tensor | None]
+_Piece = tuple[torch.dtype, torch.Size, Tensor | None]  # what this rank adds; nothing: zeros
 
 
-class Parcel:
-    """One flat tensor: gradients, a flag for each that says whether it was used, buffers.
+class Parcels:
+    """What this rank adds to the sums of all ranks: one flat tensor a dtype.
 
-    It is made before anything is exchanged, so that what can fail, such as an allocation,
-    fails while the other ranks can still be told.
+    Gradients, in the dtype that they add up in, whether this rank has one or not; a flag for each
+    that says whether it was used; buffers; and a table. They are made before anything is exchanged,
+    so that what can fail, such as an allocation, fails while the other ranks can still be told.
 
     Args:
-        dtype: of the flat tensor.
-        gradients: of that dtype, by their number.
-        buffers: that travel along, by their number.
+        gradients: leaves, and their dense gradients.
+        buffers: that travel along.
+        table: a row of bytes for each rank, of which this one has filled its own.
         first: this is rank 0, whose buffers win.
         mean: floating-point buffers are averaged over the ranks instead.
-        table: a row of bytes for each rank, of which this one has filled its own.
+        wide: gradients add up in this dtype, where their own is narrower.
+
+    Attributes:
+        flats: the flat tensors, in an order that is the same on all ranks.
     """
 
     def __init__(
         self,
-        dtype: torch.dtype,
-        gradients: dict[int, Gradient],
-        buffers: dict[int, BufferValue],
+        gradients: Sequence[Gradient],
+        buffers: Sequence[BufferValue],
+        table: Tensor | None,
+        *,
         first: bool,
         mean: bool,
-        table: Tensor | None = None,
+        wide: torch.dtype | None,
     ) -> None:
-        self._gradients = gradients
-        self._buffers = buffers
-        self._table = table
-        self._mean = mean and dtype != _BYTES and not dtype.is_complex
-        self._first = first
-        values = [self._share(buffer, dtype) for buffer in buffers.values()]
-        values += [] if table is None else [table.flatten()]
-        device = next(iter([*(t for t, _ in gradients.values()), *values])).device
-        sizes = [tensor.numel() for tensor, _ in gradients.values()]
-        self._ends = sum(sizes), sum(sizes) + len(sizes)
-        total = self._ends[1] + sum(value.numel() for value in values)
-        self.flat = torch.zeros(total, dtype=dtype, device=device)
-        grads, flags, rest = self._parts()
-        for view, (_, gradient) in zip(grads.split(sizes), gradients.values(), strict=True):
-            if gradient is not None:
-                view.view(gradient.shape).copy_(gradient.detach())
-        flags.copy_(torch.tensor([gradient is not None for _, gradient in gradients.values()]))
-        for view, value in zip(rest.split([v.numel() for v in values]), values, strict=True):
-            view.copy_(value)
+        self._leaves = [leaf for leaf, _ in gradients]
+        self._buffers = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
+        self._gone = [buffer for buffer in buffers if buffer[2] is None]
+        self._bases = [_base(*buffer) if mean else None for buffer in self._buffers]
+        pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, g) for t, g in gradients]
+        for buffer, base in zip(self._buffers, self._bases, strict=True):
+            share = _share(buffer[2], base)
+            pieces.append((share.dtype, share.shape, share if first or base is not None else None))
+        if gradients:
+            used = torch.tensor([gradient is not None for _, gradient in gradients])
+            pieces.append((pieces[0][0], used.shape, used))
+        if table is not None:
+            pieces.append((table.dtype, table.shape, table))
+        self.flats: list[Tensor] = []
+        self._views = [torch.empty(0)] * len(pieces)
+        tensors = (*self._leaves, *(value for *_, value in self._buffers), table)
+        device = next((tensor.device for tensor in tensors if tensor is not None), None)
+        for dtype in dict.fromkeys(dtype for dtype, *_ in pieces):
+            own = {i: piece for i, piece in enumerate(pieces) if piece[0] == dtype}
+            sizes = [shape.numel() for _, shape, _ in own.values()]
+            self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=device))
+            parts = self.flats[-1].split(sizes)
+            for (i, (_, shape, mine)), part in zip(own.items(), parts, strict=True):
+                self._views[i] = part.view(shape)
+                if mine is not None:
+                    self._views[i].copy_(mine.detach())
 
     def weigh(self, gradients: float, buffers: float) -> None:
-        """Scale this rank's part of the sum, now that the other ranks' parts are known."""
-        grads, _, rest = self._parts()
-        if self._gradients and gradients != 1:
-            grads.mul_(gradients)
-        if self._mean:
-            rest.mul_(buffers)
+        """Scale this rank's part of the sums, now that the other ranks' parts are known."""
+        count = len(self._leaves)
+        pairs = zip(self._views[count:], self._bases, strict=False)
+        averaged = [view for view, base in pairs if base is not None]
+        for views, factor in ((self._views[:count], gradients), (averaged, buffers)):
+            if views and factor != 1:
+                torch._foreach_mul_(views, factor)
 
-    def unpack(self) -> tuple[dict[int, Gradient], dict[int, BufferValue]]:
-        """The gradients and buffers of all ranks, once ``flat`` is the sum."""
-        grads, flags, rest = self._parts()
-        tensors = [tensor for tensor, _ in self._gradients.values()]
-        parts = unflatten(grads, tensors) if tensors else ()
-        found = zip(self._gradients.items(), parts, flags.tolist(), strict=True)
-        gradients = {i: (tensor, part if flag else None) for (i, (tensor, _)), part, flag in found}
-        sizes = [self._size(buffer) for buffer in self._buffers.values()]
-        views = rest[: sum(sizes)].split(sizes) if sizes else ()
-        settled = {
-            i: self._settle(buffer, view)
-            for (i, buffer), view in zip(self._buffers.items(), views, strict=True)
-        }
-        if self._table is not None:
-            self._table.copy_(rest[sum(sizes) :].view(self._table.shape))
-        return gradients, settled
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        used, flagged = self._ends
-        return self.flat[:used], self.flat[used:flagged], self.flat[flagged:]
-
-    def _size(self, buffer: BufferValue) -> int:
-        value = _value(buffer)
-        return value.numel() * (value.element_size() if self.flat.dtype == _BYTES else 1)
-
-    def _share(self, buffer: BufferValue, dtype: torch.dtype) -> Tensor:
-        """What this rank adds to the sum that the buffer comes out of."""
-        value = _value(buffer)
-        if self._mean:
-            base = _base(buffer)
-            return torch.where(value == base, 0, value - base).reshape(-1)
-        flat = _flat_bytes(value) if dtype == _BYTES else value.reshape(-1)
-        return flat if self._first else torch.zeros_like(flat)
-
-    def _settle(self, buffer: BufferValue, total: Tensor) -> BufferValue:
-        value = _value(buffer)
-        if self._mean:
-            total = (_base(buffer) + total.view(value.shape)).to(value.dtype)
-        elif total.dtype != value.dtype:
-            total = total.clone().view(value.dtype)
-        return (*buffer[:2], total.view(value.shape))
-
-
-def pack(
-    gradients: Sequence[Gradient],
-    buffers: Sequence[BufferValue],
-    first: bool,
-    mean: bool,
-    wide: torch.dtype | None,
-    table: Tensor | None,
-) -> list[Parcel]:
-    """One parcel per dtype, in an order that is the same on all ranks.
-
-    Gradients travel in the dtype that they add up in, whether this rank has one or not. What
-    ``table`` gets from the other ranks, it has once all parcels are unpacked.
-    """
-    parts: dict[torch.dtype, tuple[dict[int, Gradient], dict[int, BufferValue]]]
-    parts = defaultdict(lambda: ({}, {}))
-    for i, pair in enumerate(gradients):
-        parts[sum_dtype(pair[0], wide)][0][i] = pair
-    for i, buffer in enumerate(buffers):
-        if buffer[2] is not None:
-            dtype = buffer[2].dtype
-            parts[dtype if dtype in _SUMMED else _BYTES][1][i] = buffer
-    if table is not None:
-        parts[_BYTES]  # may be there for nothing else
-    return [
-        Parcel(dtype, *both, first, mean, table if dtype == _BYTES else None)
-        for dtype, both in parts.items()
-    ]
+    def sums(self) -> tuple[list[Gradient], list[BufferValue], Tensor | None]:
+        """The gradients and buffers of all ranks and the table, once ``flats`` are the sums."""
+        views = iter(self._views)
+        totals = [next(views) for _ in self._leaves]
+        buffers = [
+            (holder, name, _settled(value, base, next(views)))
+            for (holder, name, value), base in zip(self._buffers, self._bases, strict=True)
+        ]
+        flags = next(views).tolist() if totals else []
+        given = [total if flag else None for total, flag in zip(totals, flags, strict=True)]
+        gradients = list(zip(self._leaves, given, strict=True))
+        return gradients, [*buffers, *self._gone], next(views, None)
 
 
 def table_of(layers: Sequence[Layer], rank: int, size: int) -> Tensor | None:
@@ -193,18 +147,31 @@ def _nothing_like(layer: Layer) -> Moments:
     return Moments(0, zeros, zeros)
 
 
-def _value(buffer: BufferValue) -> Tensor:
-    assert buffer[2] is not None, "only buffers that exist are packed"
-    return buffer[2].detach()
+def _share(value: Tensor, base: Tensor | None) -> Tensor:
+    """What a buffer comes out of when all ranks' ones are added up."""
+    if base is not None:
+        return torch.where(value == base, 0, value - base).to(value.dtype)
+    return value if value.dtype in _SUMMED else _flat_bytes(value)
 
 
-def _base(buffer: BufferValue) -> Tensor:
-    """What all ranks count the change of an averaged buffer from.
+def _settled(value: Tensor, base: Tensor | None, total: Tensor) -> Tensor:
+    """The buffer's value after the step."""
+    if base is not None:
+        return (base + total).to(value.dtype)
+    if total.dtype != value.dtype:
+        total = total.clone().view(value.dtype).view(value.shape)
+    return total
+
+
+def _base(holder: Buffers, name: str, value: Tensor) -> Tensor | None:
+    """What all ranks count the change of an averaged buffer from; ``None`` where there is no mean.
 
     From its value before the step, so that what does not change stays as it is to the bit;
     from zero where that is not finite, as in a running minimum that starts at infinity.
     """
-    before = buffer[0][buffer[1]]
+    if value.dtype not in _SUMMED or value.is_complex():
+        return None
+    before = holder[name]
     assert before is not None
     return torch.where(before.isfinite(), before, 0).detach()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
-from scatterpar.machines.parcels import Gradient, Parcel, Shown, pack, pooled_over_ranks, table_of
+from scatterpar.machines.parcels import Parcels, Shown, pooled_over_ranks, table_of
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
@@ -119,22 +119,18 @@ class Ranks:
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        gradients, buffers = list(exchange.dense), list(outcome.buffers)
-        for parcel in exchange.parcels:
-            parcel.weigh(factor, outcome.plan.rows / rows)
-            self._collectives.sum(parcel.flat, f"the sum of all gradients in {parcel.flat.dtype}")
-            found, settled = parcel.unpack()
-            for i, gradient in found.items():
-                gradients[i] = gradient
-            for i, buffer in settled.items():
-                buffers[i] = buffer
+        parcels = exchange.parcels
+        parcels.weigh(factor, outcome.plan.rows / rows)
+        for flat in parcels.flats:
+            self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
+        gradients, buffers, table = parcels.sums()
         gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
         return replace(
             outcome,
             loss=loss,
             gradients=gradients,
             buffers=buffers,
-            layers=pooled_over_ranks(outcome.layers, exchange.table),
+            layers=pooled_over_ranks(outcome.layers, table),
             spread=spread,
         )
 
@@ -144,8 +140,14 @@ class Ranks:
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
         table = table_of(outcome.layers, self.rank, self.size)
-        first = self.rank == 0
-        parcels = pack(dense, outcome.buffers, first, self._mean, self._wide, table)
+        parcels = Parcels(
+            dense,
+            outcome.buffers,
+            table,
+            first=self.rank == 0,
+            mean=self._mean,
+            wide=self._wide,
+        )
         layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
         layout += [
             (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
@@ -153,7 +155,7 @@ class Ranks:
         shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
         seen = None if table is None else table.shape[1]
         text = f"{outcome.is_mean} {len(sparse)} {seen} {';'.join(shapes)}"
-        return _Exchange(dense, sparse, parcels, table, _checksum(text))
+        return _Exchange(parcels, sparse, _checksum(text))
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -214,17 +216,13 @@ class _Exchange:
     """What one step exchanges.
 
     Attributes:
-        dense: tensors and their gradients, which go into the parcels.
+        parcels: the gradients and buffers, and what each rank's batch normalisations have seen.
         sparse: tensors and their gradients, which go by themselves.
-        parcels: the gradients and buffers, one parcel per dtype.
-        table: a row for each rank: what its batch normalisations have seen.
         layout: a checksum of all shapes, small, so that its square is exact.
     """
 
-    dense: list[Gradient]
+    parcels: Parcels
     sparse: list[tuple[Tensor, Tensor]]
-    parcels: list[Parcel]
-    table: Tensor | None
     layout: int
 
 

@@ -31,6 +31,7 @@ from scatterpar.torch_private import current_graph_task
 __all__ = [
     "RUNNING",
     "BufferValue",
+    "Buffers",
     "Layer",
     "Moments",
     "Registered",

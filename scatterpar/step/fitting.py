@@ -8,13 +8,36 @@ from dataclasses import replace
 
 import torch
 
-from scatterpar.devices.memory_search import MemorySearch, is_in_vain, is_out_of_memory
 from scatterpar.plan import Plan
 from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 
-__all__ = ["Fitting"]
+__all__ = ["IN_VAIN", "Fitting", "is_out_of_memory"]
+
+IN_VAIN = "more sub-steps do not help"  # in a note on an error, this ends the search
+
+# What allocators and libraries say in a plain RuntimeError.
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "cudnn_status_alloc_failed",
+    "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",  # its workspace did not fit
+    "unable to find an engine to execute this computation",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, in any of the known forms.
+
+    >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    True
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
 class Fitting:
@@ -38,6 +61,9 @@ class Fitting:
     ) -> Outcome:
         """The outcome with the fewest sub-steps that fit, from those that fitted last on.
 
+        What fitted last is computed without a trial. Where it runs out of memory, the number is
+        doubled until a trial, the first sub-steps alone, fits, then bisected.
+
         Args:
             request: what the user asked for.
             devices: one for each replica.
@@ -45,41 +71,56 @@ class Fitting:
             compute: the outcome of such a plan. What runs out of memory leaves no trace.
             release: gives back memory that nobody uses any more.
         """
-        start, most = self.accum, -(-max(request.sizes) // len(devices))
-        lean, tries = replace(request, keeps_rows=False), []
-
-        def attempt(accum: int) -> Outcome:
-            cut = plan(accum)
-            if self._keeps_rows:
-                try:
-                    return compute(request, cut)
-                except Exception as error:
-                    if not is_out_of_memory(error) or not _rows_are_kept(request, cut):
+        most = -(-max(request.sizes) // len(devices))  # then a sub-step is down to one row
+        lean, retries = replace(request, keeps_rows=False), 0
+        start, failed, fits = self.accum, self.accum - 1, self.accum  # no trial fits yet: 0
+        while True:
+            is_whole = fits == failed + 1
+            number = (failed + fits + 1) // 2 if fits else min(2 * failed, most)
+            cut = plan(number)
+            keeps_rows = is_whole and self._keeps_rows and _has_second_pass(request, cut)
+            try:
+                if is_whole:
+                    outcome = compute(request if keeps_rows else lean, cut)
+                    break
+                compute(lean.as_trial(), cut).attempt.undo()
+                fits = number
+            except Exception as error:
+                if is_out_of_memory(error):
+                    retries += 1
+                    if keeps_rows:
+                        self._keeps_rows = False
+                    if any(IN_VAIN in note for note in getattr(error, "__notes__", ())):
                         raise
-                    self._keeps_rows = False
-                    if is_in_vain(error):
-                        raise
-                    tries.append(accum)
-                    traceback.clear_frames(error.__traceback__)
-                release()
-            return compute(lean, cut)
-
-        search = MemorySearch(
-            most,
-            attempt,
-            trial=lambda accum: compute(lean.as_trial(), plan(accum)).attempt.undo(),
-            release=release,
-        )
-        self.accum, outcome = search.smallest(start)
-        if self.accum != start:
+                    if not keeps_rows:
+                        _require_smaller(error, number, most, retries)
+                        failed, fits = number, 0 if is_whole else fits
+                elif is_whole:
+                    raise
+                else:  # too small for something, as for batch normalisation: the whole will tell
+                    fits = number
+                traceback.clear_frames(error.__traceback__)
+            release()
+        self.accum = number
+        if number != start:
             with outcome.attempt:  # the user may make errors of warnings
                 warn(
                     f'accum="auto": {request.rows} rows with accum={start} ran out of memory; '
-                    f"accum={self.accum} is the smallest that fits, and is kept"
+                    f"accum={number} is the smallest that fits, and is kept"
                 )
-        return replace(outcome, retries=search.retries + len(tries))
+        return replace(outcome, retries=retries)
 
 
-def _rows_are_kept(request: Request, plan: Plan) -> bool:
-    """Whether any rows wait on a device for a second pass."""
+def _require_smaller(error: BaseException, number: int, most: int, retries: int) -> None:
+    """Raise ``error``, in words, where sub-steps cannot be smaller."""
+    if number >= most:
+        error.add_note(
+            f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is one '
+            f"row, and that does not fit ({retries} tries ran out of memory)"
+        )
+        raise error
+
+
+def _has_second_pass(request: Request, plan: Plan) -> bool:
+    """Whether rows wait on a device until they are asked for again."""
     return request.whole_batch and any(len(share.micro_batches) > 1 for share in plan.shares)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import copy_each
-from scatterpar.devices.memory_search import is_out_of_memory
 from scatterpar.replicas.replicas import Replica, Replicas, is_state
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import opened
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull

@@ -15,7 +15,7 @@ from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.compute import warm_up
-from scatterpar.step.markers import batch_sizes, count_rows, has_entries
+from scatterpar.step.markers import batch_sizes, has_entries
 from scatterpar.step.nested import join_rows
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
@@ -32,9 +32,8 @@ def rows_of_one_batch(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int)
     Raises:
         ValueError: as ``count_rows``; several batches.
     """
-    named = {"inputs": inputs, "keyword inputs": kwargs}
-    rows = count_rows(named, dim)
-    if batch_sizes(named, dim, rows) != (rows,):
+    rows, *others = batch_sizes({"inputs": inputs, "keyword inputs": kwargs}, dim)
+    if others:
         raise ValueError(
             "Rows.from_batches is for forward_backward; for inference, call the engine for "
             "each of the batches"

@@ -21,7 +21,6 @@ __all__ = [
     "count_rows",
     "has_entries",
     "has_rows",
-    "row_tensors",
     "sizes_of",
     "transform",
 ]
@@ -178,11 +177,6 @@ def transform(function: Callable[[Any], Any], value: Any) -> Any:
     return nested.transform(one, value)
 
 
-def row_tensors(value: Any) -> list[Tensor]:
-    """Every tensor of ``value`` whose slices are rows, those of several batches too."""
-    return [leaf for leaf in _open(value) if isinstance(leaf, Tensor)]
-
-
 def has_entries(value: Any) -> bool:
     """Whether rows of ``value`` are entries of a list: its ``Rows`` that are no several batches."""
     return any(isinstance(leaf, Rows) for leaf in _open(value))
@@ -256,12 +250,13 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     return rows
 
 
-def batch_sizes(batch: Mapping[str, Any], dim: int, rows: int) -> tuple[int, ...]:
-    """The rows of each of several batches, where the batch is made of them; else just ``rows``.
+def batch_sizes(batch: Mapping[str, Any], dim: int) -> tuple[int, ...]:
+    """The rows of each of several batches, where the batch is made of them; else of the one.
 
     Raises:
-        ValueError: parts of the batch are made of batches of other sizes.
+        ValueError: as ``count_rows``; parts of the batch are made of batches of other sizes.
     """
+    rows = count_rows(batch, dim)
     found: dict[tuple[int, ...], str] = {}
     for name, part in batch.items():
         for leaf in nested.leaves(part):
@@ -357,43 +352,48 @@ def _require_data(name: str, leaf: Any) -> None:
             )
 
 
+def _sequences(value: Any) -> Iterator[Sequence[Any]]:
+    """Every list and tuple of ``value``, the outer ones first."""
+    if isinstance(value, (list, tuple)):
+        yield value
+    elif isinstance(value, Mapping):
+        value = value.values()
+    else:
+        return
+    for item in value:
+        yield from _sequences(item)
+
+
 def _refuse_split_in_silence(name: str, value: Any, dim: int) -> None:
     """What would be split along something else than rows, and nobody would know.
 
     Of a packed sequence the tensors inside, of a list of ``[3, H, W]`` images the channels.
     """
-    if isinstance(value, PackedSequence):
-        raise ValueError(
-            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
-            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
-        )
-    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
-        raise ValueError(
-            f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
-            f"images, which would be split over their 3 channels; pass Rows(images) for one image "
-            f"per row, or a tuple if dimension 0 does hold 3 rows"
-        )
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_split_in_silence(name, item, dim)
+    for one in _sequences(value):
+        if isinstance(one, PackedSequence):
+            raise ValueError(
+                f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+                f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+            )
+        if isinstance(one, list) and one and dim == 0 and all(map(_is_image, one)):
+            raise ValueError(
+                f"{name}: a list of {len(one)} tensors such as {tuple(one[0].shape)} looks like "
+                f"images, which would be split over their 3 channels; pass Rows(images) for one "
+                f"image per row, or a tuple if dimension 0 does hold 3 rows"
+            )
 
 
 def _refuse_texts(name: str, value: Any, rows: int) -> None:
     """As many texts as rows, or as many lists of them, which every replica would get whole."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, list) and len(value) == rows > 1:
-        texts = [text for one in value for text in (one if isinstance(one, list) else [one])]
+    for one in _sequences(value):
+        if not (isinstance(one, list) and len(one) == rows > 1):
+            continue
+        texts = [text for item in one for text in (item if isinstance(item, list) else [item])]
         if texts and all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{name}: a list of {rows} texts, or lists of them, beside {rows} rows would go "
                 f"whole to every replica; pass Rows(texts) for one per row, or Replicated(texts)"
             )
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _refuse_texts(name, item, rows)
 
 
 def _is_image(entry: Any) -> bool:

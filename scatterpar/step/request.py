@@ -18,7 +18,7 @@ from scatterpar.devices.verbs import can_capture, physical
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
-from scatterpar.step.markers import batch_sizes, count_rows
+from scatterpar.step.markers import batch_sizes
 
 __all__ = [
     "Count",
@@ -51,8 +51,8 @@ class Request:
         graphs: the engine's, where sub-steps are captured.
         keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
-        rows: how many the batch has. This and what follows is known once it is ``checked``.
-        sizes: those of each batch, where it is made of several.
+        sizes: the rows of each batch, where it is made of several. This and what follows is known
+            once it is ``checked``.
         scale: the scaler's factor.
     """
 
@@ -70,7 +70,6 @@ class Request:
     graphs: Any = None
     keeps_rows: bool = True
     most: int | None = None
-    rows: int = 0
     sizes: tuple[int, ...] = ()
     scale: float = 1.0
 
@@ -78,6 +77,11 @@ class Request:
     def batch(self) -> tuple[Any, Any]:
         """What is scattered: inputs and targets, where the criterion sees a replica's rows."""
         return self.inputs, None if self.whole_batch else self.targets
+
+    @property
+    def rows(self) -> int:
+        """How many the batch has."""
+        return sum(self.sizes)
 
     @property
     def is_mean(self) -> bool:
@@ -110,8 +114,7 @@ class Request:
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
         batch = {"inputs": self.inputs, "targets": self.targets}
-        rows = count_rows(batch, self.dim)
-        sizes = batch_sizes(batch, self.dim, rows)
+        sizes = batch_sizes(batch, self.dim)
         if self.whole_batch:
             self._require_whole()
             reduction = "sum"  # each share has a part of one loss
@@ -121,7 +124,7 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(self, rows=rows, sizes=sizes, reduction=reduction, scale=scale)
+        return replace(self, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""
@@ -198,7 +201,15 @@ def check_options(
     check_dim(dim)
     if buffers not in ("master", "mean", "batch"):
         raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
-    _check_accumulate_dtype(accumulate_dtype)
+    if accumulate_dtype is None:
+        return
+    if not isinstance(accumulate_dtype, torch.dtype):
+        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
+    if not accumulate_dtype.is_floating_point:
+        raise ValueError(
+            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got "
+            f"{accumulate_dtype}"
+        )
 
 
 def check_graphs(
@@ -227,23 +238,6 @@ def check_graphs(
     for device in devices:
         if not can_capture(device):
             raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
-
-
-def _check_accumulate_dtype(dtype: Any) -> None:
-    """Refuse a dtype that gradients cannot add up in.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: it is not a real floating-point dtype.
-    """
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"accumulate_dtype must be a torch.dtype, got {dtype!r}")
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"accumulate_dtype must be a floating-point dtype such as torch.float32, got {dtype}"
-        )
 
 
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:

@@ -8,7 +8,7 @@ Every worker brings its own rows. What has no rows goes once to each memory, at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,6 @@ __all__ = [
     "own",
     "scatter",
     "take",
-    "together",
 ]
 
 
@@ -101,20 +100,6 @@ def _opened(leaf: Any, *, copy: bool) -> Any:
     if isinstance(leaf, Replicated):
         return nested.transform(_clone, leaf.value) if copy else leaf.value
     return leaf
-
-
-def together(pieces: Sequence[Any], dim: int) -> Any:
-    """The rows of several micro-batches as those of one; what has no rows is the first one's."""
-
-    def one(leaves: list[Any]) -> Any:
-        first = leaves[0]
-        if isinstance(first, Batches):
-            return Batches([together([leaf.entries[0] for leaf in leaves], dim)])
-        if isinstance(first, Rows):
-            return Rows([entry for leaf in leaves for entry in leaf.entries], first.collate)
-        return torch.cat(leaves, dim) if isinstance(first, Tensor) and first.ndim else first
-
-    return pieces[0] if len(pieces) == 1 else nested.merge(one, pieces)
 
 
 def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,14 @@ class Task:
     turn: Turn | None = None
     stash: Stash | None = None
 
+    def rows_of(self, number: int) -> Any:
+        """The inputs and targets of one micro-batch, on the replica's device."""
+        return self.arrival.rows_of(number, keep=self.keeps_rows)
+
+    def in_turn(self) -> contextlib.AbstractContextManager[None]:
+        """For the Python of a forward pass and its loss."""
+        return contextlib.nullcontext() if self.turn is None else self.turn.taken()
+
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
         args, kwargs = as_call(inputs)
@@ -133,7 +142,6 @@ def hand_out(
         copies: the replicas. The criterion of a whole batch is called elsewhere.
         arrivals: bring the rows of each share.
         weights: those of each share's micro-batches.
-        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves.
     """
     seen_twice = request.whole_batch and request.keeps_rows
@@ -156,9 +164,6 @@ def hand_out(
             )
         )
     return tasks
-
-
-Criterion = Callable[[Any, Any], Any]
 
 
 @functools.cache
@@ -191,10 +196,7 @@ class Launched:
             rows: inputs and targets, where they are here already.
         """
         task, output_kept = self._task, None
-        if rows is None:
-            output, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
-        else:
-            output, loss = forward(task, rows)
+        output, loss = forward(task, task.rows_of(number) if rows is None else rows)
         if self._keep:
             output_kept = kept(output, self._keep)
         del output
@@ -265,32 +267,28 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
 
 def loss_at(task: Task, number: int) -> Tensor:
     """The loss of one micro-batch, as ``train`` computes it."""
-    _, loss = forward(task, task.arrival.rows_of(number, keep=task.keeps_rows))
-    return loss
+    return forward(task, task.rows_of(number))[1]
 
 
 def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
-    """The output of one micro-batch of inputs and targets, and its loss, in turn."""
-    if task.turn is None:
-        return _forward(task, *rows)
-    with task.turn.taken():
-        return _forward(task, *rows)
+    """The output of one micro-batch of inputs and targets, and its loss, in turn.
+
+    What the criterion reaches is stashed.
+    """
+    inputs, targets = rows
+    with task.in_turn():
+        output = task.output_of(inputs)
+        del rows, inputs
+        if task.stash is None or not task.takes_turns:
+            return output, loss_of(output, targets, task.criterion)
+        nodes = nodes_of(nested.tensors(output))
+        with task.stash.turn_on(task.share.device):
+            loss = loss_of(output, targets, task.criterion)
+        task.stash.reach(loss, nodes, task.share.replica)
+        return output, loss
 
 
-def _forward(task: Task, inputs: Any, targets: Any) -> tuple[Any, Tensor]:
-    """What the criterion reaches is stashed."""
-    output = task.output_of(inputs)
-    del inputs
-    if task.stash is None or not task.takes_turns:
-        return output, loss_of(output, targets, task.criterion)
-    nodes = nodes_of(nested.tensors(output))
-    with task.stash.turn_on(task.share.device):
-        loss = loss_of(output, targets, task.criterion)
-    task.stash.reach(loss, nodes, task.share.replica)
-    return output, loss
-
-
-def loss_of(output: Any, targets: Any, criterion: Criterion | None) -> Tensor:
+def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Tensor:
     """The loss of one micro-batch, from the criterion or from the module's output."""
     if criterion is not None:
         source = "the criterion"

@@ -21,7 +21,6 @@ same state. With one micro-batch per replica nothing is computed twice. This is 
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,12 +32,12 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.memory_search import IN_VAIN, is_out_of_memory
 from scatterpar.plan import Share
 from scatterpar.replicas.buffers import BufferValue, Registry
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
+from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
 from scatterpar.step.markers import Batches, all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
@@ -146,7 +145,7 @@ class WholeBatch:
     ) -> None:
         self._shares, self._dim, self._lists, self._ledger = shares, dim, lists, ledger
         self._own = [
-            [self._leaf(value, share) for value in values]
+            [nested.transform(partial(self._leaf, share), value) for value in values]
             for values, share in zip(joined, shares, strict=True)
         ]
         spans = [
@@ -198,23 +197,17 @@ class WholeBatch:
     def gradients(self) -> list[list[Tensor | None]]:
         """For each share, the gradients of its outputs, where its replica is."""
         return [
-            [self._sent_back(tensor.grad, share) for tensor in nested.tensors(values)]
+            [self._sent_back(gradient, share) for gradient in _gradients(values)]
             for values, share in zip(self._own, self._shares, strict=True)
         ]
 
-    def _leaf(self, joined: Any, share: Share) -> Any:
-        """A share's outputs in the master's memory, ready to take gradients."""
+    def _leaf(self, share: Share, value: Any) -> Any:
+        """A share's output in the master's memory, ready to take a gradient."""
         master = self._shares[0].device
-
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            here = leaf.detach()
-            if share.device != master:
-                here = self._ledger.copy(here, master, "compute")
-            return here.requires_grad_(leaf.requires_grad)
-
-        return nested.transform(one, joined)
+        if isinstance(value, Tensor) and share.device != master:
+            here = self._ledger.copy(value.detach(), master, "compute")
+            return here.requires_grad_(value.requires_grad)
+        return _leaf(value)
 
     def _joined(self) -> Any:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
@@ -246,9 +239,6 @@ def _no_leaf(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_leaf else value
 
 
-Criterion = Callable[[Any, Any], Any]
-
-
 @dataclass
 class Seen:
     """What the first pass leaves of one share.
@@ -274,7 +264,7 @@ def train_whole(
     request: Request,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
-    criterion: Criterion,
+    criterion: Callable[[Any, Any], Any],
     peers: Peers | None,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
@@ -321,8 +311,8 @@ def train_whole(
 
 def output_at(task: Task, number: int) -> Any:
     """The module's output for one micro-batch."""
-    inputs, _ = task.arrival.rows_of(number, keep=task.keeps_rows)
-    with contextlib.nullcontext() if task.turn is None else task.turn.taken():
+    inputs, _ = task.rows_of(number)
+    with task.in_turn():
         return task.output_of(inputs)
 
 
@@ -344,8 +334,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number):
             states.append(generators.get_state(share.replica))
-            with noted(task.share, number):
-                output = output_at(task, number)
+            output = output_at(task, number)
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -420,11 +409,8 @@ def second_pass(
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     replica = model.replicas[share.replica]
-    state, buffers, moments = (
-        generators.get_state(share.replica),
-        _buffers(replica),
-        dict(replica.seen),
-    )
+    state, buffers = generators.get_state(share.replica), _buffers(replica)
+    moments = dict(replica.seen)
     model.rewind(share.replica)
     changes: list[list[Tensor]] = []
     for number in range(last)[: None if most is None else most - 1]:

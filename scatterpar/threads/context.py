@@ -56,7 +56,7 @@ class Context:
 
     def __init__(self) -> None:
         _tell_of(modes())
-        self.variables = contextvars.copy_context()
+        self._variables = contextvars.copy_context()
         self._streams = verbs.current_streams()
         self._makers: list[Callable[[torch.device], _Entered]] = []
         if torch.is_inference_mode_enabled():
@@ -75,13 +75,15 @@ class Context:
                 _anywhere(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
             )
 
-    @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """The captured context in this thread, on ``device``."""
+    def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
+        """``work()`` in the captured context, in this thread, on ``device``."""
+        return self._variables.copy().run(self._run, device, work)
+
+    def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         with verbs.on(device, self._streams), uncached(), contextlib.ExitStack() as stack:
             for make in self._makers:
                 stack.enter_context(make(device))
-            yield
+            return work()
 
 
 def _anywhere(make: Callable[[], _Entered]) -> Callable[[torch.device], _Entered]:

@@ -26,7 +26,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,33 +35,12 @@ from torch.library import Library
 from scatterpar import torch_private
 from scatterpar.devices.verbs import physical
 
-__all__ = ["Generators", "State", "drawing", "followed"]
+__all__ = ["Generators", "State", "followed"]
 
 _SWITCH = "SCATTERPAR_RANDOM_STREAMS"
 
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
-
-
-@contextlib.contextmanager
-def drawing(make: Callable[[], torch.Generator], *, helpers: bool) -> Iterator[None]:
-    """Let what this thread draws on the CPU come from the generator that ``make`` gives.
-
-    Args:
-        make: makes it where it is needed.
-        helpers: autograd has threads of its own that draw for this one.
-    """
-    if os.environ.get(_SWITCH) == "0":
-        yield
-        return
-    _install_kernels()
-    with _thread_aware_default_generator(), torch_private.switched_on():
-        _thread.generator = make
-        _thread.has_helpers = helpers
-        try:
-            yield
-        finally:
-            del _thread.generator
 
 
 class followed:
@@ -229,15 +207,17 @@ class Generators:
 
     @contextlib.contextmanager
     def _drawing(self, number: int, device: torch.device) -> Iterator[None]:
-        on_cpu = device == _CPU
-        taking_turns = (
-            contextlib.nullcontext() if on_cpu else self._generator(number, device).put_in()
-        )
-        with taking_turns, drawing(partial(self._routed, number), helpers=not on_cpu):
+        with contextlib.ExitStack() as stack:
+            if device != _CPU:
+                stack.enter_context(self._generator(number, device).put_in())
+            if os.environ.get(_SWITCH) != "0":
+                _install_kernels()
+                stack.enter_context(_thread_aware_default_generator())
+                stack.enter_context(torch_private.switched_on())
+                stack.callback(vars(_thread).clear)
+                _thread.generator = lambda: self._generator(number, _CPU).generator
+                _thread.has_helpers = device != _CPU  # threads of autograd's own draw for this one
             yield
-
-    def _routed(self, number: int) -> torch.Generator:
-        return self._generator(number, _CPU).generator
 
     def seed_of_criterion(self) -> int:
         """What the first process gives the others, so that their criteria draw alike."""

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,56 +29,34 @@ from scatterpar.devices import verbs
 from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.torch_private import renew_engine
 
-__all__ = ["Call", "Cancelled", "Job", "Queue", "Workers", "note", "serve", "shut_down", "wake"]
+__all__ = ["Cancelled", "Job", "Workers", "note"]
 
 _Task = Callable[[], object]
-Queue = SimpleQueue[_Task | None]
+_Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1 if _FREE_THREADED else None
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
-def serve(queue: Queue, budget: int, ready: threading.Barrier) -> None:
+def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     """Run the tasks of ``queue``, each with ``budget`` intra-op threads."""
     torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
     torch.set_num_threads(budget)
     ready.wait()
     del ready
-    while (task := _next(queue)) is not None:
+    while True:
+        try:
+            task = queue.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            continue
+        if task is None:
+            return
         task()
         del task
 
 
-def _next(queue: Queue) -> _Task | None:
-    while True:
-        try:
-            return queue.get(timeout=_IDLE_SECONDS)
-        except Empty:
-            pass
-
-
-def wake(queues: Sequence[Queue]) -> Callable[[float], None]:
-    """Let the threads of ``queues``, which are idle, free what others have dropped.
-
-    Returns:
-        Waits until they have, or for so many seconds: one may have died.
-    """
-    if not (queues and _FREE_THREADED):
-        return lambda _: None
-    awake = threading.Semaphore(0)
-    for queue in queues:
-        queue.put(awake.release)
-
-    def wait(seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for _ in queues:
-            awake.acquire(timeout=max(0.0, deadline - time.monotonic()))
-
-    return wait
-
-
-def shut_down(queues: Sequence[Queue], threads: Sequence[threading.Thread], pid: int) -> None:
+def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pid: int) -> None:
     """End the threads of ``queues`` and wait for them, if they are this process's."""
     if os.getpid() != pid:  # a forked child has none of these threads
         return
@@ -92,47 +71,19 @@ def shut_down(queues: Sequence[Queue], threads: Sequence[threading.Thread], pid:
 _HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
 
 
-class Call:
+@dataclass
+class _Call:
     """One replica's part of a job, and what became of it.
 
     The caller goes on perhaps before the thread that ran it lets go of it: what it leads to is
     taken out of it by then.
     """
 
-    def __init__(
-        self,
-        module: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        context: Context,
-    ) -> None:
-        self.device = device
-        self._work = (module, args, kwargs)
-        self._context = context
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.ended = False
-
-    def run(self) -> None:
-        """Compute the result or the error; never raises."""
-        context = self._context
-        del self._context
-        try:
-            self.result = context.variables.copy().run(self._in_context, context)
-        except BaseException as error:
-            self.error = error
-
-    def take(self) -> Any:
-        """The result, which nobody else has then."""
-        result, self.result = self.result, None
-        return result
-
-    def _in_context(self, context: Context) -> Any:
-        module, args, kwargs = self._work
-        del self._work
-        with context.entered(self.device):
-            return module(*args, **kwargs)
+    device: torch.device
+    work: Callable[[], Any] | None
+    result: Any = None
+    error: BaseException | None = None
+    ended: bool = False
 
 
 class Job:
@@ -155,12 +106,16 @@ class Job:
         self._unfinished = count
         self._counting = threading.Lock()
 
-    def run(self, number: int, call: Call) -> None:
-        """Run ``call``, the one with this ``number``, when it is its turn."""
-        if self._may_start(number):
-            call.run()
-        if call.error is not None:
-            self.cancel.set()
+    def run(self, number: int, call: _Call) -> None:
+        """Run ``call``, the one with this ``number``, when it is its turn; never raises."""
+        work, call.work = call.work, None
+        if work is not None and self._may_start(number):
+            try:
+                call.result = work()
+            except BaseException as error:
+                call.error = error
+                self.cancel.set()
+        del work
         self._turns.release()
         with self._counting:
             call.ended = True
@@ -213,12 +168,12 @@ class Workers:
         self._pid = os.getpid()
         self._closed = False
         self._failed = False  # the last job: then what its error held is to be let go of
-        self._woken = wake([])  # at its end, to let go of what it held
         self.interrupts = Interrupts()
         self.abandoned = False
-        self._queues: list[Queue] = []
+        self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
+        self._woken = self._wake()  # at a job's end, to let go of what it held
 
     def parallel_apply(
         self,
@@ -258,16 +213,12 @@ class Workers:
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
         calls = [
-            Call(module, args, kwargs, device, context)
+            _Call(device, partial(context.run, device, partial(module, *args, **kwargs)))
             for module, args, kwargs, device in zip(
                 modules, inputs, kwargs_tup, devices, strict=True
             )
         ]
-        try:
-            self._dispatch(calls, cancel or threading.Event())
-            return [call.take() for call in calls]
-        finally:
-            del calls  # an error's traceback holds this frame, and a call holds its error
+        return self._dispatch(calls, cancel or threading.Event())
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Interrupts]:
@@ -290,7 +241,7 @@ class Workers:
                 )
             try:
                 self.interrupts = interrupts
-                self._woken(_LOOK_SECONDS)
+                self._woken()
                 if self._failed:
                     self._let_go()
                 self._failed = True
@@ -307,14 +258,28 @@ class Workers:
 
     def _let_go(self) -> None:
         """Wait until what the workers made, and others have dropped, is freed."""
-        self._wake()(_LOOK_SECONDS)
-        self._wake()(_LOOK_SECONDS)  # what one of them freed may have held what another made
+        self._wake()()
+        self._wake()()  # what one of them freed may have held what another made
 
-    def _wake(self) -> Callable[[float], None]:
-        """Let the workers, which are idle, free what others have dropped; to be waited for."""
+    def _wake(self) -> Callable[[], None]:
+        """Let the workers, which are idle, free what others have dropped.
+
+        Returns:
+            Waits until they have, though not for long: one may have died.
+        """
+        awake, queues = threading.Semaphore(0), list[_Queue]()
         with self._posting:
-            there = self._stop is not None and self._stop.alive and not self._closed
-            return wake(self._queues if there else [])
+            if _FREE_THREADED and self._stop is not None and self._stop.alive and not self._closed:
+                queues = self._queues
+            for queue in queues:
+                queue.put(awake.release)
+
+        def wait() -> None:
+            deadline = time.monotonic() + _LOOK_SECONDS
+            for _ in queues:
+                awake.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+        return wait
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -327,10 +292,10 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, calls: list[Call], cancel: threading.Event) -> None:
+    def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> list[Any]:
         devices = [call.device for call in calls]
         job = Job(len(calls), verbs.at_once(devices), cancel)
-        by_thread: dict[int, list[Call]] = {}
+        by_thread: dict[int, list[_Call]] = {}
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
@@ -341,10 +306,11 @@ class Workers:
                 queues[thread].put(partial(job.run, i, call))
         try:
             self._wait(job, by_thread)
+            results = [call.result for call in calls]
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         finally:
             for call in calls:
-                call.error = None  # its traceback leads back to the call, and to activations
+                call.result = call.error = None  # a traceback leads here, and to activations
         errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
@@ -352,10 +318,11 @@ class Workers:
                     note(errors[0][1], f"replica {i} failed too: {_described(error)}")
             if errors:
                 raise errors[0][1]
+            return results
         finally:
-            del errors
+            del errors, results
 
-    def _wait(self, job: Job, by_thread: dict[int, list[Call]]) -> None:
+    def _wait(self, job: Job, by_thread: dict[int, list[_Call]]) -> None:
         interrupt: BaseException | None = None
         lost: list[str] = []
         while not job.done and not lost:
@@ -385,7 +352,7 @@ class Workers:
                 f"thread from outside; nothing was changed, and the next step starts new workers"
             )
 
-    def _lost(self, job: Job, by_thread: dict[int, list[Call]]) -> list[str]:
+    def _lost(self, job: Job, by_thread: dict[int, list[_Call]]) -> list[str]:
         """Threads that have died before they were through, once nobody else is at work.
 
         Nothing of ours ends them; an exception that is set from outside does.
@@ -403,7 +370,7 @@ class Workers:
             queue.put(None)
         self._stop, self._queues = None, []
 
-    def _started(self) -> list[Queue]:
+    def _started(self) -> list[_Queue]:
         if self._stop is not None and self._stop.alive:
             if all(thread.is_alive() for thread in self._threads):
                 return self._queues
@@ -415,7 +382,7 @@ class Workers:
         ready = threading.Barrier(self.count + 1)
         self._threads = threads = [
             threading.Thread(
-                target=serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
+                target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
             )
             for i, queue in enumerate(self._queues)
         ]
@@ -423,7 +390,7 @@ class Workers:
             contextvars.Context().run(thread.start)  # a worker would keep the caller's variables
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
-        self._stop = weakref.finalize(self, shut_down, self._queues, threads, os.getpid())
+        self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
         return self._queues
 
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,26 +59,29 @@ class Images(NamedTuple):
     broken: Sequence[Broken] = ()
 
 
-class Source(Protocol):
+@dataclass
+class Source:
     """Images to train and to test on; `mean` and `std` are those of their pixels, per channel."""
 
     name: str
+    train: Sized
+    test: Sized
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     mean: Tensor
     std: Tensor
-    in_memory: bool
-
-    @property
-    def train(self) -> Sized:
-        """What there is to train on."""
-
-    @property
-    def test(self) -> Sized:
-        """What there is to test on."""
+    in_memory: ClassVar[bool] = False
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
         """Return rows of a part, `TRAIN` or `TEST`, as they are in an epoch."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.image_shape))
+        return (
+            f"{self.name}: {len(self.train):,} images to train on, {len(self.test):,} to test, "
+            f"{len(self.class_names)} classes, {'' if self.in_memory else 'brought to '}{shape}"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,12 @@ class Split:
         return len(self.labels)
 
 
-@dataclass
-class Dataset:
+class Dataset(Source):
     """Images and labels to train and to test on, in memory."""
 
-    name: str
     train: Split
     test: Split
-    class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]
-    mean: Tensor
-    std: Tensor
-    in_memory: bool = True
-
-    @property
-    def classes(self) -> int:
-        """The number of classes."""
-        return len(self.class_names)
+    in_memory = True
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
         """Return rows of a part; they are the same in every epoch."""
@@ -124,13 +116,6 @@ class Dataset:
         [-1.0, 1.0]
         """
         return (images - self.mean[:, None, None]) / self.std[:, None, None]
-
-    def __str__(self) -> str:
-        shape = " x ".join(str(size) for size in self.image_shape)
-        return (
-            f"{self.name}: {len(self.train):,} images to train on, {len(self.test):,} to test, "
-            f"{self.classes} classes, {shape}"
-        )
 
 
 def load(source: str) -> Dataset:

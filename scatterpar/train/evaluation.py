@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.data import TEST, Images
+from scatterpar.train.data import Images
 from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Training
-from scatterpar.train.machines import Machines
 
 _WORST = 24  # mistakes that are kept
 
@@ -52,33 +51,25 @@ class Evaluation:
     worst: list[Mistake]
 
 
-def rows_to_test(count: int, batch: int, machines: Machines) -> Iterator[Tensor]:
-    """Yield the rows that this rank tests, batch by batch: int64."""
-    mine = machines.share(torch.arange(count))
-    yield from torch.split(mine, -(-batch // machines.size)) if len(mine) else ()
-
-
-def scored(
-    engine: ScatterOnceParallel, feed: Feed, batches: Iterable[Tensor]
-) -> Iterator[tuple[Images, Tensor]]:
-    """Yield the images of each batch that can be read, and their scores: float32, on the host."""
+def scored(engine: ScatterOnceParallel, feed: Feed, rows: int) -> Iterator[tuple[Images, Tensor]]:
+    """Yield the images among the next rows that can be read; and their scores, on the host."""
     classes = len(feed.source.class_names)
-    for rows in batches:
-        found = feed.batch(TEST, rows)
+    while rows:
+        request, found = feed.take()
+        rows -= len(request.rows)
         if len(found.labels):
             yield found, engine(found.images).float().cpu()[:, :classes]
 
 
 @torch.no_grad()
 def evaluate(
-    training: Training, feed: Feed, batch: int, between: Callable[[], None] = lambda: None
+    training: Training, feed: Feed, between: Callable[[], None] = lambda: None
 ) -> Evaluation:
     """Test the model, or the average of its weights where that is kept; each rank its part.
 
     Args:
         training: has the model.
-        feed: has the images.
-        batch: how many of them are tested at once.
+        feed: has the images; this rank's part of the test comes next.
         between: called after each batch.
     """
     classes, machines = len(feed.source.class_names), training.machines
@@ -86,9 +77,9 @@ def evaluate(
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     worst: list[list[float]] = []
     training.engine.eval()
-    batches = rows_to_test(len(feed.source.test), batch, machines)
+    rows = len(machines.share(torch.arange(len(feed.source.test))))
     with averaged(training.engine.module, training.average), training.precision():
-        for found, scores in scored(training.engine, feed, batches):
+        for found, scores in scored(training.engine, feed, rows):
             losses = F.cross_entropy(scores, found.labels, reduction="none")
             best = scores.topk(min(5, classes)).indices
             loss += float(losses.double().sum())

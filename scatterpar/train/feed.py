@@ -5,8 +5,8 @@ which keeps a few of them in flight per worker and hands them over in order; one
 the next batch together from them. So there are in memory, whatever the number of workers: the
 batch that the engine has, the next one, and some pieces.
 
-What will be wanted is known beforehand (`foreseen`), over the ends of epochs too: there is one
-set of workers and one stream for training and testing, which never runs dry in between. The number
+What is wanted is one stream of requests, over the ends of epochs too, for training and testing:
+the workers never run dry in between, and whoever trains or tests takes what comes. The number
 of images that were used is all there is to a resume, with any number of workers and machines.
 (torchdata's StatefulDataLoader refuses another number of workers when it goes on.)
 """
@@ -48,27 +48,25 @@ class FeedError(UsageError):
 
 @dataclass(frozen=True)
 class Request:
-    """Rows of a part that are wanted together, as they are in an epoch."""
+    """Rows of a part that are wanted together, as they are in an epoch; of all ranks' so many."""
 
     part: str
     rows: Tensor
     epoch: int = 0
+    of: int = 0
 
     def pieces(self) -> Iterator[_Piece]:
         """Cut it."""
-        for rows in torch.split(self.rows, PIECE):
-            yield self.part, rows.tolist(), self.epoch
-
-    def __str__(self) -> str:
-        return f"{len(self.rows)} {self.part} images of epoch {self.epoch}"
+        for start in range(0, len(self.rows), PIECE):
+            yield self.part, self.rows[start : start + PIECE].tolist(), self.epoch
 
 
 class Feed:
-    """Hands out what is wanted in the order that was foreseen, and times how long that takes.
+    """Hands out what was requested, in order, and times how long that takes.
 
     Args:
         source: what is read.
-        foreseen: the requests to come, in order; needed with workers.
+        requests: the first ones; workers start when there are some.
         workers: processes that read; 0: this one reads, when it is asked.
         skip_broken: how many images may be left out that cannot be read.
         warn: called with a line for each image that is left out for the first time.
@@ -82,7 +80,7 @@ class Feed:
     def __init__(
         self,
         source: Source,
-        foreseen: Iterable[Request] = (),
+        requests: Iterable[Request] = (),
         workers: int = 0,
         skip_broken: int = 0,
         warn: Callable[[str], object] = print,
@@ -94,29 +92,30 @@ class Feed:
         self._warn = warn
         self._workers = workers
         self._ahead: _Ahead | None = None
-        self.foresee(foreseen)
+        self.request(requests)
 
-    def foresee(self, foreseen: Iterable[Request]) -> None:
-        """Let other requests come from here on; what was read ahead is dropped."""
+    def request(self, requests: Iterable[Request]) -> None:
+        """Let these come from here on; what was read ahead is dropped."""
         self.close()
-        if self._workers:
-            self._ahead = _Ahead(self.source, foreseen, self._workers)
+        self._ahead = None
+        if self._workers and requests:
+            self._ahead = _Ahead(self.source, requests, self._workers)
+        self._coming = self._ahead or ((request, self._read(request)) for request in requests)
 
-    def batch(self, part: str, rows: Tensor, epoch: int = 0) -> Images:
-        """Return rows of a part as they are in an epoch, without those that are broken.
+    def take(self) -> tuple[Request, Images]:
+        """Return the next request, and its images without those that are broken.
 
         Raises:
             FeedError: an image cannot be read, or a worker has ended by itself.
         """
         start = time.perf_counter()
-        wanted = Request(part, rows, epoch)
-        found = self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
+        request, found = next(self._coming)
         seconds = time.perf_counter() - start
         self.started = self.started if self.waited else seconds
         self.waited += seconds
         for problem in found.broken:
             self._leave_out(problem)
-        return found
+        return request, found
 
     def close(self) -> None:
         """End the workers."""
@@ -129,10 +128,10 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, wanted: Request) -> Images:
+    def _read(self, request: Request) -> Images:
         if self.source.in_memory:
-            return self.source.read(wanted.part, wanted.rows, wanted.epoch)
-        return _joined(map(_Pieces(self.source).__getitem__, wanted.pieces()), len(wanted.rows))
+            return self.source.read(request.part, request.rows, request.epoch)
+        return _joined(map(_Pieces(self.source).__getitem__, request.pieces()), len(request.rows))
 
     def _leave_out(self, problem: Broken) -> None:
         said = f"{problem.name} cannot be read as an image: {problem.reason}"
@@ -146,25 +145,22 @@ class Feed:
         self.broken[problem.name] += 1
 
 
-class _Ahead:
-    """The stream of what was foreseen: workers read pieces, a thread joins the next batch."""
+class _Ahead(Iterator[tuple[Request, Images]]):
+    """The stream of what was requested: workers read pieces, a thread joins the next batch."""
 
-    def __init__(self, source: Source, foreseen: Iterable[Request], workers: int) -> None:
-        requests, cut = tee(foreseen)
+    def __init__(self, source: Source, wanted: Iterable[Request], workers: int) -> None:
+        requests, cut = tee(wanted)
         pieces = (piece for request in cut for piece in request.pieces())
         self._loader, self._alive = _loader(_Pieces(source), pieces, workers)
         self._batches = self._assembled(requests)
         self._closed = False
         self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
-        self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
+        self._next = self._assembler.submit(next, self._batches)
 
-    def take(self, wanted: Request) -> Images:
-        """Return the next batch, which must be the one foreseen, and begin with the one after."""
-        foreseen, found = self._next.result()
-        same = str(foreseen) == str(wanted)
-        if foreseen is None or not (same and torch.equal(foreseen.rows, wanted.rows)):
-            raise RuntimeError(f"{wanted} are wanted, but {foreseen or 'no more'} were foreseen")
-        self._next = self._assembler.submit(next, self._batches, (None, NOTHING))
+    def __next__(self) -> tuple[Request, Images]:
+        """Return the next batch, and begin with the one after."""
+        found = self._next.result()
+        self._next = self._assembler.submit(next, self._batches)
         return found
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from scatterpar import ScatterOnceParallel, StepReport
-from scatterpar.train.data import TRAIN
 from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
 from scatterpar.train.random_state import seed_of
@@ -144,33 +143,24 @@ def train_epoch(
     """Train to the end of the epoch; yield each step's report and learning rate once it is done."""
     batches, epoch = training.batches, training.batches.epoch
     training.engine.train()
-    for rows in batches.rest_of_epoch():
-        images, labels = _share(training.machines, rows, feed, epoch)
+    while batches.epoch == epoch:
+        request, found = feed.take()
+        images, labels = found.images, found.labels
+        if not len(labels):
+            # A rank takes part in every step: one without images (fewer rows than ranks, or all
+            # of them broken) passes a black one, whose label the criterion ignores.
+            images = torch.zeros(1, *feed.source.image_shape, dtype=torch.uint8)
+            labels = torch.tensor([IGNORED_LABEL])
         training.optimizer.zero_grad()
         with training.precision():
             training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
         _update(training)
         rate = training.optimizer.param_groups[0]["lr"]
-        batches.consumed += len(rows)
+        batches.consumed += request.of
         training.scheduler.step()
         report = training.engine.last_step
         assert report is not None, "a step was made"
         yield report, rate
-
-
-def _share(machines: Machines, rows: Tensor, feed: Feed, epoch: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's images and labels of a batch.
-
-    A rank takes part in every step: one without images (fewer rows than ranks, or all of them
-    broken) passes one that is black, whose label the criterion ignores: it adds nothing.
-    """
-    mine = machines.share(rows)
-    if len(mine):
-        found = feed.batch(TRAIN, mine, epoch)
-        if len(found.labels):
-            return found.images, found.labels
-    black = torch.zeros(1, *feed.source.image_shape, dtype=torch.uint8)
-    return black, torch.tensor([IGNORED_LABEL])
 
 
 def _update(training: Training) -> None:

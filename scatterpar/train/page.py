@@ -16,11 +16,9 @@ from torch import Tensor
 from scatterpar.train.data import TEST, Source
 from scatterpar.train.evaluation import Evaluation
 from scatterpar.train.records import Records
-from scatterpar.train.traffic import PHASES, Traffic
+from scatterpar.train.traffic import PHASES
 
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
-_PAIRS = 12
-_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#bbbbbb")  # Paul Tol's bright
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -31,7 +29,6 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 .facts, .mistakes { display: flex; flex-wrap: wrap; gap: 1rem 2rem }
 .facts div { display: flex; flex-direction: column } .facts b { font-size: 1.6rem }
 figure { margin: 0; width: 6.6rem; font-size: 12px } figure img { width: 96px }
-.bar { display: flex; height: 1.6rem } .key i { display: inline-block; width: .8rem; height: .8rem }
 img { max-width: 100%; background: white } pre { overflow-x: auto; font-size: 12px }
 </style></head><body>
 <h1>$title</h1> <p>$subtitle</p> <div class="facts">$facts</div>
@@ -52,10 +49,9 @@ def write_page(
     tested: Evaluation | None,
     source: Source,
     records: Records,
-    traffic: Traffic,
+    traffic: str,
 ) -> None:
     """Write the page of a run, beside the curves that it shows."""
-    starts = [record for record in records if record["kind"] == "run"]
     text = _PAGE.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
@@ -63,8 +59,8 @@ def write_page(
         curves=_embedded(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
         time=_time(records),
-        traffic=escape(str(traffic)),
-        starts=escape(json.dumps(starts, indent=2)),
+        traffic=escape(traffic),
+        starts=escape(json.dumps([r for r in records if r["kind"] == "run"], indent=2)),
     )
     path.write_text(text, encoding="utf-8")
 
@@ -88,7 +84,7 @@ def _facts(tested: Evaluation | None, records: Records) -> Iterator[str]:
 
 def _evaluation(tested: Evaluation, source: Source) -> str:
     names, wrong = source.class_names, tested.confusion.clone().fill_diagonal_(0).flatten()
-    counts, places = wrong.topk(min(_PAIRS, len(wrong)))
+    counts, places = wrong.topk(min(12, len(wrong)))
     pairs = "; ".join(
         f"{names[place // len(names)]} as {names[place % len(names)]} ({count:,})"
         for count, place in zip(counts.tolist(), places.tolist(), strict=True)
@@ -139,7 +135,7 @@ def _embedded(content: bytes) -> str:
 
 
 def _time(records: Records) -> str:
-    """Draw where the time of finished epochs went, tests apart."""
+    """Show where the time of finished epochs went, tests apart."""
     epochs = [r for r in records if r["kind"] == "epoch"]
     last = max((r["step"] for r in epochs), default=0)
     steps = [r for r in records if r["kind"] == "step" and r["step"] <= last]
@@ -147,9 +143,7 @@ def _time(records: Records) -> str:
     parts["waiting for images"] = sum(r["seconds_waited"] for r in epochs)
     whole = sum(r["seconds"] for r in epochs)
     parts["optimizer and the rest"] = max(0.0, whole - sum(parts.values()))
-    bar = key = ""
-    for (name, seconds), colour in zip(parts.items(), _COLOURS, strict=True):
-        share = f"{seconds / (whole or 1):.1%}"
-        bar += f"<div style='width:{share};background:{colour}'></div>"
-        key += f"<i style='background:{colour}'></i> {name} {seconds:.1f} s ({share}) &ensp; "
-    return f"<div class='bar'>{bar}</div><p class='key'>{key}</p>"
+    return "".join(
+        f"<div><meter value='{share:.3f}'></meter> {name} {share * whole:.1f} s ({share:.1%})</div>"
+        for name, share in ((name, seconds / (whole or 1)) for name, seconds in parts.items())
+    )

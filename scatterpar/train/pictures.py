@@ -198,7 +198,7 @@ Pictures = Files | LibrarySet
 _Parts = tuple[Pictures, Pictures, tuple[str, ...]]
 
 
-class PictureData:
+class PictureData(Source):
     """Pictures to train and to test on; each reading decodes them anew.
 
     What is random about an image is decided by the seed, the epoch and its row alone. So it is
@@ -206,18 +206,15 @@ class PictureData:
     images with each other is decided by the first row of what is read together.)
     """
 
+    train: Pictures
+    test: Pictures
+
     def __init__(
         self, name: str, train: Pictures, test: Pictures, classes: tuple[str, ...], how: Reading
     ) -> None:
-        self.name = name
-        self.train = train
-        self.test = test
-        self.class_names = classes
         size = how.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
-        self.image_shape = (3, size, size)
-        self.mean = torch.tensor(IMAGENET_MEAN)
-        self.std = torch.tensor(IMAGENET_STD)
-        self.in_memory = False
+        statistics = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
+        super().__init__(name, train, test, classes, (3, size, size), *statistics)
         self.seed = how.seed
         self._how = size, how, len(classes)
         _transforms(*self._how)  # to say at once what is missing
@@ -249,13 +246,6 @@ class PictureData:
                 mixed, targets = mix(stacked.float(), targets)
                 stacked = mixed.round_().to(torch.uint8)
         return Images(stacked, targets, torch.tensor(numbers), broken)
-
-    def __str__(self) -> str:
-        size = self.image_shape[1]
-        return (
-            f"{self.name}: {len(self.train):,} images to train on, {len(self.test):,} to test, "
-            f"{len(self.class_names)} classes, brought to 3 x {size} x {size}"
-        )
 
 
 def open_data(name: str, reading: Reading) -> Source:

@@ -84,8 +84,7 @@ def predict(wanted: Wanted) -> None:
     data = PictureData("", files, files, classes, Reading(int(size), augment="none"))
     default = None if torch.accelerator.is_available() else "cpu"
     devices = choose_devices(wanted.devices or default)
-    batches = torch.arange(len(files)).split(wanted.batch)
-    coming = [Request(TEST, rows) for rows in batches]
+    coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(wanted.batch))
     workers = default_workers() if wanted.workers is None else wanted.workers
     reads = (OneChannel(model) if channels == 1 else model).to(devices[0]).eval()
     size = wanted.micro_batch_size
@@ -99,7 +98,7 @@ def predict(wanted: Wanted) -> None:
         writer = csv.writer(file, lineterminator="\n")
         numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
         writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
-        for found, scores in scored(engine, feed, batches):
+        for found, scores in scored(engine, feed, len(files)):
             best = scores.softmax(1).topk(top)
             for row, values, places in zip(
                 found.rows.tolist(), *map(Tensor.tolist, best), strict=True

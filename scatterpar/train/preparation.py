@@ -18,7 +18,6 @@ from scatterpar import (
     zero_init_residual,
 )
 from scatterpar.train.data import TRAIN, Source, UsageError, words_of
-from scatterpar.train.feed import Feed
 from scatterpar.train.loop import Batches, Training
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels, build_model, initialise
@@ -174,7 +173,7 @@ def check_gradients(
     rows = machines.share(batches.order(0)[: batches.batch])
     if machines.is_first:
         print(f"checking the gradients of the first {len(rows):,} images ...", flush=True)
-    found = Feed(source).batch(TRAIN, rows)
+    found = source.read(TRAIN, rows, 0)
     twin = copy.deepcopy(training.engine.module).double().eval()
     with ScatterOnceParallel(
         twin, options.accum or 1, devices, micro_batch_size=options.micro_batch_size

@@ -7,7 +7,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -29,7 +30,7 @@ from scatterpar.train.checkpoint import (
 )
 from scatterpar.train.data import Source, UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
-from scatterpar.train.feed import Feed, FeedError, Request, check_data, default_workers
+from scatterpar.train.feed import Feed, FeedError, check_data, default_workers
 from scatterpar.train.loop import Stopped, Stopping, Training, train_epoch
 from scatterpar.train.machines import (
     choose_devices,
@@ -88,10 +89,9 @@ def run(options: Options) -> int:
             training, growth = prepare(engine, model, source, options, machines)
             progress = _resume(training, options)
             path = options.folder / "metrics.jsonl" if machines.is_first else None
-            coming = _what_comes(training, source, options, progress)
             with (
                 Metrics(path, kept=progress.step) as metrics,
-                Feed(source, coming, workers, options.skip_broken, tqdm.write) as feed,
+                Feed(source, (), workers, options.skip_broken, tqdm.write) as feed,
             ):
                 made = {**provenance(devices), "machines": machines.size}
                 metrics.write("run", step=progress.step, options=options.record(), **made)
@@ -143,14 +143,7 @@ def _resume(training: Training, options: Options) -> Progress:
     return restore(state, training)
 
 
-def _what_comes(
-    training: Training, source: Source, options: Options, progress: Progress
-) -> Iterator[Request]:
-    """Foresee what this rank will want from here on, if the batch stays as it is."""
-    tests = len(source.test), options.tested_together
-    return foresee(training.batches, progress.ended, options.epochs, *tests, training.machines)
-
-
+@dataclass
 class Run:
     """The epochs of one run, and what has been reached so far.
 
@@ -164,30 +157,25 @@ class Run:
         growth: the sizes of a batch that grows.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        feed: Feed,
-        criterion: nn.Module,
-        options: Options,
-        progress: Progress,
-        metrics: Metrics,
-        growth: Growth | None,
-    ) -> None:
-        self.training = training
-        self.feed = feed
-        self.criterion = criterion
-        self.options = options
-        self.progress = progress
-        self.metrics = metrics
-        self.growth = growth
-        self.tested: Evaluation | None = None  # the last test
-        decay = averaging(training.batches.steps_per_epoch)
-        self.noise = NoiseScale(decay) if options.measure_noise else None
-        if self.noise is not None and progress.noise is not None:
-            self.noise.load_state_dict({**progress.noise, "decay": decay})
-        source = feed.source
-        self.traffic = Traffic(training.engine.module, row_bytes=4 * len(source.class_names))
+    training: Training
+    feed: Feed
+    criterion: nn.Module
+    options: Options
+    progress: Progress
+    metrics: Metrics
+    growth: Growth | None
+    tested: Evaluation | None = None  # the last test
+    noise: NoiseScale | None = None
+    traffic: Traffic | None = None  # of the last of the largest whole steps
+
+    def __post_init__(self) -> None:
+        training, options, progress = self.training, self.options, self.progress
+        if options.measure_noise:
+            decay = averaging(training.batches.steps_per_epoch)
+            self.noise = NoiseScale(decay)
+            if progress.noise is not None:
+                self.noise.load_state_dict({**progress.noise, "decay": decay})
+        source = self.feed.source
         self._about = {  # what `predict` needs to know
             "model": options.model,
             "image_shape": list(source.image_shape),
@@ -243,6 +231,7 @@ class Run:
             UsageError: an image cannot be read, or a file cannot be written.
         """
         self._start = self._said = time.perf_counter()
+        self._request()
         try:
             with self._stopping:
                 if self.progress.ended < self.training.batches.epoch:
@@ -267,6 +256,13 @@ class Run:
         finally:
             self._bar.close()
         return 0, "finished"
+
+    def _request(self) -> None:
+        """Request what this rank wants from here on, while the batch stays as it is."""
+        training, options = self.training, self.options
+        where = training.batches, self.progress.ended, options.epochs
+        tests = len(self.feed.source.test), options.tested_together
+        self.feed.request(foresee(*where, *tests, training.machines))
 
     def _stop(self) -> tuple[int, str]:
         """Keep what was reached, and say how to go on."""
@@ -315,8 +311,11 @@ class Run:
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
         # A sharded optimizer sends the new values in its own step, which the engine does not count.
-        if not (self._has_sent or self.options.shard_optimizer):
-            self.traffic.add(report.plan, report.bytes)
+        is_whole = not (self._has_sent or self.options.shard_optimizer)
+        if is_whole and (self.traffic is None or report.plan.rows >= self.traffic.plan.rows):
+            row_bytes = 4 * len(self.feed.source.class_names)
+            module = self.training.engine.module
+            self.traffic = Traffic.of(report.plan, report.bytes, module, row_bytes)
         self._has_sent = False
         measured = {}
         if self.noise is not None:
@@ -358,7 +357,7 @@ class Run:
         speed = images / seconds if seconds else 0.0
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self._stopping.check if alone else lambda: None
-        tested = evaluate(training, self.feed, options.tested_together, between)
+        tested = evaluate(training, self.feed, between)
         progress.accuracy, self.tested, self._has_sent = tested.top1, tested, True
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
@@ -401,8 +400,7 @@ class Run:
             training.batches.batch = batch
             noise.decay = averaging(training.batches.steps_per_epoch)
             training.scheduler.step()  # its rate is scaled with the batch
-            coming = _what_comes(training, self.feed.source, self.options, self.progress)
-            self.feed.foresee(coming)
+            self._request()
             self._say(f"  batches of {batch:,} images from here on")
 
     def _save_if_due(self, every: int | None = None) -> None:
@@ -436,7 +434,7 @@ class Run:
             print(f"test accuracy: {progress.accuracy:.2%}")
         if self.noise is not None and math.isfinite(self.noise.scale):
             print(what_it_means(self.noise.scale, batches.batch))
-        if self.traffic.steps:
+        if self.traffic is not None:
             if machines.size > 1:
                 print("within the first machine, without what machines told each other:")
             print(self.traffic)
@@ -447,8 +445,8 @@ class Run:
             steps=progress.step,
             seconds=seconds,
             test_accuracy=progress.accuracy,
-            bytes_counted=self.traffic.counted,
-            bytes_data_parallel_computed=self.traffic.computed,
+            bytes_counted=self.traffic and self.traffic.counted,
+            bytes_data_parallel_computed=self.traffic and self.traffic.computed,
             left_out=dict(self.feed.broken),
         )
         out = self.options.folder
@@ -463,6 +461,6 @@ class Run:
                 self.tested,
                 self.feed.source,
                 self.metrics.records,
-                self.traffic,
+                str(self.traffic or "no whole step was counted"),
             )
         print(f"wrote metrics.jsonl, curves.png and report.html in {out}")

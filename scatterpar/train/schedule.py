@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar.train.data import TEST, TRAIN
-from scatterpar.train.evaluation import rows_to_test
 from scatterpar.train.feed import Request
 from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
@@ -37,7 +37,7 @@ def foresee(
     tested_together: int,
     machines: Machines,
 ) -> Iterator[Request]:
-    """Yield what this rank will want from here to the end of the run, in order.
+    """Yield what this rank wants from here to the end of the run, in order.
 
     Args:
         batches: where the run is; left alone.
@@ -47,19 +47,18 @@ def foresee(
         tested_together: how many of them are tested at once.
         machines: the ranks, of which this is one.
     """
-    ahead = copy.copy(batches)
+    ahead, together = copy.copy(batches), -(-tested_together // machines.size)
     while True:
         epoch = ahead.epoch
         if ended < epoch:
-            for rows in rows_to_test(test_images, tested_together, machines):
-                yield Request(TEST, rows)
+            mine = machines.share(torch.arange(test_images))
+            for start in range(0, len(mine), together):
+                yield Request(TEST, mine[start : start + together])
         ended = epoch
         if epoch >= epochs:
             return
         for rows in ahead.rest_of_epoch():
-            mine = machines.share(rows)
-            if len(mine):
-                yield Request(TRAIN, mine, epoch)
+            yield Request(TRAIN, machines.share(rows), epoch, len(rows))
             ahead.consumed += len(rows)
 
 

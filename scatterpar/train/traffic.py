@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -49,45 +50,35 @@ def calls_of(plan: Plan) -> int:
     return max(len(share.micro_batches) for share in plan.shares)
 
 
+@dataclass(frozen=True)
 class Traffic:
-    """Bytes of whole steps: the engine's as counted, `nn.DataParallel`'s as computed.
+    """Bytes of one step of a plan: the engine's as counted, `nn.DataParallel`'s as computed."""
 
-    A step right after a test is no whole one: the test has sent the parameters for it.
-    """
+    plan: Plan
+    counted: Bytes
+    computed: Bytes
 
-    def __init__(self, model: nn.Module, row_bytes: int) -> None:
-        self.model = model
-        self.row_bytes = row_bytes
-        self.steps = self.calls = 0
-        self.counted = dict.fromkeys(PHASES, 0)
-        self.computed = dict.fromkeys(PHASES, 0)
-
-    def add(self, plan: Plan, counted: Bytes) -> None:
-        """Add a step."""
-        self.steps += 1
-        self.calls += calls_of(plan)
-        computed = data_parallel_bytes(plan, self.model, counted["scatter"], self.row_bytes)
-        for phase in PHASES:
-            self.counted[phase] += counted[phase]
-            self.computed[phase] += computed[phase]
+    @classmethod
+    def of(cls, plan: Plan, counted: Bytes, model: nn.Module, row_bytes: int) -> Traffic:
+        """Compare what a step moved."""
+        computed = data_parallel_bytes(plan, model, counted["scatter"], row_bytes)
+        return cls(plan, counted, computed)
 
     def __str__(self) -> str:
-        counted, computed = sum(self.counted.values()), sum(self.computed.values())
-        if not self.steps:
-            return "no whole step was counted"
-        if not counted:
+        moved, theirs = sum(self.counted.values()), sum(self.computed.values())
+        if not moved:
             return "all replicas share one memory: nothing had to cross between devices"
-        calls = f"nn.DataParallel, computed for {self.calls / self.steps:>4.4g} calls"
+        calls = f"nn.DataParallel, computed for {calls_of(self.plan):>4} calls"
         return (
-            f"{'crossed devices per step, in MB:':43}{''.join(f'{h:>11}' for h in _HEADS)}\n"
-            f"  {'this run, counted':41}{self._row(self.counted)}\n"
-            f"  {calls:41}{self._row(self.computed)}\n"
-            f"  nn.DataParallel would have moved {computed / counted:.1f} times as much"
+            f"{'crossed devices in a step, in MB:':43}{''.join(f'{h:>11}' for h in _HEADS)}\n"
+            f"  {'this run, counted':41}{_row(self.counted)}\n"
+            f"  {calls:41}{_row(self.computed)}\n"
+            f"  nn.DataParallel would have moved {theirs / moved:.1f} times as much"
         )
 
-    def _row(self, moved: Bytes) -> str:
-        sizes = [*moved.values(), sum(moved.values())]
-        return "".join(f"{size / self.steps / 1e6:>11.3f}" for size in sizes)
+
+def _row(moved: Bytes) -> str:
+    return "".join(f"{size / 1e6:>11.3f}" for size in (*moved.values(), sum(moved.values())))
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.memory_search import is_out_of_memory
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
+from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of

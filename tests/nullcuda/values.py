@@ -127,6 +127,7 @@ def install() -> int:
             _give_a_twin(rest, getattr(packet, overload or "default"), base)
             count += 1
     torch.backends.cudnn.enabled = False
+    _fused_attention(False)  # its kernels have no twins, and the plain operators have
     torch.cuda.CUDAGraph = _Graph
     return count
 
@@ -161,6 +162,13 @@ def remove() -> None:
     _library._destroy()
     torch.cuda.CUDAGraph = _Graph.__base__
     torch.backends.cudnn.enabled = True
+    _fused_attention(True)
+
+
+def _fused_attention(on: bool) -> None:
+    torch.backends.cuda.enable_flash_sdp(on)
+    torch.backends.cuda.enable_mem_efficient_sdp(on)
+    torch.backends.cuda.enable_cudnn_sdp(on)
 
 
 def _give_a_twin(name: str, operator: Any, base: str) -> None:

@@ -95,9 +95,9 @@ class ScatterOnceMixin(AllReplicas):
             The window's loss, or zero, so that the sum that the Trainer logs is the window's.
         """
         model.train()
+        self._window.append(self._prepared(inputs))
         if hasattr(self, "_step"):
             self._step += 1  # which of their batches TRL's GRPO and RLOO prepare next
-        self._window.append(self._prepared(inputs))
         if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []

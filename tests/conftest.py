@@ -88,6 +88,15 @@ def _no_changed_globals(_no_moved_generators: None):
     assert not changed, f"the test changed globals: {changed}"
 
 
+@pytest.fixture(scope="module")
+def one_thread_an_operation():
+    """Where tensors are tiny: a second thread would only be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def simulated_accelerator(tmp_path_factory: pytest.TempPathFactory):
     """What the environment of a process needs to load it; nothing where there is no compiler."""

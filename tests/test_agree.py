@@ -13,9 +13,12 @@ from helpers.zoo import CASES, KINDS
 
 from scatterpar import ScatterOnceParallel
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit", "ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread_an_operation"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit", "ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"
+    ),
+]
 LAYOUTS = {
     "one memory": ["cpu"] * 3,
     "three memories": ["cpu:0", "cpu:1", "cpu:2"],
@@ -39,15 +42,6 @@ def runs():
                 if runner not in case.unless:
                     marks = pytest.mark.slow if is_slow else []
                     yield pytest.param(name, runner, layout, marks=marks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_an_operation():
-    """Tensors are tiny here: a second thread would only be waited for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("name", "runner", "layout"), runs())

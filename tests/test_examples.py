@@ -16,14 +16,7 @@ from scatterpar import ScatterOnceParallel
 FOLDER = Path(__file__).parent.parent / "examples"
 DIGITS = 1e-12
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_an_operation():
-    """Tensors are tiny here: a second thread would only be waited for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
 
 
 def script(name):

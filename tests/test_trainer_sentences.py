@@ -6,9 +6,7 @@ Skipped where sentence-transformers is not installed.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import random
-from pathlib import Path
 
 import numpy
 import pytest
@@ -16,7 +14,7 @@ import torch
 import transformers
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
-from helpers.trainers import VOCABULARY, quietly, sequence_classifier
+from helpers.trainers import VOCABULARY, example, quietly, sequence_classifier
 from torch import nn
 
 pytest.importorskip("sentence_transformers", reason="pip install '.[sentence-transformers]'")
@@ -41,7 +39,6 @@ from scatterpar.integrations.sentence_transformers import (  # noqa: E402
 
 pytestmark = pytest.mark.draws
 ROWS, SAME = 29, 1e-9  # in steps of 12 rows: the last one is ragged
-EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 
 
@@ -447,9 +444,7 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
 
 
 def test_the_example(saved, tmp_path):
-    spec = importlib.util.spec_from_file_location("embeddings", EXAMPLES / "embeddings.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example("embeddings")
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     trainer = script.trainer_for(
         encoder(saved),
@@ -471,9 +466,7 @@ def test_the_example(saved, tmp_path):
 
 @pytest.mark.slow
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("embeddings", EXAMPLES / "embeddings.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example("embeddings")
     monkeypatch.setattr("sys.argv", ["embeddings.py", "--tiny", "--output", str(tmp_path)])
     quietly(script.main)
     assert any(tmp_path.glob("*.json"))

@@ -5,8 +5,6 @@ TRL computes in float32 here and there. Skipped where TRL is not installed.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import transformers
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
-from helpers.trainers import VOCABULARY, language_model, quietly, sentences
+from helpers.trainers import VOCABULARY, example, language_model, quietly, sentences
 
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
@@ -24,7 +22,6 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.draws
 ROWS = 14  # in steps of 8: the last one is ragged
-EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 COMMON = {
     "use_cpu": True,
@@ -236,9 +233,7 @@ def test_evaluation_is_the_stock_trainer_s(tmp_path, name):
 
 
 def test_the_example(tmp_path):
-    spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example("dpo_lora")
     options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
     trainer = script.trainer_for(
         language_model(),
@@ -318,9 +313,7 @@ def test_other_trainers_are_refused_by_name(tmp_path):
 
 @pytest.mark.slow
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("dpo_lora", EXAMPLES / "dpo_lora.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = example("dpo_lora")
     monkeypatch.setattr("sys.argv", ["dpo_lora.py", "--tiny", "--output", str(tmp_path)])
     quietly(script.main)
     assert any(tmp_path.glob("*.json"))

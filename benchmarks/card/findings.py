@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
 
 Found = Mapping[str, object]
 
@@ -46,3 +49,12 @@ class Findings:
         if self.failed:
             print("failed: " + ", ".join(self.failed))
         return bool(self.failed)
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """What a part of the benchmark is told: the card, the file of its findings, how much to do."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--small", action="store_true")
+    return parser.parse_args()

@@ -6,7 +6,6 @@ that is ``steps.py``.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import importlib.util
 import inspect
@@ -25,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.card.contenders import ACCUM, FULL, Work, accumulate, timed, works_of
-from benchmarks.card.findings import Findings, Found
+from benchmarks.card.findings import Findings, Found, arguments
 from benchmarks.card.networks import half, resnet50
 from scatterpar import ScatterOnceParallel
 
@@ -329,11 +328,7 @@ def _mebibytes(count: int) -> str:
 
 def main() -> int:
     """All looks, the one that takes longest last."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", type=torch.device, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--small", action="store_true")
-    given = parser.parse_args()
+    given = arguments(__doc__)
     card, small = given.device, given.small
     if card.type != "cuda":
         print(f"these looks are CUDA's, and {card} is not")

@@ -7,18 +7,16 @@ other.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from threading import Barrier
 
 import torch
 
-from benchmarks.card.findings import Findings, Found
+from benchmarks.card.findings import Findings, Found, arguments
 from benchmarks.card.networks import NETWORKS
 
 _THREADS = (1, 2, 4, 8)
@@ -73,11 +71,7 @@ def _together(each: list[Callable[[int], None]], count: int) -> float:
 
 def main() -> int:
     """Measure both networks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", type=torch.device, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--small", action="store_true")
-    given = parser.parse_args()
+    given = arguments(__doc__)
     if given.device.type != "cuda":
         print(f"streams are CUDA's, and {given.device} is not")
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,15 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
             **options,
         }
     )
+
+
+def example(name: str) -> Any:
+    """The script of that name in examples/, as a module."""
+    where = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, where)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def quietly(call: Any, *args: Any, **kwargs: Any) -> Any:

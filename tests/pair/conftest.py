@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread_an_operation():
-    """Tensors are tiny here: a second thread would only be waited for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module", autouse=True)
+def _tensors_are_tiny(one_thread_an_operation):
+    pass
 
 
 @pytest.fixture(params=["shared", "virtual", "mixed"])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import traceback as fx_traceback
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
@@ -287,6 +288,22 @@ def many_graphs() -> Iterator[None]:
     in_all = max(config.accumulated_recompile_limit, 4 * more)
     with config.patch(recompile_limit=more, accumulated_recompile_limit=in_all):
         yield
+
+
+for _name in ("preserve_node_meta", "has_preserved_node_meta"):
+    _require(f"torch.fx.traceback.{_name}", "to compile", hasattr(fx_traceback, _name))
+
+
+def node_metadata_kept() -> contextlib.AbstractContextManager[Any]:
+    """Put back, after the body, what ``torch.fx`` notes for the whole process about its nodes.
+
+    Threads that run one graph put back each other's: replicas under
+    ``torch.compile(backend="eager")`` with activation checkpoints left it set for good, and
+    ``torch.export`` failed on it afterwards.
+    """
+    kept: contextlib.AbstractContextManager[Any]
+    kept = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
+    return kept
 
 
 def is_compiling() -> bool:

@@ -23,6 +23,7 @@ from helpers.oracle import (
     whole_batch,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.verify.untouched import untouched
@@ -246,6 +247,25 @@ def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, gr
             assert marks
     assert graphs.count == 2
     assert vars(model.bias) == {"scale": 2.0}
+
+
+class Checkpoints(nn.Sequential):
+    def forward(self, rows):
+        for block in self:
+            rows = checkpoint(block, rows, use_reentrant=False)
+        return rows
+
+
+def test_nothing_is_left_for_torchs_next_trace():
+    """Replicas overwrote each other's notes of ``torch.fx``, and ``torch.export`` failed later."""
+    model = build(lambda: Checkpoints(*(nn.Linear(6, 6) for _ in range(3))))
+    target = randn(ROWS, 6, seed=4)
+    with ScatterOnceParallel(model, 3, ["cpu"] * 4, compile={"backend": "eager"}) as engine:
+        for _ in range(5):
+            engine.forward_backward(batch()[0], target, nn.MSELoss())
+    rows = ({0: torch.export.Dim.AUTO},)
+    exported = torch.export.export(model, (batch()[0],), dynamic_shapes=rows).module()
+    assert_close(exported(batch()[0]), model(batch()[0]), "output", 1e-12)
 
 
 def test_compile_after_the_engine_was_made(graphs):

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from scatterpar import torch_private
 from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan, Share
@@ -102,9 +103,10 @@ class Attempt:
             spans[task.share.replica] = (start, time.perf_counter())
             return result
 
-        return self.workers.parallel_apply(
-            [work] * len(tasks),
-            [(task,) for task in tasks],
-            devices=[task.share.device for task in tasks],
-            cancel=cancel,
-        )
+        with torch_private.node_metadata_kept():
+            return self.workers.parallel_apply(
+                [work] * len(tasks),
+                [(task,) for task in tasks],
+                devices=[task.share.device for task in tasks],
+                cancel=cancel,
+            )

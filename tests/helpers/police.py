@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as module_globals
 
 FAILED = pytest.StashKey[bool]()
@@ -74,6 +75,7 @@ def globals_of_torch() -> dict[str, Any]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "stance of torch.compile": _stance(),
+        "metadata of graphs": dict(fx_traceback.get_current_meta()),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         "torch.default_generator": id(torch.default_generator),
         "torch.random.default_generator": id(torch.random.default_generator),

@@ -351,19 +351,17 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
     assert re.search(r"images/s, loss=\d.*, waiting=\d\d%", printed.err)
 
 
-def test_whole_steps_are_compared(folder, tmp_path, capsys):
-    """A test sends the parameters, and then the next step has none to send: it was counted once."""
+def test_a_whole_step_says_what_crossed(folder, tmp_path, capsys):
+    """A test sends the parameters, and then the next step has none to send."""
     assert train(folder, tmp_path, "--workers", "0", "--augment", "none") == 0
     sent = [r["bytes"]["replicate"] for r in steps(tmp_path)]
     assert sent[3] == sent[6] < min(sent[:3])
     (summary,) = records(tmp_path, "summary")
-    assert summary["bytes_counted"]["replicate"] == sent[-2]
-    assert "nn.DataParallel would have moved" in capsys.readouterr().out
+    assert summary["bytes"]["replicate"] == sent[0]
+    assert "crossed between devices in a step, in MB: scatter 0.1" in capsys.readouterr().out
     options = ["--devices", "cpu,cpu", "--workers", "0", "--epochs", "1", "--augment", "none"]
     assert train(folder, tmp_path / "shared", *options) == 0
-    printed = capsys.readouterr().out
-    assert "\nall replicas share one memory: nothing had to cross between devices\n" in printed
-    assert "DataParallel" not in printed
+    assert "\nnothing had to cross between devices\n" in capsys.readouterr().out
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
@@ -388,7 +386,7 @@ def test_a_page_shows_what_was_reached(finished):
     page = (finished / "report.html").read_text()
     for words in (
         *("cnn on ", "test accuracy, 24 images", "test loss", "What was taken for what"),
-        *("Worst mistakes", "Time by phase", "waiting for images", "nn.DataParallel"),
+        *("Worst mistakes", "Time by phase", "waiting for images", "crossed between"),
         *("images per second", "data:image/png;base64,", "Confusion matrix"),
     ):
         assert words in page, words

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -46,7 +46,6 @@ from scatterpar.train.preparation import check_gradients, hire_engine, make_mode
 from scatterpar.train.random_state import seed_host
 from scatterpar.train.records import Metrics, draw_curves, provenance, writing
 from scatterpar.train.schedule import Growth, averaging, foresee, what_it_means
-from scatterpar.train.traffic import Traffic
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
@@ -166,7 +165,7 @@ class Run:
     growth: Growth | None
     tested: Evaluation | None = None  # the last test
     noise: NoiseScale | None = None
-    traffic: Traffic | None = None  # of the last of the largest whole steps
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of the step that moved most
 
     def __post_init__(self) -> None:
         training, options, progress = self.training, self.options, self.progress
@@ -183,7 +182,6 @@ class Run:
             "mean": source.mean.tolist(),
             "std": source.std.tolist(),
         }
-        self._has_sent = False  # whether a test has sent what the next step would have sent
         self._saved = progress.step
         self._start = self._said = time.perf_counter()
         self._used = training.batches.consumed
@@ -310,13 +308,8 @@ class Run:
         progress, batches = self.progress, self.training.batches
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
-        # A sharded optimizer sends the new values in its own step, which the engine does not count.
-        is_whole = not (self._has_sent or self.options.shard_optimizer)
-        if is_whole and (self.traffic is None or report.plan.rows >= self.traffic.plan.rows):
-            row_bytes = 4 * len(self.feed.source.class_names)
-            module = self.training.engine.module
-            self.traffic = Traffic.of(report.plan, report.bytes, module, row_bytes)
-        self._has_sent = False
+        # After a test the parameters are there already: the step that moved most is a whole one.
+        self.sent = max(self.sent, report.bytes, key=lambda sent: sum(sent.values()))
         measured = {}
         if self.noise is not None:
             self.noise.update(report)
@@ -358,7 +351,7 @@ class Run:
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self._stopping.check if alone else lambda: None
         tested = evaluate(training, self.feed, between)
-        progress.accuracy, self.tested, self._has_sent = tested.top1, tested, True
+        progress.accuracy, self.tested = tested.top1, tested
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",
@@ -434,10 +427,7 @@ class Run:
             print(f"test accuracy: {progress.accuracy:.2%}")
         if self.noise is not None and math.isfinite(self.noise.scale):
             print(what_it_means(self.noise.scale, batches.batch))
-        if self.traffic is not None:
-            if machines.size > 1:
-                print("within the first machine, without what machines told each other:")
-            print(self.traffic)
+        print(self._crossed())
         self.metrics.write(
             "summary",
             ending=ending,
@@ -445,8 +435,7 @@ class Run:
             steps=progress.step,
             seconds=seconds,
             test_accuracy=progress.accuracy,
-            bytes_counted=self.traffic and self.traffic.counted,
-            bytes_data_parallel_computed=self.traffic and self.traffic.computed,
+            bytes=self.sent,
             left_out=dict(self.feed.broken),
         )
         out = self.options.folder
@@ -461,6 +450,13 @@ class Run:
                 self.tested,
                 self.feed.source,
                 self.metrics.records,
-                str(self.traffic or "no whole step was counted"),
+                self._crossed(),
             )
         print(f"wrote metrics.jsonl, curves.png and report.html in {out}")
+
+    def _crossed(self) -> str:
+        parts = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
+        if not parts:
+            return "nothing had to cross between devices"
+        where = " of the first machine" if self.training.machines.size > 1 else ""
+        return f"crossed between devices{where} in a step, in MB: {parts}"

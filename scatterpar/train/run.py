@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import signal
 import sys
@@ -42,10 +41,10 @@ from scatterpar.train.machines import (
 from scatterpar.train.options import Options, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.preparation import check_gradients, hire_engine, make_model, prepare
+from scatterpar.train.preparation import hire_engine, make_model, prepare
 from scatterpar.train.random_state import seed_host
 from scatterpar.train.records import Metrics, draw_curves, provenance, writing
-from scatterpar.train.schedule import Growth, averaging, foresee, what_it_means
+from scatterpar.train.schedule import Growth, averaging, foresee
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
@@ -54,7 +53,7 @@ _LINE_SECONDS = 10.0  # between lines where there is no bar
 def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code.
 
-    0: finished; 1: a failed check or diverged training; 2: an argument or the data is wrong,
+    0: finished; 1: diverged training; 2: an argument or the data is wrong,
     with one line on stderr that says what; 130: interrupted; 143: ended by SIGTERM.
     """
     try:
@@ -83,7 +82,7 @@ def run(options: Options) -> int:
             _look_at(source, options, workers)
         torch.manual_seed(options.seed)
         seed_host(options.seed)
-        model, lines = make_model(options, source)
+        model = make_model(options, source)
         with hire_engine(model, options, devices, machines) as engine:
             training, growth = prepare(engine, model, source, options, machines)
             progress = _resume(training, options)
@@ -97,10 +96,7 @@ def run(options: Options) -> int:
                 criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
                 this = Run(training, feed, criterion, options, progress, metrics, growth)
                 if machines.is_first:
-                    this.announce(lines)
-                checked = (training, source, criterion, options, devices)
-                if options.check and not check_gradients(*checked):
-                    return 1
+                    this.announce()
                 code, ending = this.train()
                 this.finish(ending)
                 return code
@@ -196,7 +192,7 @@ class Run:
             miniters=1,
         )
 
-    def announce(self, lines: list[str]) -> None:
+    def announce(self) -> None:
         """Print what is trained on what, and how the work is cut."""
         training, options, source = self.training, self.options, self.feed.source
         print(source)
@@ -213,14 +209,14 @@ class Run:
         print(training.engine.plan(-(-rows // machines.size)))
         if self.progress.step:
             used = training.batches.consumed
-            lines = [f"resumed after {self.progress.step} steps, {used:,} images"]
+            print(f"resumed after {self.progress.step} steps, {used:,} images")
         elif self.growth is not None:
             most = self.growth.sizes[-1]
-            lines.append(f"the batch follows the gradient's noise scale, up to {most:,} images")
+            print(f"the batch follows the gradient's noise scale, up to {most:,} images")
         elif options.batch != rows:
             told = f"--batch {options.batch} is more than the {rows:,} images to train on"
-            lines.append(f"{told}: each step takes all of them, and the learning rate is theirs")
-        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+            print(f"{told}: each step takes all of them, and the learning rate is theirs")
+        sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
         """Train all epochs; return the exit code, and in words how it ended.
@@ -425,8 +421,6 @@ class Run:
             print("test accuracy: not measured, no epoch was finished")
         else:
             print(f"test accuracy: {progress.accuracy:.2%}")
-        if self.noise is not None and math.isfinite(self.noise.scale):
-            print(what_it_means(self.noise.scale, batches.batch))
         print(self._crossed())
         self.metrics.write(
             "summary",

@@ -10,7 +10,7 @@ from torch import nn
 
 import scatterpar
 from scatterpar.__main__ import main as command
-from scatterpar.train import data, machines
+from scatterpar.train import machines
 from scatterpar.train.data import UsageError
 from scatterpar.train.loop import Batches
 from scatterpar.train.options import parse
@@ -55,7 +55,10 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
         ("--shares 2 0", "--shares: (2.0, 0.0) is not above zero"),
         (f"--seed {2**31}", "--seed: 2147483648 is not below 2**31"),
         ("--devices gpu", "'gpu' is not a device"),
-        ("--data /no/such/folder", "--data /no/such/folder: there is no such folder"),
+        (
+            "--data /no/such/folder",
+            "--data /no/such/folder: there is no folder with train/ and test/",
+        ),
         ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
         ("--model transformer", "--model transformer: neither cnn"),
         ("--batch 64", "a batch of 64 rows makes micro-batches of one row"),
@@ -109,7 +112,7 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
     for words in (
         "default: 4096",
         "default: 16",
-        "dataset-fashion-mnist",
+        "torch/fashion_mnist",
         "timm:resnet50",
         "examples:",
     ):
@@ -135,13 +138,11 @@ def test_the_size_of_a_sub_step_takes_the_place_of_their_number():
     assert (options.micro_batch_size, options.accum) == (8, 1)
 
 
-def test_a_run_reports_what_it_did(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "INSTALLED", tmp_path)
+def test_a_run_reports_what_it_did(capsys, tmp_path):
     options = [*TWO_CPUS, *SMALL, "--batch", "1024"]
     assert main([*options, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     for words in (
-        f"(all of Fashion-MNIST is installed in {tmp_path}: --data fashion-mnist trains on it)",
         "8,192 images to train on, 1,808 to test",
         "cpu:1   512:1024  4 x 128",
         "epoch 1/1: loss",

@@ -24,7 +24,7 @@ VIRTUAL = [torch.device("cpu", i) for i in range(2)]
 def toy_data(rows=10):
     images = torch.arange(rows * 4, dtype=torch.uint8).view(rows, 1, 2, 2)
     split = Split(images, torch.arange(rows) % 2)
-    return make_dataset("toy", split, split)
+    return make_dataset("toy", split, split, ("even", "odd"))
 
 
 def toy_model(*layers):

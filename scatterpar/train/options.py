@@ -77,11 +77,10 @@ class Options:
     # options from a TOML file, such as `epochs = 90`; those of the command line come after it
     config: Folder = None
 
-    # folder of images in train/CLASS/ and test/CLASS/ (or val); or folder of MNIST's four IDX
-    # files, gzip or not; or timm's name of a set: torch/NAME, one of torchvision's such as
-    # torch/cifar10; hfds/NAME, one of Hugging Face's or a folder that its datasets can read.
-    # Names: embedded (Fashion-MNIST's test set, 8,192 to train on and 1,808 to test), fashion-mnist
-    # (all of it, from Debian's package dataset-fashion-mnist). A folder of that name comes first
+    # folder of images in train/CLASS/ and test/CLASS/ (or val); or timm's name of a set:
+    # torch/NAME, one of torchvision's such as torch/fashion_mnist; hfds/NAME, one of Hugging Face's
+    # or a folder that its datasets can read; or embedded (Fashion-MNIST's test set, 8,192 to train
+    # on and 1,808 to test)
     data: str = EMBEDDED
     # where the sets of libraries lie
     data_root: Path = Path("data")

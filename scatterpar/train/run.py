@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.recipe import NoiseScale
-from scatterpar.train import data as data_sources
 from scatterpar.train.checkpoint import (
     BEST_FILE,
     FILE,
@@ -196,11 +195,6 @@ class Run:
         """Print what is trained on what, and how the work is cut."""
         training, options, source = self.training, self.options, self.feed.source
         print(source)
-        if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
-            print(
-                f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
-                f"--data {data_sources.INSTALLED_NAME} trains on it)"
-            )
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
         print(f"{options.model}: {parameters:,} parameters")
         machines, rows = training.machines, training.batches.batch

@@ -127,15 +127,15 @@ def _describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
 
     lock = "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    iommu = Path("/sys/class/iommu")
+    built = torch.version
     found = {
         "scatterpar": __version__,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}",
+        "torch": f"{built.__version__}, CUDA {built.cuda}, ROCm {built.hip}",
         "Python": f"{platform.python_version()}, interpreter lock {lock}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{cores} cores for this process, {torch.get_num_threads()} torch threads",
         "load": f"{load:.1f} processes for each core",
-        "IOMMU": ("on" if any(iommu.iterdir()) else "off") if iommu.is_dir() else "unknown",
+        "IOMMU": "on" if any(Path("/sys/class/iommu").glob("*")) else "off or unknown",
         "variables": ", ".join(f"{n}={os.environ[n]}" for n in _VARIABLES if n in os.environ)
         or "none of those that matter here",
     }

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
-from scatterpar.machines.parcels import Parcels, Shown, pooled_over_ranks, table_of
+from scatterpar.machines.parcels import Parcels, Shown
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
@@ -114,24 +114,29 @@ class Ranks:
             return self._exchange(outcome, exchange)
 
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
-        terms, loss, rows, spread = self._talk(outcome, exchange.layout)
-        factor = 1.0
+        """What all ranks have, once it is sure that nobody failed."""
+        loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
+        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
+        numbers, each = self._collectives.agree(
+            mine, exchange.layout, outcome.plan.rows, _OTHER_TENSORS
+        )
+        terms, loss, squares, replicas = numbers
+        rows, factor = sum(each), 1.0
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        parcels = exchange.parcels
-        parcels.weigh(factor, outcome.plan.rows / rows)
-        for flat in parcels.flats:
+        exchange.parcels.weigh(factor)
+        for flat in exchange.parcels.flats:
             self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, table = parcels.sums()
+        gradients, buffers, layers = exchange.parcels.of_all([own / rows for own in each])
         gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
         return replace(
             outcome,
             loss=loss,
             gradients=gradients,
             buffers=buffers,
-            layers=pooled_over_ranks(outcome.layers, table),
-            spread=spread,
+            layers=layers,
+            spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
@@ -139,23 +144,17 @@ class Ranks:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        table = table_of(outcome.layers, self.rank, self.size)
         parcels = Parcels(
             dense,
             outcome.buffers,
-            table,
-            first=self.rank == 0,
+            outcome.layers,
+            self.rank,
+            self.size,
             mean=self._mean,
             wide=self._wide,
         )
-        layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
-        layout += [
-            (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
-        ]
-        shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
-        seen = None if table is None else table.shape[1]
-        text = f"{outcome.is_mean} {len(sparse)} {seen} {';'.join(shapes)}"
-        return _Exchange(parcels, sparse, _checksum(text))
+        kind = [(tuple(g.shape), g.dtype) for _, g in sparse]
+        return _Exchange(parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}"))
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -177,9 +176,8 @@ class Ranks:
             RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
                 another kind.
         """
-        shown = Shown(pieces, rows, targets, dim)
-        parcel = shown.pack(seed)
-        layout = _checksum(f"outputs {shown.kind}")
+        shown = Shown(pieces, rows, targets, dim, seed)
+        parcel, layout = shown.pack(), _checksum(f"outputs {shown.kind}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
         parcels = self._collectives.show(parcel, sizes, "the outputs and targets of all ranks")
@@ -195,34 +193,17 @@ class Ranks:
             if others := self._collectives.fail():
                 note(error, f"rank {', '.join(map(str, others))} failed in this step too")
 
-    def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float, Spread]:
-        """All ranks' terms, losses, rows and spread, once it is sure that nobody failed."""
-        loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
-        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
-        sums, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
-        terms, total, spread, replicas = sums
-        rows = sum(each)
-        of = terms if outcome.is_mean else rows
-        return terms, total, rows, Spread(spread, replicas, of, rows)
-
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
         total = (gradient * factor).coalesce().to(self._control)
         self._collectives.sum(total, "the sum of all sparse gradients")
         return total.to(tensor.device) if total._nnz() else None
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """What one step exchanges.
-
-    Attributes:
-        parcels: the gradients and buffers, and what each rank's batch normalisations have seen.
-        sparse: tensors and their gradients, which go by themselves.
-        layout: a checksum of all shapes, small, so that its square is exact.
-    """
+class _Exchange(NamedTuple):
+    """What one step exchanges, and a checksum of all shapes."""
 
     parcels: Parcels
-    sparse: list[tuple[Tensor, Tensor]]
+    sparse: list[tuple[Tensor, Tensor]]  # which go by themselves
     layout: int
 
 

@@ -32,17 +32,9 @@ class Parcels:
     """What this rank adds to the sums of all ranks, in ``flats``: one tensor a dtype.
 
     Gradients, whether this rank has one or not; a flag for each that says whether it was used;
-    buffers, which are rank 0's alone; and in a row for each rank what is averaged or pooled. They
-    are made before anything is exchanged, so that what can fail, such as an allocation, fails while
-    the other ranks can still be told.
-
-    Args:
-        gradients: leaves, and their dense gradients, which add up in ``wide`` if that is wider.
-        buffers: that travel along.
-        layers: what batch normalisations have seen.
-        rank: of this process.
-        size: how many there are.
-        mean: floating-point buffers are averaged over the ranks; else they are rank 0's.
+    buffers, which are rank 0's alone; and in a row for each rank what is averaged (where ``mean``
+    is asked for) or pooled. They are made before anything is exchanged, so that what can fail, such
+    as an allocation, fails while the other ranks can still be told.
     """
 
     def __init__(
@@ -112,13 +104,6 @@ class Shown:
 
     A rank's bytes are a header of integers, which has the sizes of its tensors, and then those of
     the tensors. What the tensors are part of is the same on every rank.
-
-    Args:
-        pieces: the outputs in row order, on the master.
-        rows: the rows of each piece.
-        targets: the targets, on the master.
-        dim: the dimension that holds the rows.
-        seed: what the criterion would draw from; rank 0's is everyone's.
     """
 
     def __init__(
@@ -139,12 +124,7 @@ class Shown:
     def of_all(
         self, parcels: Sequence[Tensor], rank: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """Pieces, rows and targets of the whole batch, and rank 0's seed.
-
-        Args:
-            parcels: what each rank packed.
-            rank: this one, whose own pieces come back as they are.
-        """
+        """Pieces, rows and targets of the whole batch, and rank 0's seed, of what each packed."""
         pieces: list[Any] = []
         rows: list[int] = []
         targets: list[Any] = []

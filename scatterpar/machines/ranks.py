@@ -15,7 +15,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
 
+# What is added up, the sparse gradients, which go by themselves, and a checksum of all shapes.
+_Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
+
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 
@@ -41,14 +44,7 @@ class Ranks:
     """The processes that train one module together.
 
     At construction all ranks check that they have the same module, and take over rank 0's
-    parameters and buffers.
-
-    Args:
-        group: a ``torch.distributed`` process group that this process belongs to.
-        module: this rank's module.
-        device: where it lives.
-        policy: ``"mean"``: average floating-point buffers over the ranks; else they are rank 0's.
-        wide: gradients add up in this dtype, where their own is narrower.
+    parameters and buffers. Gradients add up in ``wide``, where their own dtype is narrower.
 
     Raises:
         TypeError: ``group`` is not a process group, or this process is not in it.
@@ -96,12 +92,7 @@ class Ranks:
     def together(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.
 
-        Args:
-            compute: gives this rank's own. If it fails, the other ranks are told.
-
-        Raises:
-            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
-            Exception: whatever ``compute`` raises.
+        ``compute`` gives this rank's own; if it fails, the other ranks are told, and raise too.
         """
         try:
             outcome = compute()
@@ -115,21 +106,20 @@ class Ranks:
 
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
         """What all ranks have, once it is sure that nobody failed."""
+        parcels, sparse, layout = exchange
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
-        numbers, each = self._collectives.agree(
-            mine, exchange.layout, outcome.plan.rows, _OTHER_TENSORS
-        )
+        numbers, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
         terms, loss, squares, replicas = numbers
         rows, factor = sum(each), 1.0
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        exchange.parcels.weigh(factor)
-        for flat in exchange.parcels.flats:
+        parcels.weigh(factor)
+        for flat in parcels.flats:
             self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, layers = exchange.parcels.of_all([own / rows for own in each])
-        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
+        gradients, buffers, layers = parcels.of_all([own / rows for own in each])
+        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in sparse]
         return replace(
             outcome,
             loss=loss,
@@ -154,23 +144,15 @@ class Ranks:
             wide=self._wide,
         )
         kind = [(tuple(g.shape), g.dtype) for _, g in sparse]
-        return _Exchange(parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}"))
+        return parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}")
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
         """The outputs and targets of all ranks, for a criterion that sees them all.
 
-        Args:
-            pieces: this rank's outputs in row order, on the master.
-            rows: the rows of each piece.
-            targets: this rank's, on the master.
-            dim: the dimension that holds the rows.
-            seed: this rank's, for what the criterion draws.
-
-        Returns:
-            Pieces in rank order, this rank's own as they are; their rows; all targets; and
-            rank 0's seed.
+        Pieces are in rank order, this rank's own as they are; then their rows, all targets, and
+        rank 0's seed for what the criterion draws.
 
         Raises:
             RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
@@ -197,14 +179,6 @@ class Ranks:
         total = (gradient * factor).coalesce().to(self._control)
         self._collectives.sum(total, "the sum of all sparse gradients")
         return total.to(tensor.device) if total._nnz() else None
-
-
-class _Exchange(NamedTuple):
-    """What one step exchanges, and a checksum of all shapes."""
-
-    parcels: Parcels
-    sparse: list[tuple[Tensor, Tensor]]  # which go by themselves
-    layout: int
 
 
 def _checksum(text: str) -> int:

@@ -109,9 +109,10 @@ class _WholeBatch(ScatterOnceMixin):
         its = self._prepare_inputs(dict(batch))
         columns, state = self._columns(batch, its, asked)
         asked.sizes = [_rows_of(column) for column in columns]
-        inputs = {"work": self._answers, "columns": columns}
+        inputs: Any = {"work": self._answers, "columns": columns}
         if len(set(asked.sizes)) > 1:
-            inputs["columns"] = Rows.from_batches([[column] for column in columns])
+            each = [{"work": self._answers, "columns": [column]} for column in columns]
+            inputs = Rows.from_batches(each)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             asked.answers = torch.cat(outputs)

@@ -30,9 +30,9 @@ from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, all_tensors
+from scatterpar.step.markers import all_tensors, take
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.scatter import Delivery, copied, opened
 from scatterpar.step.substeps import noted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.workers import Workers
@@ -157,11 +157,6 @@ def replicate(
 
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
-    if any(isinstance(leaf, Batches) for leaf in nested.leaves(batch)):
-        raise ValueError(
-            "Rows.from_batches is one step of several batches, for ScatterOnceParallel; call the "
-            "pair for each of the batches"
-        )
     came_from = {tensor.device for tensor in all_tensors(batch)}
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:

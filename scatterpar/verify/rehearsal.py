@@ -269,8 +269,10 @@ class Rehearsal:
         if not request.is_mean:
             return [1.0] * len(parts)
         with _users_code():
-            few = replace(request, targets=pick(request.targets, [*chain(*parts)], request.dim))
-            pieces = [tuple(pick(v, part, request.dim) for v in request.batch) for part in parts]
+            whole = request.inputs, request.targets
+            rows = [*chain(*parts)]
+            few = replace(request, targets=pick(request.targets, rows, request.dim), batches=())
+            pieces = [tuple(pick(v, part, request.dim) for v in whole) for part in parts]
             spans = [*pairwise([0, *accumulate(map(len, parts))])]
             counts = counts_of(few, spans, pieces)
         self._put_back()

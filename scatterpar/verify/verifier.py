@@ -122,7 +122,8 @@ class Verifier:
         asked = (criterion, request.count, request.reduction, request.inputs, request.targets)
         kind = self._kinds.setdefault(hash((alone, _described(asked, 5))), _Kind())
         kind.steps += 1
-        tensors = telling(request)
+        few = request.of_largest()
+        tensors = telling(few)
         ranges = range_of(tensors)
         if not kind.wants(ranges):
             return
@@ -135,11 +136,9 @@ class Verifier:
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
 
         def rehearse(most: int) -> Finding:
-            choose_some = partial(choose, tensors, request.sizes, most, ignored, turn)
+            choose_some = partial(choose, tensors, few.rows, most, ignored, turn)
             choices = [] if alone else [choose_some(again) for again in (False, True)]
-            return _together(
-                attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
-            )
+            return _together(attempt, tasks, lambda task: Rehearsal(few, task, parts).run(*choices))
 
         try:
             try:
@@ -181,7 +180,7 @@ def difference(
     prepare_autograd()
 
     def rehearse(most: int) -> Finding:
-        few = partial(choose, telling(request), request.sizes, most, (), 0)
+        few = partial(choose, telling(request), request.rows, most, (), 0)
         choices = [few(again) for again in (False, True)]
         return _together(
             attempt, tasks, lambda task: Rehearsal(request, task, copies.parts).run(*choices)
@@ -327,24 +326,20 @@ def _advice(
     return (
         f"It seems to be a mean over something else than what was counted: pass {reduction}count=, "
         f"a function of (inputs, targets) that gives the number of its terms"
-        f"{_hint(request, found, tensors, ignored)}; or make it a mean of one loss per row (per "
+        f"{_hint(found, tensors, ignored)}; or make it a mean of one loss per row (per "
         'image). For a sum, reduction="sum"; if it compares rows with each other, such as a '
         "router's load balance, whole_batch=True."
     )
 
 
-def _hint(
-    request: Request, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]
-) -> str:
+def _hint(found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
     """Whether it is the labels that are not ignored, shifted or not."""
     values = dict.fromkeys([-100, 255, -1, *ignored])
     for labels, value, shifted in product(filter(is_label, tensors), values, (False, True)):
         if shifted and labels.ndim < 2:
             continue
-        sizes = request.sizes  # of several batches the tensor is that of one
-        first = 0 if len(sizes) < 2 else sum(sizes[: sizes.index(len(labels))])
         counted = (labels[:, 1:] if shifted else labels) != value
-        terms = [sum(int(counted[row - first].sum()) for row in part) for part in found.parts]
+        terms = [sum(int(counted[row].sum()) for row in part) for part in found.parts]
         total = sum(terms)
         if found.weights and total and _near(found.weights, [n / total for n in terms], 1e-3):
             said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)

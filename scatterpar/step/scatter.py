@@ -140,6 +140,11 @@ class Arrival:
         self._delivery = None if ahead is None else Delivery(ahead, rowless=False)
         self._arrived: dict[int, Any] = {}
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller has all rows in the share's memory."""
+        return self._ahead is None
+
     def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""
         return rows_at(self._batch, *self._share.micro_batches[number], self._dim)

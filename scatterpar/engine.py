@@ -122,8 +122,9 @@ class ScatterOnceParallel(Wrapper):
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
             sub-steps, which a card has done before the host has launched them. Python then runs
             while a sub-step is captured and not again, so numbers that change must be tensors; a
-            change of the module, or another criterion, is captured anew. What cannot be captured
-            runs as without it, and that is told once. On the CPU nothing is captured.
+            change of the module, or another criterion, is captured anew. Not seen are changes of
+            global variables, and of objects that are no modules. What cannot be captured runs as
+            without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.replicas.buffers import Buffers, BufferValue, Layer, Moments, pooled
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, Place, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
@@ -163,7 +163,7 @@ def _settled(value: Tensor, base: Tensor | None, total: Tensor) -> Tensor:
     return total
 
 
-def _base(holder: Buffers, name: str, value: Tensor) -> Tensor | None:
+def _base(place: Place, name: str, value: Tensor) -> Tensor | None:
     """What all ranks count the change of an averaged buffer from; ``None`` where there is no mean.
 
     From its value before the step, so that what does not change stays as it is to the bit;
@@ -171,7 +171,7 @@ def _base(holder: Buffers, name: str, value: Tensor) -> Tensor | None:
     """
     if value.dtype not in _SUMMED or value.is_complex():
         return None
-    before = holder[name]
+    before = place.get(name)
     assert before is not None
     return torch.where(before.isfinite(), before, 0).detach()
 

@@ -18,13 +18,7 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
-from scatterpar.replicas.buffers import (
-    BufferValue,
-    Registry,
-    registered_by,
-    tied_names,
-    values_after,
-)
+from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
@@ -73,9 +67,7 @@ class PassingReplica:
         modules = list(self._survey.modules.values())
         registered = [registered_by(module) for module in modules]
         copies = [registered_by(self.of(module)) for module in modules]
-        for m, place, name, value in values_after(
-            registered, copies, tied_names(registered), self.of
-        ):
+        for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics behind autograd's back.
             before = registered[m].buffers.get(name)
             is_registered_anew = isinstance(place, Registry)

@@ -16,14 +16,7 @@ from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast, like_memory
-from scatterpar.replicas.buffers import (
-    Registered,
-    Tied,
-    batch_norms,
-    listening,
-    registered_by,
-    tied_names,
-)
+from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state
@@ -63,7 +56,6 @@ class Replicas:
         tensors: the master's.
         registered: the buffers of each of its modules.
         batch_norms: those of the modules whose statistics move once a step, by number.
-        tied: names of buffers that are one tensor.
         shared: the parameters, which replicas in one memory share.
         trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
         leaves: positions of those that keep the gradient.
@@ -89,7 +81,6 @@ class Replicas:
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []
         self.registered: list[Registered] = []
-        self.tied: Tied = []
         self.shared = Shared((), (), {}, ())
         self.trained: list[int] = []
         self.leaves: list[int] = []
@@ -223,7 +214,6 @@ class Replicas:
         self._slots = survey.slots
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
-        self.tied = tied_names(self.registered)
         self.batch_norms = batch_norms(modules) if self._pools else {}
         kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
         if kinds != self._kinds or not all(map(is_, self.tensors, before)):

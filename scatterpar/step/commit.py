@@ -89,31 +89,32 @@ def _planned(buffers: Iterable[BufferValue]) -> Callable[[], None]:
 
     Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
     """
-    into: list[Tensor] = []
-    values: list[Tensor] = []
+    into: dict[int, _Pair] = {}
     anew: list[BufferValue] = []
-    for holder, name, value in buffers:
-        registry = holder if isinstance(holder, Registry) else None
-        target = None if registry is not None and name in registry.parted else holder.get(name)
+    for place, name, value in buffers:
+        target = place.get(name)
         if value is None or target is None or not _fits(target, value):
-            anew.append((holder, name, value if value is None else value.detach()))
+            anew.append((place, name, value if value is None else value.detach()))
             continue
-        if _can_be_written(target):
-            into.append(target)
-            values.append(value)
+        if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
+            target = value.detach()
+            anew.append((place, name, target))
+        elif _can_be_written(target):
+            into[id(target)] = target, value
         elif not _same(target, value):
             target = value.detach().clone()
-            anew.append((holder, name, target))
-        if registry is not None:
-            anew.append((holder, name, target))
-    return partial(_write, grouped(into, values), anew)
+            anew.append((place, name, target))
+        if isinstance(place, Registry):
+            anew.append((place, name, target))
+    targets, values = [target for target, _ in into.values()], [v for _, v in into.values()]
+    return partial(_write, grouped(targets, values), anew)
 
 
 def _write(pairs: Sequence[Pairs], anew: Sequence[BufferValue]) -> None:
     with torch.no_grad():
         copy_lists(pairs)
-    for holder, name, value in anew:
-        holder[name] = value
+    for place, name, value in anew:
+        place[name] = value
 
 
 def _can_be_written(tensor: Tensor) -> bool:

@@ -130,7 +130,7 @@ def reduce_buffers(
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
         means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
-        after = values_after(part.registered, replicas[0].registered, part.tied, replicas[0].of)
+        after = values_after(part.registered, replicas[0].registered, replicas[0].of)
         values += [
             (place, name, means.get((m, name), value) if means else value)
             for m, place, name, value in after

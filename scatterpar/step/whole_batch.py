@@ -447,12 +447,9 @@ def _of_each_span(share: Share) -> list[slice]:
 
 def _buffers(replica: Replica) -> list[BufferValue]:
     """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
-    places = [Registry(own, own) for own in replica.registered if own.buffers]
-    return [
-        (place, name, None if buffer is None else buffer.detach().clone())
-        for place in places
-        for name, buffer in place.items()
-    ]
+    named = [(own, *item) for own in replica.registered for item in own.buffers.items()]
+    copies = {id(b): b.detach().clone() for _, _, b in named if b is not None}
+    return [(Registry(own, own), name, copies.get(id(b))) for own, name, b in named]
 
 
 def _leaf(value: Any) -> Any:

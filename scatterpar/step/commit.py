@@ -28,6 +28,7 @@ from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 __all__ = ["commit", "commit_buffers"]
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
+_Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
 
 _HOOKS = attrgetter("_backward_hooks")
 
@@ -49,31 +50,18 @@ def commit(outcome: Outcome) -> None:
         outcome: what the step computed. Its gradients are the parameters' afterwards.
     """
     with outcome.attempt:  # random numbers as before, also where memory ends before the try
-        gradients = [(root, g) for root, g in outcome.gradients if g is not None]
+        pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
         outcome.gradients.clear()
-        quiet, observed = _unobserved(gradients)
-        del gradients
         moments = [value for layer in outcome.layers for value in running(layer)]
         write_buffers = _planned([*outcome.buffers, *moments])
-        undo = _remember([root for root, _ in observed])
+        undo = _remember([leaf for leaf, _ in pairs])
         try:
-            _hand_over(observed)
+            _hand_over(pairs)
         except BaseException as error:
             _put_back(undo, error)
             raise
-        _give(quiet)
         write_buffers()
         outcome.attempt.generators.commit()
-
-
-def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
-    """Everything as it was; where one thing cannot be put back, the others are all the same."""
-    with torch.no_grad():
-        for put_back in undo:
-            try:
-                put_back()
-            except Exception as another:
-                note(error, f"after that, something could not be put back: {another!r}")
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:
@@ -142,28 +130,34 @@ def _same(target: Tensor, value: Tensor) -> bool:
     return fit and not any(changed(*zip(*pairs, strict=True)))
 
 
-def _remember(roots: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """How to put back each ``.grad``, and each parameter that a hook of its own may update."""
+def _remember(leaves: Sequence[Tensor]) -> list[_Before]:
+    """What hooks may change, where there are any: each gradient, and what is updated by a hook."""
+    after = list(map(has_gradient_hooks, leaves))
+    written = [leaf for leaf in leaves if leaf.grad is not None]
+    observed = any(after) or any(map(_HOOKS, leaves)) or any(held_nodes(written))
     return [
-        partial(
-            _put_back_one,
-            root,
-            root.grad,
-            None if root.grad is None else root.grad.clone(),
-            root.detach().clone() if has_gradient_hooks(root) else None,
+        (
+            leaf,
+            leaf.grad,
+            leaf.grad.clone() if observed and leaf.grad is not None else None,
+            leaf.detach().clone() if steps else None,
         )
-        for root in roots
+        for leaf, steps in zip(leaves, after, strict=True)
     ]
 
 
-def _put_back_one(
-    root: Tensor, gradient: Tensor | None, kept: Tensor | None, value: Tensor | None
-) -> None:
-    root.grad = gradient
-    if gradient is not None and kept is not None:
-        gradient.copy_(kept)
-    if value is not None:
-        root.copy_(value)
+def _put_back(undo: Iterable[_Before], error: BaseException) -> None:
+    """Everything as it was; where one thing cannot be put back, the others are all the same."""
+    with torch.no_grad():
+        for leaf, gradient, kept, value in undo:
+            try:
+                leaf.grad = gradient
+                if gradient is not None and kept is not None:
+                    gradient.copy_(kept)
+                if value is not None:
+                    leaf.copy_(value)
+            except Exception as another:
+                note(error, f"after that, something could not be put back: {another!r}")
 
 
 def _hand_over(pairs: list[_Pair]) -> None:
@@ -204,49 +198,3 @@ def _of_its_own(gradient: Tensor) -> Tensor:
     if gradient.layout != torch.strided:
         return gradient
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
-
-
-def _unobserved(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-    """Those whose leaf can be given its gradient in silence, as autograd would, and the others.
-
-    They are of one device, since they are added in few messages. A hook may look at any gradient,
-    and may raise: where there is one, nothing is silent.
-    """
-    leaves = [leaf for leaf, _ in pairs]
-    if any(map(_HOOKS, leaves)) or any(map(has_gradient_hooks, leaves)):
-        return [], pairs
-    quiet = [(t, g) for t, g in pairs if t.device == leaves[0].device and _is_plain(t, g)]
-    held = held_nodes([leaf for leaf, _ in quiet])
-    quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
-    silent = {id(leaf) for leaf, _ in quiet}
-    fresh = {id(leaf) for leaf, _ in quiet if leaf.grad is None}
-    quiet = [(leaf, _of_its_own(g) if id(leaf) in fresh else g) for leaf, g in quiet]
-    return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
-
-
-def _is_plain(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether autograd would keep the gradient as it is, or add it where one is."""
-    there = leaf.grad
-    if type(leaf) not in (Tensor, nn.Parameter) or gradient.layout != torch.strided:
-        return False
-    if there is None:
-        return leaf.grad_dtype == gradient.dtype and leaf.stride() == gradient.stride()
-    if there.requires_grad or not is_in_memory_order(there) or not is_in_memory_order(gradient):
-        return False
-    return there.dtype == gradient.dtype and there.stride() == gradient.stride()
-
-
-def _give(pairs: Sequence[_Pair]) -> None:
-    """Set the gradients of leaves that have none, add to those of the others."""
-    sums = [(leaf.grad, gradient) for leaf, gradient in pairs if leaf.grad is not None]
-    for leaf, gradient in pairs:
-        if leaf.grad is None:
-            leaf.grad = gradient
-    with torch.no_grad():
-        add_each([_flat(there) for there, _ in sums], [_flat(added) for _, added in sums])
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    flat = in_memory_order(tensor)
-    assert flat is not None
-    return flat

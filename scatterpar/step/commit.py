@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.devices.chunks import (
     Pairs,
-    add_each,
     copy_lists,
     grouped,
-    in_memory_order,
-    is_in_memory_order,
 )
 from scatterpar.devices.fingerprints import changed
 from scatterpar.replicas.buffers import BufferValue, Registry, running
@@ -30,31 +26,20 @@ __all__ = ["commit", "commit_buffers"]
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
 
-_HOOKS = attrgetter("_backward_hooks")
-
 
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    Where anything hangs on parameters, autograd itself hands them their gradients: so hooks run as
-    under a plain ``backward()``, once and on the whole gradient. A parameter without a gradient
-    takes the memory of the one that it is given. In this order:
-
-    1. What takes memory is made. Nothing of the user's is written.
-    2. Gradients that somebody may look at, such as a hook, are handed over. If that fails, as a
-       hook may, they are put back.
-    3. All else is written, where it is. That neither takes memory nor runs the user's code, and
-       interrupts wait.
-
-    Args:
-        outcome: what the step computed. Its gradients are the parameters' afterwards.
+    What takes memory is made first. Then autograd itself hands parameters their gradients: so
+    hooks run as under a plain ``backward()``, once and on the whole gradient; if one fails,
+    gradients are put back. The rest takes no memory, and runs no code of the user's.
     """
     with outcome.attempt:  # random numbers as before, also where memory ends before the try
         pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
         outcome.gradients.clear()
         moments = [value for layer in outcome.layers for value in running(layer)]
         write_buffers = _planned([*outcome.buffers, *moments])
-        undo = _remember([leaf for leaf, _ in pairs])
+        undo = _remember(pairs)
         try:
             _hand_over(pairs)
         except BaseException as error:
@@ -130,19 +115,24 @@ def _same(target: Tensor, value: Tensor) -> bool:
     return fit and not any(changed(*zip(*pairs, strict=True)))
 
 
-def _remember(leaves: Sequence[Tensor]) -> list[_Before]:
-    """What hooks may change, where there are any: each gradient, and what is updated by a hook."""
-    after = list(map(has_gradient_hooks, leaves))
-    written = [leaf for leaf in leaves if leaf.grad is not None]
-    observed = any(after) or any(map(_HOOKS, leaves)) or any(held_nodes(written))
+def _remember(pairs: Sequence[_Pair]) -> list[_Before]:
+    """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
+    after = [has_gradient_hooks(leaf) for leaf, _ in pairs]
+    added = [(leaf, leaf.grad, g) for leaf, g in pairs if leaf.grad is not None]
+    may_fail = (
+        any(after)
+        or any(leaf._backward_hooks for leaf, _ in pairs)
+        or any(old.layout != torch.strided or old.dtype != g.dtype for _, old, g in added)
+        or any(held_nodes([leaf for leaf, *_ in added]))
+    )
     return [
         (
             leaf,
             leaf.grad,
-            leaf.grad.clone() if observed and leaf.grad is not None else None,
+            leaf.grad.clone() if may_fail and leaf.grad is not None else None,
             leaf.detach().clone() if steps else None,
         )
-        for leaf, steps in zip(leaves, after, strict=True)
+        for (leaf, _), steps in zip(pairs, after, strict=True)
     ]
 
 

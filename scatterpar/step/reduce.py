@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import add_each, bring, by_dtype, in_memory_order, rounds
+from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
@@ -32,7 +31,7 @@ from scatterpar.step.outcome import Computed, Gradient, Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
 from scatterpar.threads.attempt import Attempt
-from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
+from scatterpar.torch_private import hooks_taken_off
 
 __all__ = [
     "collect",
@@ -164,7 +163,7 @@ def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[
     if replica.device == device or not found:
         return found
     tensors = dict(enumerate(t for moments in found.values() for t in moments[1:]))
-    here = _bring(tensors, device, ledger)
+    here = bring(tensors, device, ledger, "reduce")
     return {
         m: Moments(moments.values, here[2 * i], here[2 * i + 1])
         for i, (m, moments) in enumerate(found.items())
@@ -201,7 +200,8 @@ def sum_in_order(
         elif in_place:
             _take_in(sums[near], found, devices[near], ledger)
         else:
-            _add(sums[near], _bring(found, devices[near], ledger), in_place)
+            copies = {i: ledger.copy(t, devices[near], "reduce") for i, t in found.items()}
+            _add(sums[near], copies, in_place)
     return sums[0]
 
 
@@ -209,27 +209,18 @@ def _take_in(
     total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, ledger: Ledger
 ) -> None:
     """Add, in place, what another memory has, with room for one chunk."""
-    both: dict[int, Tensor] = {}
-    fresh: dict[int, Tensor] = {}
-    here: dict[int, Tensor] = {}  # 1-D, in the order of memory, as the two above
-    for i, tensor in found.items():
-        flat = in_memory_order(tensor)
-        if flat is None or (i in total and _layout(total[i]) != _layout(tensor)):
-            _add(total, {i: ledger.copy(tensor, device, "reduce")}, in_place=True)
-            continue
-        if i in total:
-            both[i] = flat
-        else:
-            fresh[i] = flat
-            room = verbs.empty(flat.numel(), flat.dtype, device)
-            total[i] = room.as_strided(tensor.shape, tensor.stride(), 0)
-        here[i] = total[i].as_strided((flat.numel(),), (1,))
-    for message, arrived in bring(both, device, ledger, "reduce"):
-        torch._foreach_add_(message.of(here), arrived)
-        del arrived
-    for message, arrived in bring(fresh, device, ledger, "reduce"):
-        torch._foreach_copy_(message.of(here), arrived)
-        del arrived
+    flats = {i: in_memory_order(t) for i, t in found.items() if i in total}
+    alike = {
+        i: flat
+        for i, flat in flats.items()
+        if flat is not None and _layout(total[i]) == _layout(found[i])
+    }
+    sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
+    for message, parts in arriving(alike, device, ledger, "reduce"):
+        torch._foreach_add_(message.of(sums), parts)
+        del parts
+    others = {i: tensor for i, tensor in found.items() if i not in alike}
+    _add(total, bring(others, device, ledger, "reduce"), in_place=True)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -263,7 +254,7 @@ def mean_buffers(
             if (buffer := replica.registered[m].buffers.get(name)) is not None
         }
         if replica.device != first.device:
-            found = _bring(found, first.device, ledger)
+            found = bring(found, first.device, ledger, "reduce")
         for number, (m, name) in enumerate(means):
             own = first.registered[m].buffers[name]
             assert own is not None
@@ -291,21 +282,6 @@ def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:
         return ledger.copy(leaf, device, "reduce") if isinstance(leaf, Tensor) else leaf
 
     return nested.transform(one, value)
-
-
-def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> dict[int, Tensor]:
-    """Copies of ``tensors`` on ``device``: the dense ones in one message per dtype."""
-    dense_ones = {i: tensor for i, tensor in tensors.items() if tensor.layout == torch.strided}
-    brought = {
-        i: ledger.copy(tensor, device, "reduce")
-        for i, tensor in tensors.items()
-        if i not in dense_ones
-    }
-    for positions in by_dtype(dense_ones.items()).values():
-        dense = [tensors[i] for i in positions]
-        flat = ledger.copy(flatten(dense), device, "reduce")
-        brought.update(zip(positions, unflatten(flat, dense), strict=True))
-    return brought
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

@@ -27,31 +27,6 @@ from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-__all__ = [
-    "backward",
-    "current_graph_task",
-    "default_generator",
-    "edges_to_leaves",
-    "flatten",
-    "has_dynamo",
-    "has_gradient_hooks",
-    "held_nodes",
-    "hooks_taken_off",
-    "loading_hooks",
-    "modes",
-    "nodes_of",
-    "private_accelerator",
-    "random_operators",
-    "renew_engine",
-    "route",
-    "saved_tensors_hooks",
-    "step_without_hooks",
-    "switched_off",
-    "switched_on",
-    "uncompiled",
-    "unflatten",
-]
-
 
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""

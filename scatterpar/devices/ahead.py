@@ -13,8 +13,6 @@ from torch import Tensor
 from scatterpar.devices.ledger import Ledger, passable
 from scatterpar.devices.verbs import mark, on
 
-__all__ = ["Ahead"]
-
 _STAGED = 2  # parcels that may lie in the host's pinned memory at once
 
 

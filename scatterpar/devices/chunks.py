@@ -19,27 +19,6 @@ from torch import Tensor, nn
 from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 
-__all__ = [
-    "ALONE_BYTES",
-    "CHUNK_BYTES",
-    "FlatCopy",
-    "Message",
-    "Pairs",
-    "Piece",
-    "add_each",
-    "arriving",
-    "bring",
-    "by_dtype",
-    "copy_each",
-    "copy_lists",
-    "grouped",
-    "in_memory_order",
-    "is_in_memory_order",
-    "messages",
-    "packed",
-    "rounds",
-]
-
 CHUNK_BYTES = 2**26
 
 ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one

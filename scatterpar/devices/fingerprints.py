@@ -19,15 +19,6 @@ from torch import Tensor
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import by_dtype, in_memory_order, messages
 
-__all__ = [
-    "Fingerprint",
-    "Fingerprints",
-    "Readout",
-    "changed",
-    "changes",
-    "differing",
-]
-
 Fingerprint = tuple[int, ...]
 
 _WORDS = 2**21  # at a time: what is in between needs some 40 bytes for each

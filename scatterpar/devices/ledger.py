@@ -10,8 +10,6 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import mark, physical, reads_late
 
-__all__ = ["DETOURS", "PHASES", "Clock", "Ledger", "Span", "passable"]
-
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
 # From which device to which copies go through the host's memory: see ``check_links``.

@@ -20,8 +20,6 @@ from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
 
-__all__ = ["LinkCheck", "check_links", "pattern"]
-
 _BYTES = 2**20
 _BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
 

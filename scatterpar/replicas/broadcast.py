@@ -16,15 +16,6 @@ from scatterpar.devices.chunks import FlatCopy, Message, in_memory_order, packed
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Readout
 from scatterpar.devices.ledger import Ledger
 
-__all__ = [
-    "Broadcast",
-    "in_one_storage",
-    "like_memory",
-    "overlapping",
-    "version",
-    "versions",
-]
-
 _ALIGNMENT = 16  # bytes: the largest element, a complex128
 
 

@@ -20,23 +20,6 @@ from torch import Tensor, nn
 from scatterpar.replicas.kinds import buffers_of, is_script
 from scatterpar.torch_private import current_graph_task
 
-__all__ = [
-    "RUNNING",
-    "BufferValue",
-    "Buffers",
-    "Layer",
-    "Moments",
-    "Place",
-    "Registered",
-    "Registry",
-    "Seen",
-    "batch_norms",
-    "listening",
-    "pooled",
-    "registered_by",
-    "running",
-    "values_after",
-]
 Buffers = MutableMapping[str, "Tensor | None"]
 Place = Union[Buffers, "Registry"]  # gets and sets buffers by name
 BufferValue = tuple[Place, str, "Tensor | None"]  # where it is, its name, its value

@@ -18,8 +18,6 @@ from torch import nn
 
 from scatterpar import torch_private
 
-__all__ = ["Compiler", "How", "checked_how", "unwrapped"]
-
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # compiles a function, as torch.compile
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")

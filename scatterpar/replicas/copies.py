@@ -14,8 +14,6 @@ from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Bound, Survey, holder_of
 from scatterpar.replicas.replicas import Replicas
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """The replicas of a module and of the criterion that it is trained with.

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import changed
 from scatterpar.replicas.broadcast import versions
 
-__all__ = ["Shared", "read_only"]
-
 _INSTEAD = (
     "write it after the optimizer's step, or keep what forward passes write in a buffer "
     "(register_buffer)"

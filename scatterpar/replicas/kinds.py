@@ -16,21 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
 
-__all__ = [
-    "assembled",
-    "buffers_of",
-    "check_placement",
-    "is_script",
-    "is_sparse",
-    "new_like",
-    "pieces_of",
-    "rebind_script",
-    "script_state",
-    "script_tensors",
-    "slots_of",
-    "zero_grad_has_no_effect",
-]
-
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),

@@ -37,20 +37,6 @@ from scatterpar.replicas.kinds import (
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = [
-    "Bound",
-    "Cells",
-    "Mirror",
-    "Snapshot",
-    "Survey",
-    "contents",
-    "holder_of",
-    "leads_to",
-    "names_leading",
-    "owner_of",
-    "twin_of",
-]
-
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 _SWITCHES = {bool, str, bytes, type(None)}

@@ -22,16 +22,6 @@ from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents
 
-__all__ = [
-    "Lent",
-    "Replica",
-    "Replicas",
-    "guarded",
-    "is_state",
-    "parameter_like",
-    "sum_dtype",
-]
-
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -21,8 +21,6 @@ from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
 
-__all__ = ["commit", "commit_buffers"]
-
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
 

@@ -15,8 +15,6 @@ from scatterpar.report import GradientNoise
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
 
-__all__ = ["Spread", "estimate", "measure"]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -15,8 +15,6 @@ from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["Computed", "Gradient", "Outcome", "Result"]
-
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 
 

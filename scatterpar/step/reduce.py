@@ -33,16 +33,6 @@ from scatterpar.step.weights import Weights
 from scatterpar.threads.attempt import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
-__all__ = [
-    "collect",
-    "mean_buffers",
-    "reduce",
-    "reduce_buffers",
-    "reduce_gradients",
-    "reduce_moments",
-    "sum_in_order",
-]
-
 
 def reduce(
     attempt: Attempt,

@@ -50,8 +50,6 @@ from scatterpar.threads.generators import Generators, State
 from scatterpar.threads.workers import Workers, note
 from scatterpar.torch_private import nodes_of
 
-__all__ = ["Peers", "WholeBatch", "differences", "output_at", "require_unchanged", "train_whole"]
-
 
 def differences(output: Any, piece: Any) -> list[Tensor]:
     """By how much of the tolerance an output of the second pass is not that of the first.

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
 from scatterpar.devices import chunks, fingerprints
-from scatterpar.devices.ahead import Ahead
+from scatterpar.devices.ledger import Ahead
 
 pytestmark = [
     pytest.mark.cuda,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import changed
+from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import versions
 
 _INSTEAD = (
@@ -134,9 +135,10 @@ class _Guard:
                     written |= {(i, None)} if _differ(tensor, home) else set()
                 elif now[i] != before[i]:
                     moved.add((i, device))
-        for device, values in self._shared.memories.items() if self._kept else ():
-            pairs = enumerate(zip(values, self._kept, strict=True))
-            written |= {(i, device) for i, (value, kept) in pairs if _differ(value.cpu(), kept)}
+        for device, values in self._shared.memories.items():
+            for i, kept in enumerate(self._kept):
+                if _differ(values[i], Ledger().copy(kept, device, "replicate")):
+                    written.add((i, device))
         return written | (moved - exchanged)
 
 

@@ -26,8 +26,7 @@ from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, po
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
-from scatterpar.step.noise import Spread, measure
-from scatterpar.step.outcome import Computed, Gradient, Outcome
+from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
 from scatterpar.threads.attempt import Attempt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -91,15 +90,15 @@ def zero_grad_has_no_effect(set_to_none: bool = True) -> None:
     )
 
 
-@functools.cache
-def slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
-    """What the classes of a module keep in ``__slots__`` instead of its ``__dict__``."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        for member in vars(base).values()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+def _refuse_slots(kind: type) -> None:
+    """Replicas copy a module's dictionary."""
+    for base in kind.__mro__:
+        for member in vars(base).values():
+            if isinstance(member, types.MemberDescriptorType):
+                raise TypeError(
+                    f"a {kind.__name__} cannot be replicated, since {base.__name__} keeps "
+                    f"{member.__name__!r} in __slots__; let modules have plain attributes"
+                )
 
 
 class _ScriptBuffers(MutableMapping[str, "Tensor | None"]):
@@ -179,27 +178,26 @@ def check_placement(
     expected = verbs.physical(device_ids[0])
     for root in roots:
         _refuse_frozen(root)
+        for kind in {type(module) for module in root.modules()}:
+            _refuse_slots(kind)
         _refuse_renormalised(root)
-        for kind, named in (
-            ("parameter", root.named_parameters()),
-            ("buffer", root.named_buffers()),
-        ):
-            for name, tensor in named:
-                what = f"{type(root).__name__} has the {kind} {name!r}"
-                if is_lazy(tensor):
-                    if lazy:
-                        continue
-                    raise RuntimeError(
-                        f"{type(root).__name__} has an uninitialised lazy {kind}, {name!r}: "
-                        f"call the module once on one micro-batch before the first step"
-                    )
+        owner = type(root).__name__
+        tensors = [("parameter", *one) for one in root.named_parameters()]
+        tensors += [("buffer", *one) for one in root.named_buffers()]
+        for what, name, tensor in tensors:
+            if not is_lazy(tensor):
                 if tensor.device != expected:
                     raise ValueError(
-                        f"{type(root).__name__} must be on device_ids[0], which is "
-                        f"{device_ids[0]}, but its {kind} {name!r} is on {tensor.device}; "
-                        f"call .to({str(expected)!r})"
+                        f"{owner} must be on device_ids[0], which is {device_ids[0]}, but its "
+                        f"{what} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
                     )
-                _refuse_packed(what, tensor, len(set(device_ids)))
+                which = f"{owner} has the {what} {name!r}"
+                _refuse_packed(which, tensor, len(set(device_ids)))
+            elif not lazy:
+                raise RuntimeError(
+                    f"{owner} has an uninitialised lazy {what}, {name!r}: call the module once on "
+                    f"one micro-batch before the first step"
+                )
 
 
 def _refuse_frozen(root: nn.Module) -> None:

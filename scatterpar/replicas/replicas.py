@@ -201,7 +201,6 @@ class Replicas:
         before, self.tensors = self.tensors, list(survey.tensors.values())
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
-        self._slots = survey.slots
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
@@ -254,8 +253,6 @@ class Replicas:
             facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
         for script in self._scripts:
             facts += script_state(script)
-        for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
-            facts.append(id(getattr(module, member.__name__, None)))
         return facts
 
     def _are_like_before(self) -> bool:

@@ -182,22 +182,23 @@ def check_placement(
             _refuse_slots(kind)
         _refuse_renormalised(root)
         owner = type(root).__name__
+        tensors: list[tuple[str, str, Tensor]]
         tensors = [("parameter", *one) for one in root.named_parameters()]
         tensors += [("buffer", *one) for one in root.named_buffers()]
         for what, name, tensor in tensors:
-            if not is_lazy(tensor):
-                if tensor.device != expected:
-                    raise ValueError(
-                        f"{owner} must be on device_ids[0], which is {device_ids[0]}, but its "
-                        f"{what} {name!r} is on {tensor.device}; call .to({str(expected)!r})"
-                    )
-                which = f"{owner} has the {what} {name!r}"
-                _refuse_packed(which, tensor, len(set(device_ids)))
-            elif not lazy:
+            if is_lazy(tensor):
+                if lazy:
+                    continue
                 raise RuntimeError(
                     f"{owner} has an uninitialised lazy {what}, {name!r}: call the module once on "
                     f"one micro-batch before the first step"
                 )
+            if tensor.device != expected:
+                raise ValueError(
+                    f"{owner} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
+                    f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
+                )
+            _refuse_packed(f"{owner} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
 def _refuse_frozen(root: nn.Module) -> None:

@@ -60,10 +60,7 @@ def messages(
 
     How a tensor is cut depends on its own size alone.
 
-    Args:
-        sizes: the key and the number of elements of each.
-        most: elements of a message.
-        alone: tensors of so many elements go before the others, and nothing goes with them.
+    Tensors of ``alone`` elements or more go before the others, and nothing goes with them.
 
     >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
     [(2,), (4,), (3,)]
@@ -193,24 +190,14 @@ class FlatCopy:
     another order. Tensors that lie one after the other in one storage do so here, from the start
     of a storage of its own: so cuDNN takes the weights of a recurrent layer as they are.
 
-    Args:
-        like: the tensors.
-        device: whose memory this is in.
-
-    Attributes:
-        order: positions of the tensors in the order in which they lie.
-        views: every tensor's view.
-        pieces: the same memory, 1-D.
-        flats: the buffer of each dtype.
-        offsets: where in it each tensor begins.
     """
 
     def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        self.order: list[int] = []
+        self.order: list[int] = []  # positions of the tensors in the order in which they lie
         self.views = list(like)
-        self.pieces = list(like)
-        self.flats: dict[torch.dtype, Tensor] = {}
-        self.offsets = [0] * len(like)
+        self.pieces = list(like)  # the same memory, 1-D
+        self.flats: dict[torch.dtype, Tensor] = {}  # the buffer of each dtype
+        self.offsets = [0] * len(like)  # where in it each tensor begins
         runs = _runs(like)
         for dtype, firsts in by_dtype((run, like[run[0]]) for run in runs).items():
             self._lay(firsts, like, dtype, device)

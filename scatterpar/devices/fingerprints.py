@@ -36,15 +36,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprints:
-    """Those of dense tensors in one memory, computed there.
-
-    Args:
-        tensors: of any dtypes.
-        device: whose memory they are in.
-
-    Attributes:
-        values: what ``read`` takes, once it is on the host.
-    """
+    """Those of dense tensors in one memory, computed there; the host reads ``values``."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._count = len(tensors)
@@ -142,14 +134,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 class Readout:
-    """Tensors that the host wants to know: all that were asked for arrive when one is needed.
-
-    >>> readout = Readout()
-    >>> flags = readout.ask([torch.tensor(True)])
-    >>> counts = readout.ask([torch.tensor(3), torch.tensor(4)])
-    >>> flags(), counts()
-    ([tensor(True)], [tensor(3), tensor(4)])
-    """
+    """Tensors that the host wants to know: all that were asked for arrive when one is needed."""
 
     def __init__(self) -> None:
         self._asked: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
+from scatterpar.replicas.broadcast import Broadcast, in_one_storage, version
 from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
@@ -105,7 +105,6 @@ def replicate(
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
     owned = list(map(is_state, originals))
-    groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
@@ -120,10 +119,8 @@ def replicate(
             for replica, device in enumerate(device_ids)
         ]
         for copy, device in zip(copies, device_ids, strict=True):
-            for group in groups:
-                rooms = in_one_storage([originals[i] for i in group], device)
-                for i, room in zip(group, rooms, strict=True):
-                    copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
+            for i, room in in_one_storage(originals, device).items():
+                copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     for i, original in enumerate(originals):
         if original.requires_grad:
             what = tuple(device_ids), original, *(copy[i] for copy in copies)

@@ -66,10 +66,7 @@ def values_after(
 ) -> Iterator[tuple[int, Place, str, Tensor | None]]:
     """What the copies' buffers are: the module's number, where to write it, its name, the value.
 
-    Args:
-        modules: the user's.
-        copies: what a forward pass ran on.
-        of: the copy of a tensor, as it was before the forward pass.
+    ``of`` gives the copy of a tensor, as it was before the forward pass.
     """
     told: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):

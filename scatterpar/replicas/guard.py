@@ -25,23 +25,14 @@ _INSTEAD = (
 
 @dataclass
 class Shared:
-    """The parameters of some modules, as their replicas share them.
+    """The parameters of some modules, as their replicas share them."""
 
-    Attributes:
-        roots: the user's modules.
-        originals: the user's parameters.
-        memories: their values in each memory, the master's first.
-        copies: each replica's memory, and its tensors on the values there.
-        proven: modes in which a pass has shown that it writes none.
-        spoilt: positions of those whose values in another memory are no longer the user's.
-    """
-
-    roots: Sequence[nn.Module]
-    originals: Sequence[Tensor]
-    memories: Mapping[torch.device, Sequence[Tensor]]
-    copies: Sequence[tuple[torch.device, Sequence[Tensor]]]
-    proven: set[Hashable] = field(default_factory=set)
-    spoilt: set[int] = field(default_factory=set)
+    roots: Sequence[nn.Module]  # the user's
+    originals: Sequence[Tensor]  # the user's parameters
+    memories: Mapping[torch.device, Sequence[Tensor]]  # their values, the master's first
+    copies: Sequence[tuple[torch.device, Sequence[Tensor]]]  # each replica's, on the values there
+    proven: set[Hashable] = field(default_factory=set)  # modes in which a pass has written none
+    spoilt: set[int] = field(default_factory=set)  # positions of what is no longer the user's
 
     def name_of(self, position: int) -> str:
         """What the user calls the parameter at ``position``."""

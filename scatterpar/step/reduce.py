@@ -42,17 +42,7 @@ def reduce(
     policy: str,
     measures_noise: bool,
 ) -> Outcome:
-    """What the step computed, in the master's memory.
-
-    Args:
-        attempt: the step.
-        request: what the user asked for.
-        parts: the replicas of the model, and those of the criterion.
-        computed: what the replicas made of their shares.
-        weights: of the micro-batches' losses.
-        policy: whose buffers the module has afterwards.
-        measures_noise: compare the replicas' gradients, unless they share one loss.
-    """
+    """What the step computed, in the master's memory; ``policy`` says whose buffers."""
     plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
@@ -85,34 +75,31 @@ def reduce_gradients(
         past: leaves of the master's that gradients came to past the replicas, and these.
 
     Returns:
-        Every trained leaf of the master's with its gradient; ``None`` for one that no
-        replica used, and zero stands in where only some did. Whichever finished first, the sum
-        has the same bits.
+        Every trained leaf of the master's with its gradient; ``None`` for one that no replica used,
+        and zero stands in where only some did.
     """
     total: dict[int, Gradient] = {}
     kept: list[tuple[Tensor, Tensor]] = []
     own: list[Gradient] = []
     for part in parts:
-        found = _sum(part.replicas[:active], part.trained, ledger)
+        replicas = part.replicas[:active]
+        gradients = [
+            {i: g for i in part.trained if (g := replica.tensors[i].grad) is not None}
+            for replica in replicas
+        ]
+        found = sum_in_order(gradients, [r.device for r in replicas], ledger, in_place=True)
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
         own += [(part.tensors[i], found.get(i)) for i in part.leaves]
     for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
         _, other = total.get(id(leaf), (leaf, None))
         total[id(leaf)] = leaf, _both(other, gradient)
-    return pass_on(kept, list(total.values()))
+    return _pass_on(kept, list(total.values()))
 
 
 def reduce_buffers(
     parts: Sequence[Replicas], shares: Sequence[Share], policy: str, ledger: Ledger
 ) -> list[BufferValue]:
-    """Where each buffer of the master's is, its name, and its value after the step.
-
-    Args:
-        parts: the replicas of the model, and those of the criterion.
-        shares: the shares of those that took part.
-        policy: ``"mean"`` for means where they exist; else replica 0's buffers.
-        ledger: copies, and counts what it copied.
-    """
+    """Where each buffer of the master's is, its name, and its value after the step."""
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
@@ -128,13 +115,7 @@ def reduce_buffers(
 
 
 def reduce_moments(parts: Sequence[Replicas], active: int, ledger: Ledger) -> list[Layer]:
-    """What each batch normalisation whose statistics move once a step has seen in it.
-
-    Args:
-        parts: the replicas of the model, and those of the criterion.
-        active: how many of them took part, the master's own first.
-        ledger: copies, and counts what it copied.
-    """
+    """What each batch normalisation whose statistics move once a step has seen in it."""
     layers = []
     for part in parts:
         replicas = part.replicas[:active]
@@ -157,16 +138,6 @@ def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[
         m: Moments(moments.values, here[2 * i], here[2 * i + 1])
         for i, (m, moments) in enumerate(found.items())
     }
-
-
-def _sum(
-    replicas: Sequence[Replica], positions: Sequence[int], ledger: Ledger
-) -> dict[int, Tensor]:
-    gradients = [
-        {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
-        for replica in replicas
-    ]
-    return sum_in_order(gradients, [replica.device for replica in replicas], ledger, in_place=True)
 
 
 def sum_in_order(
@@ -222,11 +193,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def mean_buffers(
     replicas: Sequence[Replica], shares: Sequence[Share], ledger: Ledger
 ) -> dict[tuple[int, str], Tensor]:
-    """Floating-point buffers averaged over the replicas, weighted by their rows.
+    """Floating-point buffers, by (module, name), averaged over the replicas, weighted by rows.
 
-    Returns:
-        The mean by (module, name), in the master's memory, for buffers that all have in one
-        shape. Where all are equal the mean is exactly that, infinities included.
+    Of those that all have in one shape; where all are equal the mean is exactly that, infinities
+    included.
     """
     first, *others = replicas
     rows = sum(share.rows for share in shares)
@@ -258,19 +228,16 @@ def collect(
 ) -> Any:
     """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
     master = plan.shares[0].device
+
+    def home(leaf: Any) -> Any:
+        return ledger.copy(leaf, master, "reduce") if isinstance(leaf, Tensor) else leaf
+
     here = [
-        output if share.device == master else _moved(output, master, ledger)
+        output if share.device == master else nested.transform(home, output)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
     return join_rows(here, dim, rows, rows, lists=lists)
-
-
-def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:
-    def one(leaf: Any) -> Any:
-        return ledger.copy(leaf, device, "reduce") if isinstance(leaf, Tensor) else leaf
-
-    return nested.transform(one, value)
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
@@ -290,18 +257,12 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
         total.update(zip(both, sums, strict=True))
 
 
-def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
+def _pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
     """The leaves' gradients, to which those of tensors made of leaves were added.
 
     A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and
     so a gradient of its own for it. That belongs to the parameter, as a plain backward pass has it.
-
-    The user's graph from the leaves to these tensors stays. Hooks on leaves run later, when they
-    are handed the whole gradient.
-
-    Args:
-        kept: tensors made of leaves, and their gradients.
-        gradients: the leaves, and theirs.
+    The user's graph from the leaves to these tensors stays, and hooks on leaves run later.
 
     Raises:
         RuntimeError: torch's own: part of that graph is gone, or what it needs was written since.

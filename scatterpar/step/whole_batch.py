@@ -173,11 +173,7 @@ class WholeBatch:
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
-        Args:
-            criterion: called once.
-            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
-            scale: the gradient scaler's factor.
-            check_finite: refuse a loss that is NaN or infinite.
+        ``reach`` stashes the leaves that the loss comes from, beside the outputs' nodes.
         """
         try:
             joined = self._joined()
@@ -239,22 +235,13 @@ def _no_leaf(value: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What the first pass leaves of one share.
+    """What the first pass leaves of one share."""
 
-    Attributes:
-        pieces: the outputs of each micro-batch, without their graph, ready to take gradients.
-        joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
-            one is cut into those of its pieces.
-        last: the last micro-batch's output, with its graph.
-        states: where the generators were before each micro-batch.
-        outputs: what is returned of them, where they were asked for.
-    """
-
-    pieces: list[Any]
-    joined: list[Any]
-    last: Any
-    states: list[State]
-    outputs: Any
+    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
+    last: Any  # the last micro-batch's output, with its graph
+    states: list[State]  # where the generators were before each micro-batch
+    outputs: Any  # what is returned of them, where they were asked for
 
 
 def train_whole(
@@ -267,17 +254,8 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    Args:
-        attempt: the step.
-        request: has the whole batch's targets, as the caller gave them.
-        tasks: each replica's share of the inputs.
-        parts: the replicas of the model, and that of the criterion.
-        criterion: as it is on the master.
-        peers: other processes that have rows of the batch.
-
-    Returns:
-        What each replica made of its share. The loss is in the first one's, and in the first
-        process's.
+    The loss is in the first replica's result, and in that of the first process of ``peers``, who
+    have rows of the batch too. ``criterion`` is as it is on the master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None

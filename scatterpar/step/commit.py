@@ -19,7 +19,7 @@ from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
+from scatterpar.torch_private import are_held, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
@@ -121,7 +121,7 @@ def _remember(pairs: Sequence[_Pair]) -> list[_Before]:
         any(after)
         or any(leaf._backward_hooks for leaf, _ in pairs)
         or any(old.layout != torch.strided or old.dtype != g.dtype for _, old, g in added)
-        or any(held_nodes([leaf for leaf, *_ in added]))
+        or are_held([leaf for leaf, *_ in added])
     )
     return [
         (

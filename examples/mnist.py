@@ -85,7 +85,7 @@ def accuracy(model: nn.Module, loader: Batches) -> float:
 
 def loaders(rows: int, dtype: torch.dtype) -> tuple[Batches, Batches]:
     """Batches to train and to test on; their order is the same in every run."""
-    data = load("embedded")
+    data = load()
     parts = [
         TensorDataset(data.standardise(split.images).to(dtype), split.labels)
         for split in (data.train, data.test)

@@ -40,7 +40,8 @@ from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
-from scatterpar.step.inference import infer, rows_of_one_batch
+from scatterpar.step.inference import infer
+from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce
 from scatterpar.step.request import (
@@ -383,7 +384,7 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
+            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
             request = self._request((inputs, kwargs))
             with self._attempt(plan) as attempt:
                 return infer(attempt, self._copies, self.module, request, self.buffers_from)

@@ -107,7 +107,7 @@ def toy_data(rows=10):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (rows, 1, 2, 2), generator=generator, dtype=torch.uint8)
     split = Split(images, torch.arange(rows) % 2)
-    return make_dataset("toy", split, split)
+    return make_dataset("toy", split, split, ("even", "odd"))
 
 
 def toy_training(machines, seed, dropout=0.3):

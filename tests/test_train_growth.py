@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import struct
 
 import pytest
 import torch
@@ -18,14 +17,14 @@ from test_train_runs import Stop, stop_after
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from scatterpar.recipe import gradual_warmup
-from scatterpar.train import run
-from scatterpar.train.data import TRAIN, load
+from scatterpar.train import pictures, run
+from scatterpar.train.data import TRAIN, Split, load, make_dataset
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.loop import Batches
 from scatterpar.train.options import parse
 from scatterpar.train.pictures import Reading, open_data
 from scatterpar.train.run import main
-from scatterpar.train.schedule import Growth, make_scheduler, what_it_means
+from scatterpar.train.schedule import Growth, make_scheduler
 
 pytestmark = pytest.mark.draws
 
@@ -107,34 +106,26 @@ def records(out, kind):
     return [record for record in lines if record["kind"] == kind]
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory):
-    """Those of a run on half of the images that are included, with three of four labels wrong.
-
-    So the gradient is noisy from the start.
-    """
-    folder = tmp_path_factory.mktemp("images")
-    data = load("embedded")
-    for part, split, rows in (("train", data.train, ROWS), ("t10k", data.test, 100)):
-        images, labels = split.images[:rows, 0], split.labels[:rows]
-        numbers = torch.arange(rows)
+@pytest.fixture(scope="module", autouse=True)
+def _noisy_data():
+    """Half of the images that are included, with three of four labels wrong: a noisy gradient."""
+    data, splits = load(), []
+    for split, rows in ((data.train, ROWS), (data.test, 100)):
+        numbers, labels = torch.arange(rows), split.labels[:rows]
         labels = torch.where(numbers % 4 == 0, labels, numbers // 4 % 10)
-        write_idx(folder / f"{part}-images-idx3-ubyte", images)
-        write_idx(folder / f"{part}-labels-idx1-ubyte", labels.to(torch.uint8))
-    return [*GROWING, "--data", str(folder)]
-
-
-def write_idx(path, values):
-    header = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    path.write_bytes(header + values.contiguous().numpy().tobytes())
+        splits.append(Split(split.images[:rows], labels))
+    with pytest.MonkeyPatch.context() as patch:
+        noisy = make_dataset("noisy", *splits, data.class_names)
+        patch.setattr(pictures, "load", lambda: noisy)
+        yield
 
 
 @pytest.fixture(scope="module")
-def grown(options, tmp_path_factory):
+def grown(tmp_path_factory):
     """An uninterrupted run and what it printed."""
     out, printed = tmp_path_factory.mktemp("growing") / "whole", io.StringIO()
     with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        assert main([*options, "--out", str(out)]) == 0
+        assert main([*GROWING, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
 
@@ -158,20 +149,19 @@ def test_a_run_follows_the_noise_scale_that_it_measures(grown):
         r"batch 256, noise scale [\d,]+ images\n  batches of 512 images from here on", printed
     )
     assert "the batch follows the gradient's noise scale, up to 512 images" in printed
-    assert "noise scale of the gradient at the end: " in printed
     assert "batches of 256 to " in (out / "report.html").read_text()
 
 
-def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, options, tmp_path, monkeypatch):
+def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, monkeypatch):
     whole, parts = grown[0], tmp_path / "parts"
     small = sum(record["images"] == 256 for record in steps(whole))
     for last in (small, small + 3):  # before the growth, and in the middle of the epoch after it
         stop_after(monkeypatch, last)
         resume = [] if last == small else ["--resume"]
         with pytest.raises(Stop):
-            main([*options, "--out", str(parts), "--checkpoint-every", "1", *resume])
+            main([*GROWING, "--out", str(parts), "--checkpoint-every", "1", *resume])
     monkeypatch.undo()
-    assert main([*options, "--out", str(parts), "--resume"]) == 0
+    assert main([*GROWING, "--out", str(parts), "--resume"]) == 0
     assert differences(whole, parts) == []
     found = [
         [(r["images"], r["loss"], r["learning_rate"]) for r in steps(o)] for o in (whole, parts)
@@ -206,16 +196,3 @@ def test_other_requests_may_come_than_the_first_ones(tmp_path, workers):
             _, found = feed.take()
             assert found.rows.tolist() == request.rows.tolist()
             assert torch.equal(found.images, data.read(TRAIN, request.rows, 0).images)
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        (4096, "goes 80% as far .* counts 20% .*: a smaller --batch needs fewer images"),
-        (1000, "goes 50% as far .* counts 50% .*: --batch suits it"),
-        (100, "a larger --batch needs fewer steps"),
-    ],
-)
-def test_the_end_says_what_the_noise_scale_means(batch, words):
-    said = what_it_means(1024.0 if batch == 4096 else 1000.0, batch)
-    assert re.search(words, " ".join(said.split()))

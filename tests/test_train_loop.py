@@ -1,4 +1,4 @@
-"""The loop's order, evaluation, the check, and the arithmetic beside the counted bytes."""
+"""The loop's order, evaluation, records and curves."""
 
 import json
 import re
@@ -9,7 +9,6 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
-from scatterpar.plan import make_plan
 from scatterpar.train.data import TEST, Split, UsageError, make_dataset
 from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed, Request
@@ -17,7 +16,6 @@ from scatterpar.train.loop import Batches, Training, train_epoch
 from scatterpar.train.models import OnPixels
 from scatterpar.train.records import Metrics, draw_curves
 from scatterpar.train.schedule import foresee
-from scatterpar.train.traffic import Traffic, data_parallel_bytes
 
 pytestmark = pytest.mark.draws
 VIRTUAL = [torch.device("cpu", i) for i in range(2)]
@@ -26,7 +24,7 @@ VIRTUAL = [torch.device("cpu", i) for i in range(2)]
 def toy_data(rows=10):
     images = torch.arange(rows * 4, dtype=torch.uint8).view(rows, 1, 2, 2)
     split = Split(images, torch.arange(rows) % 2)
-    return make_dataset("toy", split, split)
+    return make_dataset("toy", split, split, ("even", "odd"))
 
 
 def toy_model(*layers):
@@ -100,42 +98,6 @@ def test_evaluation_counts_every_row_the_same_in_uneven_batches():
     assert sorted(mistake.row for mistake in found.worst) == wrong
     assert found.confusion.sum(1).tolist() == [5, 5]
     assert found.confusion.diag().sum() == 10 - len(wrong)
-
-
-def test_data_parallel_moves_parameters_and_gradients_once_a_call():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model[0].bias.requires_grad_(False)
-    devices = [torch.device("cpu", i) for i in range(4)]
-    moved = data_parallel_bytes(make_plan(16, devices, accum=2), model, 1000, row_bytes=12)
-    parameters, buffers, frozen = 4 * (9 + 6), 4 * 6 + 8, 4 * 3
-    assert moved == {
-        "scatter": 1000,
-        "replicate": 2 * 3 * (parameters + buffers),
-        "compute": 2 * 12 * 12,
-        "reduce": 2 * 3 * (parameters - frozen),
-    }
-
-
-def test_replicas_in_the_masters_memory_receive_nothing():
-    plan = make_plan(8, [torch.device("cpu")] * 4, accum=2)
-    moved = data_parallel_bytes(plan, nn.Linear(2, 3), 0, row_bytes=12)
-    assert set(moved.values()) == {0}
-    traffic = Traffic.of(plan, moved, nn.Linear(2, 3), row_bytes=12)
-    assert "all replicas share one memory" in str(traffic)
-
-
-def test_the_engine_moves_what_one_call_of_data_parallel_moves_apart_from_outputs():
-    model = toy_model()
-    with ScatterOnceParallel(model, accum=4, device_ids=VIRTUAL) as engine:
-        images, labels = torch.zeros(16, 1, 2, 2), torch.zeros(16, dtype=torch.int64)
-        engine.forward_backward(images, labels, nn.CrossEntropyLoss())
-        report = engine.last_step
-    traffic = Traffic.of(report.plan, report.bytes, model, row_bytes=8)
-    assert traffic.counted["scatter"] == traffic.computed["scatter"] == 16 * (4 * 4 + 8)
-    assert traffic.computed["replicate"] == 4 * traffic.counted["replicate"]
-    assert traffic.computed["reduce"] == 4 * traffic.counted["reduce"]
-    assert traffic.counted["compute"] == 0
-    assert "computed for    4 calls" in str(traffic)
 
 
 def test_metrics_are_json_lines_also_for_numbers_that_json_lacks(tmp_path):

@@ -276,7 +276,7 @@ def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
 
 def test_torchvisions_sets_are_found_by_name(tmp_path):
     """Fashion-MNIST, of which only the included test images are there, under both names."""
-    raw, images = tmp_path / "FashionMNIST" / "raw", load("embedded")
+    raw, images = tmp_path / "FashionMNIST" / "raw", load()
     refused(
         rf"torch/fashion_mnist: Dataset not found.*--data-root {tmp_path}; --download fetches it",
         *("torch/fashion_mnist",),

@@ -84,7 +84,7 @@ def main() -> None:
 
 def write_pictures(folder: Path, number: int, size: int) -> Path:
     """JPEG files in train/CLASS/ and test/CLASS/, made of the included images, over and over."""
-    data = load("embedded")
+    data = load()
     for part, rows in (("train", number), ("test", 200)):
         for row in range(rows):
             source = row % len(data.train)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
-from scatterpar.train.data import load
+from scatterpar.train.data import make_dataset, read_split
 from scatterpar.train.loop import Batches
 from scatterpar.train.models import SmallCNN
 from scatterpar.train.schedule import Growth, averaging, make_scheduler
 
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 EPOCHS = 20
 BASE_BATCH = 256
 BASE_LR = 0.05
@@ -210,6 +212,7 @@ def images_of(held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @cache
 def fashion_mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All images to train and to test on, standardised, with their labels."""
-    data = load("fashion-mnist")
+    train, test = (read_split(FASHION_MNIST, part) for part in ("train", "t10k"))
+    data = make_dataset("Fashion-MNIST", train, test, ())
     train_images, test_images = (data.standardise(s.images) for s in (data.train, data.test))
     return train_images, data.train.labels, test_images, data.test.labels

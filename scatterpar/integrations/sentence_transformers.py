@@ -112,9 +112,10 @@ class _WholeBatch(ScatterOnceMixin):
         stand_in = _StandIn(self._module(), self._output, self.args.device)
         columns = self._columns(batch, stand_in)
         sizes = [_rows_of(column) for column in columns]
-        inputs = {"work": self._answers, "columns": columns}
+        inputs: Any = {"work": self._answers, "columns": columns}
         if len(set(sizes)) > 1:
-            inputs["columns"] = Rows.from_batches([[column] for column in columns])
+            each = [{"work": self._answers, "columns": [column]} for column in columns]
+            inputs = Rows.from_batches(each)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             stand_in.answers = outputs if len(outputs) > 1 else outputs[0].split(sizes)

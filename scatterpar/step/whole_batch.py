@@ -38,11 +38,11 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import Batches, all_tensors, has_entries
+from scatterpar.step.markers import all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.scatter import Delivery, copied, opened
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
@@ -126,7 +126,7 @@ class WholeBatch:
     Args:
         joined: for each share, its outputs joined, one value for each of its spans.
         shares: the shares.
-        targets: the whole batch's, as the caller gave them.
+        targets: those of each batch, as the caller gave them, and its rows.
         dim: the dimension that holds the rows.
         lists: an output that is a list with one entry per row is joined as such.
         ledger: copies, and counts what it copied.
@@ -136,7 +136,7 @@ class WholeBatch:
         self,
         joined: Sequence[Sequence[Any]],
         shares: Sequence[Share],
-        targets: Any,
+        targets: tuple[list[Any], Sequence[int]],
         dim: int,
         lists: bool,
         ledger: Ledger,
@@ -154,7 +154,7 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
-        self._targets = self._whole(targets)
+        self._targets = self._whole(*targets)
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
@@ -209,19 +209,12 @@ class WholeBatch:
         joined = join_rows(self._pieces, self._dim, rows, rows, lists=self._lists)
         return nested.transform(_no_leaf, joined)
 
-    def _whole(self, targets: Any) -> Any:
+    def _whole(self, targets: list[Any], sizes: Sequence[int]) -> Any:
         """All targets, for the criterion to write to if it likes."""
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
-
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, Batches) and leaf.sizes is not None:
-                return join([*map(opened, leaf.entries)], self._dim, leaf.sizes)
-            return opened(leaf)
-
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        rows = take(here, 0, sum(self._rows), self._dim)
-        return nested.transform(one, copied(rows) if is_home else rows)
+        return join(opened(copied(here) if is_home else here), self._dim, sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:
@@ -261,9 +254,10 @@ def train_whole(
     assert stash is not None
     seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
     shares = [task.share for task in tasks]
-    lists = has_entries(request.inputs)
+    lists = has_entries(request.batch)
     joined = [one.joined for one in seen]
-    batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
+    targets = [own for _, own in request.batches], request.sizes
+    batch = WholeBatch(joined, shares, targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach, request.scale, request.check_finite)
     try:
@@ -317,7 +311,7 @@ def first_pass(
     rows = [stop - start for start, stop in share.micro_batches]
     with noted(share):
         joined = [
-            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.inputs))
+            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.batch))
             for few in _of_each_span(share)
         ]
         outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None

@@ -188,16 +188,8 @@ def _try(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
         )
 
 
-def initialise(model: nn.Module, path: Path) -> str:
-    """Copy into a model what a file holds for it; return a line that says what was done.
-
-    A head for another number of classes differs in its shape, and stays as it was initialised.
-    So does what the file lacks.
-
-    Args:
-        model: changed in place.
-        path: a state dict saved by `torch.save`, as it is or under `"model"` or `"state_dict"`,
-            or a checkpoint of this tool.
+def initialise(model: nn.Module, path: Path) -> None:
+    """Copy into a model what a state dict or checkpoint has for it, in names and shapes.
 
     Raises:
         UsageError: the file cannot be read, or nothing in it fits.
@@ -206,29 +198,17 @@ def initialise(model: nn.Module, path: Path) -> str:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
         content = content.get("model", content.get("state_dict", content))
-        found = {_WRAPPERS.sub("", name): value for name, value in content.items()}
-        found |= {name: value for name, value in content.items() if name in wanted}
+        found = {_WRAPPERS.sub("", name): value for name, value in content.items()} | content
+        fitting = {n: x for n, x in found.items() if n in wanted and x.shape == wanted[n].shape}
     except Exception as error:
         raise UsageError(f"--init {path} cannot be read: {words_of(error):.200}") from error
-    fitting = {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor) and name in wanted and value.shape == wanted[name].shape
-    }
-    if not any(name in fitting for name, _ in model.named_parameters()):
+    if not fitting:
         raise UsageError(
             f"--init {path}: nothing in it fits the model; it has {_list(found)}, the model has "
             f"{_list(wanted)}"
         )
     model.load_state_dict(fitting, strict=False)
-    return (
-        f"initialised from {path}: {len(fitting)} of {len(wanted)} tensors; "
-        f"not loaded: {_list(name for name in wanted if name not in fitting)}; "
-        f"not used: {_list(name for name in found if name not in fitting)}"
-    )
 
 
 def _list(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more if names else "none"
+    return ", ".join([*names][:3]) + " …"

@@ -57,7 +57,7 @@ _EXAMPLES = """examples:
 Writes into --out: report.html (look at it in a browser), metrics.jsonl (one JSON object a line:
 options, versions and commit of each start, steps, epochs), curves.png, checkpoint.pt, best.pt, and
 TensorBoard's event file where that is installed. What torchrun starts again goes on from the
-checkpoint by itself. Exit codes: 0 finished, 1 failed check or diverged training, 2 wrong argument
+checkpoint by itself. Exit codes: 0 finished, 1 diverged training, 2 wrong argument
 or data, 130 interrupted, 143 ended by SIGTERM; both keep what was reached."""
 
 # Where None is the default, the help's own words say what that means.
@@ -77,11 +77,10 @@ class Options:
     # options from a TOML file, such as `epochs = 90`; those of the command line come after it
     config: Folder = None
 
-    # folder of images in train/CLASS/ and test/CLASS/ (or val); or folder of MNIST's four IDX
-    # files, gzip or not; or timm's name of a set: torch/NAME, one of torchvision's such as
-    # torch/cifar10; hfds/NAME, one of Hugging Face's or a folder that its datasets can read.
-    # Names: embedded (Fashion-MNIST's test set, 8,192 to train on and 1,808 to test), fashion-mnist
-    # (all of it, from Debian's package dataset-fashion-mnist). A folder of that name comes first
+    # folder of images in train/CLASS/ and test/CLASS/ (or val); or timm's name of a set:
+    # torch/NAME, one of torchvision's such as torch/fashion_mnist; hfds/NAME, one of Hugging Face's
+    # or a folder that its datasets can read; or embedded (Fashion-MNIST's test set, 8,192 to train
+    # on and 1,808 to test)
     data: str = EMBEDDED
     # where the sets of libraries lie
     data_root: Path = Path("data")
@@ -139,8 +138,6 @@ class Options:
     clip: Rate = None
     # keep a moving average of the weights with this decay, such as 0.999, and test with it
     ema: Rate = None
-    # let residual blocks start as the identity
-    zero_init_residual: bool = False
     # start from the weights in a state dict or checkpoint, as far as they fit
     init: Folder = None
     # decides all that is random
@@ -179,9 +176,6 @@ class Options:
     # go on from the checkpoint in --out, which must be given: bit for bit on as many machines and
     # replicas
     resume: bool = False
-    # first compare the first step's gradients with a plain whole-batch backward; needs the memory
-    # for that, in float64
-    check: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide the run, which must be the same when it goes on.

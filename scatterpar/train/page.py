@@ -16,8 +16,8 @@ from torch import Tensor
 from scatterpar.train.data import TEST, Source
 from scatterpar.train.evaluation import Evaluation
 from scatterpar.train.records import Records
-from scatterpar.train.traffic import PHASES
 
+_PHASES = ("scatter", "replicate", "compute", "reduce")
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
 
 _PAGE = Template("""<!doctype html>
@@ -35,7 +35,7 @@ img { max-width: 100%; background: white } pre { overflow-x: auto; font-size: 12
 <img alt="Loss by step, test accuracy by epoch" src="$curves">
 $evaluation
 <h2>Time by phase</h2> $time
-<h2>Bytes between devices</h2> <pre>$traffic</pre>
+<p>$traffic</p>
 <h2>What made this run</h2>
 <details><summary>Options, versions, commit</summary><pre>$starts</pre></details>
 </body></html>
@@ -139,7 +139,7 @@ def _time(records: Records) -> str:
     epochs = [r for r in records if r["kind"] == "epoch"]
     last = max((r["step"] for r in epochs), default=0)
     steps = [r for r in records if r["kind"] == "step" and r["step"] <= last]
-    parts = {phase: sum(r["seconds"][phase] for r in steps) for phase in PHASES}
+    parts = {phase: sum(r["seconds"][phase] for r in steps) for phase in _PHASES}
     parts["waiting for images"] = sum(r["seconds_waited"] for r in epochs)
     whole = sum(r["seconds"] for r in epochs)
     parts["optimizer and the rest"] = max(0.0, whole - sum(parts.values()))

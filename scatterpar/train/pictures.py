@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, UsageError, load, words_of
+from scatterpar.train.data import (
+    EMBEDDED,
+    TEST,
+    TRAIN,
+    Broken,
+    Images,
+    Source,
+    UsageError,
+    load,
+    words_of,
+)
 from scatterpar.train.random_state import drawing_from, seed_of
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # of 0 to 255; that of models trained there
@@ -251,12 +261,6 @@ class PictureData(Source):
 def open_data(name: str, reading: Reading) -> Source:
     """Open what `--data` names.
 
-    Args:
-        name: a folder of images in train/CLASS/ and test/CLASS/ (or val), what `data.load`
-            takes, or timm's name of a set: `torch/` and one of torchvision's, `hfds/` and one of
-            Hugging Face's, or a folder that its `datasets` can read.
-        reading: how pictures in files are read.
-
     Raises:
         UsageError: there is no such data, it is not whole and consistent, or it stays in memory
             and so takes no such options.
@@ -267,16 +271,21 @@ def open_data(name: str, reading: Reading) -> Source:
             parts = _open_folder(path)
         elif name.startswith(("torch/", "hfds/")):
             parts = _open_library(name, reading)
+        elif name != EMBEDDED:
+            raise UsageError(
+                "there is no folder with train/ and test/ (or val/); known by name are "
+                f"{EMBEDDED}, torch/NAME and hfds/NAME"
+            )
         elif reading.changes_pictures:
             raise UsageError(
                 "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
                 "for pictures in files"
             )
         else:
-            return load(name)
+            return load()
         return PictureData(name, *parts, reading)
     except UsageError as error:
-        raise UsageError(f"--data {name}: {str(error).removeprefix(f'--data {name}: ')}") from error
+        raise UsageError(f"--data {name}: {error}") from error
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:

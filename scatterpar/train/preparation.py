@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from scatterpar import (
-    ScatterOnceParallel,
-    ShardedOptimizer,
-    weight_decay_groups,
-    zero_init_residual,
-)
-from scatterpar.train.data import TRAIN, Source, UsageError, words_of
+from scatterpar import ScatterOnceParallel, ShardedOptimizer, weight_decay_groups
+from scatterpar.train.data import Source, UsageError, words_of
 from scatterpar.train.loop import Batches, Training
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels, build_model, initialise
@@ -26,19 +20,13 @@ from scatterpar.train.pictures import import_timm
 from scatterpar.train.schedule import FIRST, Growth, make_scheduler
 
 
-def make_model(options: Options, source: Source) -> tuple[OnPixels, list[str]]:
-    """Build the model with its first weights, and say what is special about these."""
+def make_model(options: Options, source: Source) -> OnPixels:
+    """Build the model with its first weights."""
     classes = len(source.class_names)
     model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
-    lines = []
-    if options.zero_init_residual:
-        blocks = zero_init_residual(model.network)
-        if not blocks:
-            raise UsageError(f"--zero-init-residual: {options.model} has no residual blocks")
-        lines.append(f"{blocks} residual blocks start as the identity")
     if options.init is not None:
-        lines.append(initialise(model.network, options.init))
-    return model, lines
+        initialise(model.network, options.init)
+    return model
 
 
 def hire_engine(
@@ -154,34 +142,6 @@ def make_optimizer(model: OnPixels, options: Options) -> Optimizer:
     for group in made.param_groups:
         group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
     return made
-
-
-def check_gradients(
-    training: Training,
-    source: Source,
-    criterion: nn.Module,
-    options: Options,
-    devices: list[torch.device],
-) -> bool:
-    """Compare the first step's gradients with a plain whole-batch backward, and say what came out.
-
-    Works on a copy in float64. Evaluation mode, because in training mode batch normalisation ties
-    the rows of a micro-batch together, and then there is no whole-batch gradient that micro-batches
-    could give. On several machines each compares its own part of the batch.
-    """
-    machines, batches = training.machines, training.batches
-    rows = machines.share(batches.order(0)[: batches.batch])
-    if machines.is_first:
-        print(f"checking the gradients of the first {len(rows):,} images ...", flush=True)
-    found = source.read(TRAIN, rows, 0)
-    twin = copy.deepcopy(training.engine.module).double().eval()
-    with ScatterOnceParallel(
-        twin, options.accum or 1, devices, micro_batch_size=options.micro_batch_size
-    ) as engine:
-        report = engine.check(found.images.double(), found.labels, criterion)
-    if machines.is_first:
-        print(f"check, in float64 and in evaluation mode: {report}")
-    return report.passed
 
 
 def _rows_too_few_to_normalise(

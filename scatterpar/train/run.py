@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -17,7 +16,6 @@ from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.recipe import NoiseScale
-from scatterpar.train import data as data_sources
 from scatterpar.train.checkpoint import (
     BEST_FILE,
     FILE,
@@ -42,11 +40,10 @@ from scatterpar.train.machines import (
 from scatterpar.train.options import Options, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.preparation import check_gradients, hire_engine, make_model, prepare
+from scatterpar.train.preparation import hire_engine, make_model, prepare
 from scatterpar.train.random_state import seed_host
 from scatterpar.train.records import Metrics, draw_curves, provenance, writing
-from scatterpar.train.schedule import Growth, averaging, foresee, what_it_means
-from scatterpar.train.traffic import Traffic
+from scatterpar.train.schedule import Growth, averaging, foresee
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
@@ -55,7 +52,7 @@ _LINE_SECONDS = 10.0  # between lines where there is no bar
 def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code.
 
-    0: finished; 1: a failed check or diverged training; 2: an argument or the data is wrong,
+    0: finished; 1: diverged training; 2: an argument or the data is wrong,
     with one line on stderr that says what; 130: interrupted; 143: ended by SIGTERM.
     """
     try:
@@ -84,7 +81,7 @@ def run(options: Options) -> int:
             _look_at(source, options, workers)
         torch.manual_seed(options.seed)
         seed_host(options.seed)
-        model, lines = make_model(options, source)
+        model = make_model(options, source)
         with hire_engine(model, options, devices, machines) as engine:
             training, growth = prepare(engine, model, source, options, machines)
             progress = _resume(training, options)
@@ -98,10 +95,7 @@ def run(options: Options) -> int:
                 criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
                 this = Run(training, feed, criterion, options, progress, metrics, growth)
                 if machines.is_first:
-                    this.announce(lines)
-                checked = (training, source, criterion, options, devices)
-                if options.check and not check_gradients(*checked):
-                    return 1
+                    this.announce()
                 code, ending = this.train()
                 this.finish(ending)
                 return code
@@ -166,7 +160,7 @@ class Run:
     growth: Growth | None
     tested: Evaluation | None = None  # the last test
     noise: NoiseScale | None = None
-    traffic: Traffic | None = None  # of the last of the largest whole steps
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of the step that moved most
 
     def __post_init__(self) -> None:
         training, options, progress = self.training, self.options, self.progress
@@ -183,7 +177,6 @@ class Run:
             "mean": source.mean.tolist(),
             "std": source.std.tolist(),
         }
-        self._has_sent = False  # whether a test has sent what the next step would have sent
         self._saved = progress.step
         self._start = self._said = time.perf_counter()
         self._used = training.batches.consumed
@@ -198,15 +191,10 @@ class Run:
             miniters=1,
         )
 
-    def announce(self, lines: list[str]) -> None:
+    def announce(self) -> None:
         """Print what is trained on what, and how the work is cut."""
         training, options, source = self.training, self.options, self.feed.source
         print(source)
-        if options.data == data_sources.EMBEDDED and data_sources.INSTALLED.is_dir():
-            print(
-                f"(all of Fashion-MNIST is installed in {data_sources.INSTALLED}: "
-                f"--data {data_sources.INSTALLED_NAME} trains on it)"
-            )
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
         print(f"{options.model}: {parameters:,} parameters")
         machines, rows = training.machines, training.batches.batch
@@ -215,14 +203,14 @@ class Run:
         print(training.engine.plan(-(-rows // machines.size)))
         if self.progress.step:
             used = training.batches.consumed
-            lines = [f"resumed after {self.progress.step} steps, {used:,} images"]
+            print(f"resumed after {self.progress.step} steps, {used:,} images")
         elif self.growth is not None:
             most = self.growth.sizes[-1]
-            lines.append(f"the batch follows the gradient's noise scale, up to {most:,} images")
+            print(f"the batch follows the gradient's noise scale, up to {most:,} images")
         elif options.batch != rows:
             told = f"--batch {options.batch} is more than the {rows:,} images to train on"
-            lines.append(f"{told}: each step takes all of them, and the learning rate is theirs")
-        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
+            print(f"{told}: each step takes all of them, and the learning rate is theirs")
+        sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
         """Train all epochs; return the exit code, and in words how it ended.
@@ -310,13 +298,8 @@ class Run:
         progress, batches = self.progress, self.training.batches
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
-        # A sharded optimizer sends the new values in its own step, which the engine does not count.
-        is_whole = not (self._has_sent or self.options.shard_optimizer)
-        if is_whole and (self.traffic is None or report.plan.rows >= self.traffic.plan.rows):
-            row_bytes = 4 * len(self.feed.source.class_names)
-            module = self.training.engine.module
-            self.traffic = Traffic.of(report.plan, report.bytes, module, row_bytes)
-        self._has_sent = False
+        # After a test the parameters are there already: the step that moved most is a whole one.
+        self.sent = max(self.sent, report.bytes, key=lambda sent: sum(sent.values()))
         measured = {}
         if self.noise is not None:
             self.noise.update(report)
@@ -358,7 +341,7 @@ class Run:
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self._stopping.check if alone else lambda: None
         tested = evaluate(training, self.feed, between)
-        progress.accuracy, self.tested, self._has_sent = tested.top1, tested, True
+        progress.accuracy, self.tested = tested.top1, tested
         progress.ended, progress.loss = number, 0.0
         self.metrics.write(
             "epoch",
@@ -432,12 +415,7 @@ class Run:
             print("test accuracy: not measured, no epoch was finished")
         else:
             print(f"test accuracy: {progress.accuracy:.2%}")
-        if self.noise is not None and math.isfinite(self.noise.scale):
-            print(what_it_means(self.noise.scale, batches.batch))
-        if self.traffic is not None:
-            if machines.size > 1:
-                print("within the first machine, without what machines told each other:")
-            print(self.traffic)
+        print(self._crossed())
         self.metrics.write(
             "summary",
             ending=ending,
@@ -445,8 +423,7 @@ class Run:
             steps=progress.step,
             seconds=seconds,
             test_accuracy=progress.accuracy,
-            bytes_counted=self.traffic and self.traffic.counted,
-            bytes_data_parallel_computed=self.traffic and self.traffic.computed,
+            bytes=self.sent,
             left_out=dict(self.feed.broken),
         )
         out = self.options.folder
@@ -461,6 +438,13 @@ class Run:
                 self.tested,
                 self.feed.source,
                 self.metrics.records,
-                str(self.traffic or "no whole step was counted"),
+                self._crossed(),
             )
         print(f"wrote metrics.jsonl, curves.png and report.html in {out}")
+
+    def _crossed(self) -> str:
+        parts = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
+        if not parts:
+            return "nothing had to cross between devices"
+        where = " of the first machine" if self.training.machines.size > 1 else ""
+        return f"crossed between devices{where} in a step, in MB: {parts}"

@@ -137,29 +137,3 @@ class Growth:
         """Return the next size if the noise scale, in images, reaches it; else the same."""
         larger = next((size for size in self.sizes if size > batch), batch)
         return larger if larger <= scale < float("inf") else batch
-
-
-def what_it_means(scale: float, batch: int) -> str:
-    """Tell how well a batch suits a noise scale, both in images.
-
-    A step with a batch of B images gets 1 / (1 + scale / B) of the way that one with all images
-    would, and an image counts 1 / (1 + B / scale) of what it does in a tiny batch (McCandlish et
-    al. 2018, arXiv:1812.06162, section 2.2).
-
-    >>> print(what_it_means(scale=3000.0, batch=1000))
-    noise scale of the gradient at the end: 3,000 images
-      a step with a batch of 1,000 goes 25% as far as one with all images, and each of its images
-      counts 75% of what it does in a tiny batch: a larger --batch needs fewer steps
-    """
-    if batch > 2 * scale:
-        advice = "a smaller --batch needs fewer images"
-    elif batch < scale / 2:
-        advice = "a larger --batch needs fewer steps"
-    else:
-        advice = "--batch suits it"
-    return (
-        f"noise scale of the gradient at the end: {scale:,.0f} images\n"
-        f"  a step with a batch of {batch:,} goes {1 / (1 + scale / batch):.0%} as far as one with "
-        "all images, and each of its images\n"
-        f"  counts {1 / (1 + batch / scale):.0%} of what it does in a tiny batch: {advice}"
-    )

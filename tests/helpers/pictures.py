@@ -27,7 +27,7 @@ def write_folder(
     held_out: str = "test",
 ) -> Path:
     """Write train/CLASS and test/CLASS, with so many pictures of each class."""
-    data = load("embedded")
+    data = load()
     for part, split, number in (("train", data.train, train), (held_out, data.test, test)):
         for name in classes:
             place = folder / part / name

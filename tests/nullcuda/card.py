@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 
 @dataclass(frozen=True)
 class Record:
@@ -20,6 +22,7 @@ class Record:
     bytes: int
     other: int
     blocks: bool
+    pageable: bool
     thread: int
     name: str
 
@@ -93,6 +96,11 @@ def trace(on: bool) -> None:
     runtime().null_trace(int(on))
 
 
+def host_writes(tensor: torch.Tensor) -> None:
+    """Tell the trace that the caller writes a tensor of the host's, now."""
+    runtime().null_access(b"the caller", -1, None, tensor.data_ptr(), tensor.nbytes, 1)
+
+
 def records() -> list[Record]:
     """What happened in the last trace, in order."""
     count, most = ctypes.c_uint64(), ctypes.c_uint64()
@@ -110,6 +118,7 @@ def records() -> list[Record]:
             r.bytes,
             r.other,
             bool(r.flags & 1),
+            bool(r.flags & 2),
             r.thread,
             (r.name or b"").decode(),
         )

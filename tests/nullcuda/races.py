@@ -20,6 +20,7 @@ from nullcuda.card import Record
 
 __all__ = ["Race", "races"]
 
+_HOST = -1  # what the caller does to memory of the host, told by ``card.host_writes``
 _PAGE = 21  # bits: accesses are looked up by pages of 2 MB
 _Stream = tuple[int, int]
 _Clock = dict[_Stream, int]
@@ -65,9 +66,11 @@ class _Checker:
             case "read" | "write":
                 self._begin(stream)
                 self._access(record, stream, record.address, record.kind == "write", record.name)
+                if record.device == _HOST:
+                    _join(self._host, self._streams[stream])
             case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
                 self._begin(stream)
-                if record.kind not in ("copy_in", "fill"):
+                if record.kind != "fill" and not (record.kind == "copy_in" and record.pageable):
                     self._access(record, stream, record.source, False, record.kind)
                 if record.kind != "copy_out":
                     self._access(record, stream, record.address, True, record.kind)

@@ -8,10 +8,11 @@ from nullcuda.card import Record
 from nullcuda.races import races
 
 
-def on(stream, kind, address=0, size=64, *, device=0, source=0, blocks=False):
-    return Record(kind, device, stream, address, source, size, -1, blocks, 1, kind)
+def on(stream, kind, address=0, size=64, *, device=0, source=0, blocks=False, pageable=False):
+    return Record(kind, device, stream, address, source, size, -1, blocks, pageable, 1, kind)
 
 
+HOST_WRITES = on(0, "write", device=-1)
 WRITE, READ = on(1, "write"), on(2, "read")
 RECORD, WAIT = on(1, "event_record", 7), on(2, "event_wait", 7)
 
@@ -28,8 +29,11 @@ RECORD, WAIT = on(1, "event_record", 7), on(2, "event_wait", 7)
         [WRITE, RECORD, on(0, "event_sync", 7), READ],
         [on(1, "copy_out", 10**9, source=0, blocks=True), on(2, "write")],
         [WRITE, on(5, "device_free"), READ],
+        [on(1, "copy_in", 10**9), on(1, "stream_sync"), HOST_WRITES],
+        [on(1, "copy_in", 10**9, pageable=True), HOST_WRITES],
+        [HOST_WRITES, on(1, "copy_in", 10**9)],
     ],
-    ids=str.split("stream reads bytes event sync device event_sync copy free"),
+    ids=str.split("stream reads bytes event sync device event_sync copy free host staged new"),
 )
 def test_what_is_ordered(trace):
     assert races(trace) == []
@@ -46,8 +50,9 @@ def test_what_is_ordered(trace):
         [WRITE, on(0, "device_sync", device=1), READ],
         [on(1, "copy_out", 10**9, source=0), on(2, "write")],
         [on(1, "copy_peer", 10**9, source=0), on(1, "read", 10**9, device=1)],
+        [on(1, "copy_in", 10**9), HOST_WRITES],
     ],
-    ids=str.split("write read overlap early other device asynchronous peer"),
+    ids=str.split("write read overlap early other device asynchronous peer host"),
 )
 def test_what_is_not(trace):
     assert len(races(trace)) == 1

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nullcuda import card
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 CARDS = [1, 2, 4]
@@ -117,15 +117,82 @@ def test_side_streams_of_the_caller(pinned):
         assert loss.isfinite()
 
 
-@pytest.mark.parametrize("where", ["cuda:0", "cuda:1"])
-def test_a_batch_that_is_on_a_card_already(where):
-    model = network()
-    inputs, targets = batch(64, pinned=False)
-    inputs, targets = inputs.to(where), targets.to(where)
-    with ScatterOnceParallel(model, 2, [0, 1]) as engine:
-        loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        again = engine.forward_backward(inputs.cpu(), targets.cpu(), nn.CrossEntropyLoss())
+@pytest.mark.parametrize("where", ["cuda:0", "cuda:1", "cuda:3"])
+def test_a_batch_that_a_card_has_just_been_told_to_compute(where):
+    """On a card of a replica, and on one that has none: who sends waits until it is there.
+
+    The loss of such targets needs no look at them, which would wait for the card.
+    """
+    model = nn.Linear(8, 4).cuda(0)
+    inputs, targets = torch.randn(64, 8), torch.randn(64, 4)
+    with ScatterOnceParallel(model, 2, [0, 1], verify=False) as engine:
+        for _ in range(2):
+            made = [tensor.to(where) * 2 for tensor in (inputs, targets)]
+            loss = engine.forward_backward(*made, nn.MSELoss())
+        again = engine.forward_backward(2 * inputs, 2 * targets, nn.MSELoss())
     assert loss == again
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_pinned_memory_may_be_written_after_a_step(accum):
+    pinned = batch(64, pinned=True)
+    with ScatterOnceParallel(network(), accum, [0, 1], verify=False) as engine:
+        for _ in range(2):
+            engine.forward_backward(*pinned, nn.CrossEntropyLoss())
+            written(pinned)
+
+
+def test_pinned_memory_may_be_written_after_a_step_that_failed():
+    """Rows of the next sub-step are under way by then."""
+
+    def fails(output, targets):
+        raise ValueError("mine")
+
+    pinned = batch(64, pinned=True)
+    with ScatterOnceParallel(network(), 3, [0, 1], verify=False) as engine:
+        with pytest.raises(ValueError, match="mine"):
+            engine.forward_backward(*pinned, fails)
+        written(pinned)
+
+
+def test_pinned_memory_may_be_written_after_inference():
+    """What has no rows does not come with them: these are on the card already.
+
+    The first time, the host waits for other reasons.
+    """
+
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    inputs, scale = torch.randn(64, 8, device="cuda:0"), torch.randn(4).pin_memory()
+    with ScatterOnceParallel(Scaled(8, 4).cuda(0), 2, [0]) as engine:
+        for _ in range(2):
+            engine.eval()(inputs, Replicated(scale))
+            written([scale])
+
+
+def test_the_host_waits_before_it_stages_more():
+    """What is not pinned is copied to memory that is: of two micro-batches, however many there are.
+
+    The host, which is faster than a card, waits for the copy of the last but one.
+    """
+    with ScatterOnceParallel(network(), 8, [0], verify=False) as engine:
+        (one,) = settled(engine, pinned=False)[:1]
+    assert one["event_sync"] >= 8 - 2, "more than two micro-batches may be staged"
+
+
+def test_the_host_sleeps_until_the_losses_are_there():
+    """A copy to the host waits, too, but awake: that keeps a core from launching."""
+    with ScatterOnceParallel(network(), 2, [0, 1], verify=False) as engine:
+        each = settled(engine)[:2]
+    assert all(counts["event_sync"] >= 2 for counts in each), "the host waits awake"
+
+
+def written(tensors):
+    """The race checker asks whether they are still read by a copy that is under way."""
+    for tensor in tensors:
+        card.host_writes(tensor)
 
 
 def test_nothing_is_launched_on_a_wrong_card():

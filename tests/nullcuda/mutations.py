@@ -1,0 +1,180 @@
+"""Is every wait needed? Each is taken out of a copy of the package, and a test has to fail.
+
+    tests/nullcuda/run python -m nullcuda.mutations
+
+``MUTATIONS`` says what is changed and what has to find it. Every line of the engine that waits has
+to be in it, so a new wait needs a test that fails without it; so do a synchronisation too many and
+rows on a wrong card.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+RACE = "accesses that nothing orders"
+ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "machines")
+WAITS = re.compile(r"\.(?:wait_stream|wait_event|synchronize)\(")
+PATH, GRAPHS = "tests/nullcuda/test_the_path.py::", "tests/test_graphs.py::"
+
+
+class Mutation(NamedTuple):
+    """What is changed in a file of the package, the test that fails then, and its words."""
+
+    what: str
+    file: str
+    text: str
+    instead: str
+    test: str
+    words: str = RACE
+
+
+MUTATIONS = [
+    Mutation(
+        "the computation does not wait for its rows",
+        "devices/ahead.py",
+        "current.wait_event(self._copied.pop(number))",
+        "self._copied.pop(number)",
+        PATH + "test_pinned_memory_may_be_written_after_a_step",
+    ),
+    Mutation(
+        "copies do not wait for what reads the memory that they write",
+        "devices/ahead.py",
+        "self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))",
+        "pass",
+        PATH + "test_side_streams_of_the_caller",
+    ),
+    Mutation(
+        "copies do not wait for the rows that another card computes",
+        "devices/ahead.py",
+        "sender.wait_stream(torch.accelerator.current_stream(source))",
+        "pass",
+        PATH + "test_a_batch_that_a_card_has_just_been_told_to_compute",
+    ),
+    Mutation(
+        "a step that fails does not wait for rows that are under way",
+        "devices/ahead.py",
+        "copied.synchronize()",
+        "pass",
+        PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
+    ),
+    Mutation(
+        "any number of micro-batches is staged",
+        "devices/ahead.py",
+        "self._staged[0].synchronize()",
+        "pass",
+        PATH + "test_the_host_waits_before_it_stages_more",
+        "staged",
+    ),
+    Mutation(
+        "inference does not wait until pinned memory was read",
+        "devices/ledger.py",
+        "event.synchronize()",
+        "pass",
+        PATH + "test_pinned_memory_may_be_written_after_inference",
+    ),
+    Mutation(
+        "the host waits for the losses awake",
+        "devices/verbs.py",
+        "event.synchronize()",
+        "pass",
+        PATH + "test_the_host_sleeps_until_the_losses_are_there",
+        "awake",
+    ),
+    Mutation(
+        "a graph is captured before its stream waits",
+        "devices/verbs.py",
+        "stream.wait_stream(current)",
+        "pass",
+        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+    ),
+    Mutation(
+        "what comes after a capture does not wait for its stream",
+        "devices/verbs.py",
+        "current.wait_stream(stream)",
+        "pass",
+        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+    ),
+    Mutation(
+        "the host waits for every micro-batch",
+        "devices/ahead.py",
+        "self._targets.pop(number, None)",
+        "current.synchronize()",
+        PATH + "test_few_waits_whatever_the_model_and_the_sub_steps",
+        "AssertionError",
+    ),
+    Mutation(
+        "rows go to the first card, whatever the replica",
+        "devices/ahead.py",
+        "torch.empty_like(tensor, device=device)",
+        "torch.empty_like(tensor, device='cuda:0')",
+        PATH + "test_nothing_is_launched_on_a_wrong_card",
+        "same device",
+    ),
+]
+
+
+def main() -> None:
+    """Try all, or those whose words contain an argument, two at a time; say what found each."""
+    wrong = unlisted_waits()
+    wanted = [m for m in MUTATIONS if all(word in m.what for word in sys.argv[1:])]
+    with ThreadPoolExecutor(2) as pool:
+        for mutation, (trouble, seconds) in zip(wanted, pool.map(trial, wanted), strict=True):
+            print(f"{mutation.what}: {trouble or 'found'} ({seconds:.0f} s)", flush=True)
+            wrong += [trouble] if trouble else []
+    sys.exit("\n".join(wrong) if wrong else 0)
+
+
+def unlisted_waits() -> list[str]:
+    """Lines of the engine that wait and that no mutation takes out."""
+    found = []
+    files = [file for room in ENGINE for file in sorted((ROOT / "scatterpar" / room).glob("*.py"))]
+    for file in files:
+        name = str(file.relative_to(ROOT / "scatterpar"))
+        texts = [mutation.text for mutation in MUTATIONS if mutation.file == name]
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if WAITS.search(line) and not any(text in line for text in texts):
+                found.append(f"{name}:{number} waits, and no mutation takes it out: {line.strip()}")
+    return found
+
+
+def trial(mutation: Mutation) -> tuple[str, float]:
+    """Why a mutation was not found as it has to be, if so, and the time that it took."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "scatterpar", copy / "scatterpar")
+        file = copy / "scatterpar" / mutation.file
+        source = file.read_text()
+        if source.count(mutation.text) != 1:
+            return f"{mutation.text!r} is not once in {mutation.file}: mend the table", 0.0
+        file.write_text(source.replace(mutation.text, mutation.instead))
+        pytest = ["-m", "pytest", "-p", "nullcuda.plugin", "-p", "no:cacheprovider", "-xq"]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *pytest, str(ROOT / mutation.test)],
+            cwd=copy,  # of all places with modules the first one, so the copy is what is tested
+            env=os.environ | {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    taken = time.perf_counter() - start
+    if done.returncode != 1:
+        return f"{mutation.test} does not fail (pytest ends with {done.returncode})", taken
+    if mutation.words not in done.stdout:
+        return f"{mutation.test} fails without the words {mutation.words!r}", taken
+    return "", taken
+
+
+if __name__ == "__main__":
+    main()

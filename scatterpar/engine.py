@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.devices.fingerprints import LinkCheck
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ahead import Ahead
 from scatterpar.devices.chunks import by_dtype
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Replicated, Rows, all_tensors, take, transform

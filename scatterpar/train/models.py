@@ -88,6 +88,8 @@ class OnPixels(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         """Compute the network's output for pixels of 0 to 255: (rows, channels, height, width)."""
+        if images.shape[1] > len(self.mean) == 1:  # coloured ones, for a model of grey images
+            images = images.float().mean(1, keepdim=True).round_()
         images = (images - self.mean) / self.std
         return self.network(images.expand(-1, 3, -1, -1) if self.grey_to_colour else images)
 

@@ -17,7 +17,6 @@ import tyro
 
 from scatterpar.train.data import EMBEDDED, UsageError
 from scatterpar.train.machines import run_id
-from scatterpar.train.pictures import Reading
 
 LARGE_BATCH = 4096
 DEFAULT_ACCUM = 16
@@ -178,35 +177,13 @@ class Options:
     resume: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that decide the run, which must be the same when it goes on.
-
-        How the work is divided is not among them: that may differ, and changes no more than
-        rounding.
-        """
+        """Return the options that decide the run; how work is divided changes rounding alone."""
         return {name: value for name, value in self.record().items() if name in _DECISIVE}
 
     def record(self) -> dict[str, Any]:
         """Return all options as values that JSON has."""
         values = dataclasses.asdict(self)
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
-
-    @property
-    def folder(self) -> Path:
-        """Where the run writes."""
-        assert self.out is not None, "parse has named it"
-        return self.out
-
-    @property
-    def tested_together(self) -> int:
-        """How many images are tested at once."""
-        return LARGE_BATCH if self.batch == "auto" else self.batch
-
-    @property
-    def reading(self) -> Reading:
-        """How pictures in files are read."""
-        names = ("image_size", "augment", "smallest_crop", "erase", "mixup", "cutmix", "seed")
-        how = {name: getattr(self, name) for name in names}
-        return Reading(**how, root=self.data_root, download=self.download)
 
 
 def parse(arguments: Sequence[str]) -> Options:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from scatterpar.train.data import (
     load,
     words_of,
 )
-from scatterpar.train.random_state import drawing_from, seed_of
+from scatterpar.train.machines import random_states, seed_host, seed_of, set_random_states
+from scatterpar.train.options import Options
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # of 0 to 255; that of models trained there
 IMAGENET_STD = (58.395, 57.12, 57.375)
@@ -77,56 +78,21 @@ def import_timm(module: str) -> Any:
         raise UsageError(f"this needs timm: pip install scatterpar[images] ({error})") from error
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How pictures in files are read: what the command line says about it.
-
-    Attributes:
-        image_size: height and width that they are brought to; None: 224, or the shorter side
-            of the first one where that is smaller.
-        augment: how training pictures are varied. `none`: not; None or `crop`: random crop and
-            flip; a policy of timm's, such as `rand-m9-mstd0.5` or `augmix-m5`: that after them.
-        smallest_crop: smallest part of an image's area that a random crop shows.
-        erase: how often a rectangle is erased (Zhong et al. 2017, arXiv:1708.04896).
-        mixup: alpha of mixup (Zhang et al. 2017, arXiv:1710.09412); 0 for none.
-        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 for none.
-        seed: decides what is random about that.
-        root: where data sets of libraries lie.
-        download: whether these may be fetched.
-    """
-
-    image_size: int | None = None
-    augment: str | None = None
-    smallest_crop: float = 0.08
-    erase: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    seed: int = 0
-    root: Path = Path("data")
-    download: bool = False
-
-    @property
-    def changes_pictures(self) -> bool:
-        """Whether anything is asked for that pictures in memory do not have."""
-        elsewhere = {"seed": 0, "root": Path("data"), "download": False}
-        asked = None if self.augment == "none" else self.augment
-        return replace(self, augment=asked, **elsewhere) != Reading()  # type: ignore[arg-type]
-
-
 @functools.cache
-def _transforms(size: int, how: Reading, classes: int) -> dict[str, tuple[Any, Any]]:
+def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[Any, Any]]:
     """What is done to each picture of a part, and to a piece; each process makes its own.
 
     Test pictures are the middle, after the shorter side was brought to 8/7 of the size: 256 for
     224, the size itself below 128. All come out as uint8 (3, size, size).
     """
-    v2, policy = torchvision("transforms.v2"), how.augment if how.augment != "crop" else None
+    v2 = torchvision("transforms.v2")
+    policy = options.augment if options.augment != "crop" else None
     make = functools.partial(
         import_timm("data").create_transform, size, interpolation="bilinear", normalize=False
     )
     test = varied = make(crop_pct=1.0 if size < _SMALL else 7 / 8)
     if policy != "none":
-        crop = (how.smallest_crop, 1.0)
+        crop = (options.smallest_crop, 1.0)
         try:
             varied = make(is_training=True, scale=crop, color_jitter=None, auto_augment=policy)
         except (AssertionError, ValueError, KeyError) as error:
@@ -137,12 +103,12 @@ def _transforms(size: int, how: Reading, classes: int) -> dict[str, tuple[Any, A
         for op in (op for step in varied.transforms for op in getattr(step, "ops", ())):
             if "Posterize" in op.name:  # down to no bits, which Pillow 13 refuses
                 op.level_fn = functools.partial(_some_bits, op.level_fn)
-    if how.erase:
+    if options.erase:
         grey = [round(value) for value in IMAGENET_MEAN]  # zero once it is standardised
-        varied = v2.Compose([varied, v2.RandomErasing(how.erase, value=grey)])
+        varied = v2.Compose([varied, v2.RandomErasing(options.erase, value=grey)])
     mixing = [
         kind(alpha=alpha, num_classes=classes)
-        for kind, alpha in ((v2.MixUp, how.mixup), (v2.CutMix, how.cutmix))
+        for kind, alpha in ((v2.MixUp, options.mixup), (v2.CutMix, options.cutmix))
         if alpha
     ]
     return {TRAIN: (varied, v2.RandomChoice(mixing) if mixing else None), TEST: (test, None)}
@@ -220,13 +186,12 @@ class PictureData(Source):
     test: Pictures
 
     def __init__(
-        self, name: str, train: Pictures, test: Pictures, classes: tuple[str, ...], how: Reading
+        self, options: Options, train: Pictures, test: Pictures, classes: tuple[str, ...]
     ) -> None:
-        size = how.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
+        size = options.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
         statistics = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
-        super().__init__(name, train, test, classes, (3, size, size), *statistics)
-        self.seed = how.seed
-        self._how = size, how, len(classes)
+        super().__init__(options.data, train, test, classes, (3, size, size), *statistics)
+        self._how = size, options, len(classes)
         _transforms(*self._how)  # to say at once what is missing
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
@@ -235,7 +200,8 @@ class PictureData(Source):
         transform, mix = _transforms(*self._how)[part]
         found: list[tuple[Tensor, int, int]] = []
         broken: list[Broken] = []
-        with drawing_from() as seed:
+        seed, before = self._how[1].seed, random_states()
+        try:
             for row in rows.tolist():
                 try:
                     picture, label = pictures.open(row)
@@ -244,7 +210,7 @@ class PictureData(Source):
                 except Exception as error:  # Pillow's decoders raise many kinds
                     broken.append(Broken(pictures.name(row), words_of(error)))
                     continue
-                seed(seed_of(self.seed, epoch, row))
+                seed_host(seed_of(seed, epoch, row))
                 found.append((transform(picture), label, row))
             if not found:
                 empty = torch.empty(0)
@@ -252,38 +218,40 @@ class PictureData(Source):
             images, labels, numbers = zip(*found, strict=True)
             stacked, targets = torch.stack(images), torch.tensor(labels)
             if mix is not None:
-                seed(seed_of(self.seed, epoch, -1 - int(rows[0])))
+                seed_host(seed_of(seed, epoch, -1 - int(rows[0])))
                 mixed, targets = mix(stacked.float(), targets)
                 stacked = mixed.round_().to(torch.uint8)
+        finally:
+            set_random_states(before)
         return Images(stacked, targets, torch.tensor(numbers), broken)
 
 
-def open_data(name: str, reading: Reading) -> Source:
+def open_data(options: Options) -> Source:
     """Open what `--data` names.
 
     Raises:
         UsageError: there is no such data, it is not whole and consistent, or it stays in memory
             and so takes no such options.
     """
-    path = Path(name).expanduser()
+    name, path = options.data, Path(options.data).expanduser()
+    held_out = next((path / p for p in ("test", "val") if (path / p).is_dir()), None)
     try:
-        if (path / "train").is_dir() and ((path / "test").is_dir() or (path / "val").is_dir()):
-            parts = _open_folder(path)
-        elif name.startswith(("torch/", "hfds/")):
-            parts = _open_library(name, reading)
-        elif name != EMBEDDED:
+        if held_out is not None and (path / "train").is_dir():
+            return PictureData(options, *_open_folder(path / "train", held_out))
+        if name.startswith(("torch/", "hfds/")):
+            return PictureData(options, *_open_library(options))
+        if name != EMBEDDED:
             raise UsageError(
                 "there is no folder with train/ and test/ (or val/); known by name are "
                 f"{EMBEDDED}, torch/NAME and hfds/NAME"
             )
-        elif reading.changes_pictures:
+        varied = options.augment not in (None, "none")
+        if options.image_size or varied or options.erase or options.mixup or options.cutmix:
             raise UsageError(
                 "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
                 "for pictures in files"
             )
-        else:
-            return load()
-        return PictureData(name, *parts, reading)
+        return load()
     except UsageError as error:
         raise UsageError(f"--data {name}: {error}") from error
 
@@ -312,48 +280,44 @@ def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) 
     return Files(samples)
 
 
-def _open_folder(path: Path) -> _Parts:
-    held_out = path / "test" if (path / "test").is_dir() else path / "val"
-    classes, others = (
-        [entry.name for entry in sorted(part.iterdir()) if _is_class(entry)]
-        for part in (path / "train", held_out)
+def _open_folder(path: Path, held_out: Path) -> _Parts:
+    names, others = (
+        [e.name for e in sorted(part.iterdir()) if e.is_dir() and not e.name.startswith(".")]
+        for part in (path, held_out)
     )
-    if not classes:
-        raise UsageError(f"{path / 'train'} has no folders in it: it needs one for each class")
-    if odd := sorted({*classes} ^ {*others}):
+    if not names:
+        raise UsageError(f"{path} has no folders in it: it needs one for each class")
+    if odd := sorted({*names} ^ {*others}):
         raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
-    test = find_files(held_out, classes, allow_empty=True)
-    return find_files(path / "train", classes), test, tuple(classes)
+    test = find_files(held_out, names, allow_empty=True)
+    return find_files(path, names), test, tuple(names)
 
 
-def _is_class(entry: Path) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
-
-
-def _open_library(name: str, reading: Reading) -> _Parts:
-    if not reading.download:
+def _open_library(options: Options) -> _Parts:
+    if not options.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-    create = import_timm("data").create_dataset
+    create, root = import_timm("data").create_dataset, options.data_root
 
     def opened(*splits: str) -> Any:
-        problem: Exception | None = None
+        problem: Exception = ValueError()
         for split in splits:
             try:
-                found = create(name, str(reading.root), split, download=reading.download)
+                found = create(options.data, str(root), split, download=options.download)
                 return getattr(found, "reader", found)
             except Exception as error:
                 problem = error
-        needs = "pip install scatterpar[datasets]"
-        where = f"looked in --data-root {reading.root}; --download fetches it"
-        hint = needs if isinstance(problem, ImportError) else where
-        raise UsageError(f"{words_of(problem or ValueError()):.300} ({hint})") from problem
+        hint = f"looked in --data-root {root}; --download fetches it"
+        if isinstance(problem, ImportError):
+            hint = "pip install scatterpar[datasets]"
+        raise UsageError(f"{words_of(problem):.300} ({hint})") from problem
 
     train, test = opened("train"), opened("test", "validation", "val")
-    classes = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
-    if not classes:
+    names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
+    if not names:
         raise UsageError("it does not say what its classes are called")
-    names = tuple(map(str, classes))
-    return LibrarySet(train, f"{name} (train)"), LibrarySet(test, f"{name} (test)"), names
+    name = options.data
+    sets = LibrarySet(train, f"{name} (train)"), LibrarySet(test, f"{name} (test)")
+    return *sets, tuple(map(str, names))
 
 
 def _first_size(pictures: Pictures) -> int:

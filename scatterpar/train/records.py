@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+from scatterpar.train.checkpoint import written
 from scatterpar.train.data import UsageError
 
 _PACKAGES = ("scatterpar", "torch", "torchvision", "timm", "numpy", "pillow")
@@ -41,11 +41,8 @@ class Metrics:
     """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
 
     Numbers that JSON does not have (NaN, infinities) are written as null. TensorBoard's event file
-    gets those of steps and epochs too, where it is installed.
-
-    Args:
-        path: the file; made anew, with its folder. None: keep the records in memory alone.
-        kept: steps of an earlier attempt whose records in the file stay.
+    gets those of steps and epochs too, where it is installed. Without a path the records stay in
+    memory. Those of an earlier attempt's first steps are kept.
 
     Raises:
         UsageError: the file cannot be written.
@@ -59,12 +56,9 @@ class Metrics:
         if path is None:
             return
         self.records = _earlier_records(path, kept) if kept else []
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(path.name + ".part")
-            aside.write_text("".join(map(_line, self.records)), encoding="utf-8")
-            os.replace(aside, path)
-            self._file = path.open("a", encoding="utf-8")
+        with written(path) as file:
+            file.write("".join(map(_line, self.records)).encode())
+        self._file = path.open("a", encoding="utf-8")
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
             self._board = module.SummaryWriter(str(path.parent), purge_step=kept)
@@ -122,33 +116,24 @@ def _plain(value: Any) -> Any:
 
 def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return the command, versions, devices, and the commit of the folder that it started in."""
-    versions = {"python": platform.python_version()}
+    versions, commit = {"python": platform.python_version()}, None
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        commit = done.stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "versions": versions,
         "devices": [
-            f"{device}: {torch.cuda.get_device_name(device)}"
-            if device.type == "cuda"
-            else str(device)
-            for device in devices
+            f"{d}: {torch.cuda.get_device_name(d)}" if d.type == "cuda" else str(d) for d in devices
         ],
         "system": platform.platform(),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed_files": (_git("status", "--porcelain") or "").splitlines(),
+        "commit": commit,
     }
-
-
-def _git(*arguments: str) -> str | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            ["git", *arguments], capture_output=True, encoding="utf-8", timeout=10, check=True
-        )
-        return done.stdout.strip()
-    return None
 
 
 def draw_curves(records: Records, path: Path) -> None:

@@ -53,14 +53,14 @@ def grey(file):
 def test_names_of_files_are_kept_whatever_they_are(tmp_path):
     names = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg"]
     files = Files([(name, label) for label, name in enumerate(names)])
-    assert [files.name(row) for row in range(3)] == names
+    assert [files[row] for row in range(3)] == [(name, row) for row, name in enumerate(names)]
 
 
 def test_names_take_little_memory_once():
     names = [f"n{i // 1000:08d}/n{i // 1000:08d}_{i}.JPEG" for i in range(100_000)]
     files = Files([(name, 0) for name in names])
     assert files._names.numel() < 3.5e6
-    assert files.name(99_999) == names[-1]
+    assert files[99_999] == (names[-1], 0)
 
 
 def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
@@ -299,7 +299,7 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    refused(r"needs torchvision: pip install scatterpar\[images\]", "torch/cifar10")
+    refused(r"needs torchvision and timm: pip install scatterpar\[images\]", "torch/cifar10")
 
 
 @pytest.mark.parametrize("name", ["nonsense"])

@@ -24,16 +24,7 @@ _PARTS = ("average", "optimizer", "scheduler", "scaler")  # of `Training`; may b
 
 @dataclass
 class Progress:
-    """What a run has reached: what its report needs beside the training itself.
-
-    Attributes:
-        step: optimizer steps made.
-        ended: epochs that are done with, their tests included.
-        loss: training loss of the current epoch so far, weighted by images.
-        accuracy: on the test images, when last measured.
-        best: the highest accuracy so far.
-        noise: of the gradients, averaged, where it is measured.
-    """
+    """What a run has reached: what its report needs beside the training itself."""
 
     step: int = 0
     ended: int = 0
@@ -45,11 +36,7 @@ class Progress:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name once it is whole, on the disk too.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Open a file that appears under its name once it is whole, on the disk too."""
     aside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,21 +57,13 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint: under `path` there is the old one or the new one.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Write a checkpoint: under `path` there is the old one or the new one."""
     with written(path) as file:
         torch.save(state, file)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote; nothing in the file is executed.
-
-    Raises:
-        UsageError: it is not a checkpoint of this tool.
-    """
+    """Read what `save` wrote; nothing in the file is executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -118,11 +97,7 @@ def collect_best(training: Training, **more: Any) -> dict[str, Any]:
 
 
 def load_weights(network: nn.Module, state: dict[str, Any]) -> None:
-    """Give a network the weights of a checkpoint, those that a run would test with.
-
-    Raises:
-        RuntimeError: they are another network's.
-    """
+    """Give a network the weights of a checkpoint, those that a run would test with."""
     start, average = "module.network.", state.get("average") or {}
     averaged = {n.removeprefix(start): x for n, x in average.items() if n.startswith(start)}
     network.load_state_dict(state["model"] | averaged)
@@ -142,11 +117,7 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
 
 
 def find(path: Path, machines: Machines) -> dict[str, Any] | None:
-    """The checkpoint of the rank that has the latest one: after a restart ranks may move.
-
-    Raises:
-        UsageError: on all ranks, where one has a file that cannot be read.
-    """
+    """The checkpoint of the rank that has the latest one: after a restart ranks may move."""
     mine, consumed, problem = None, -1, ""
     if path.exists():
         try:

@@ -32,16 +32,7 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found on the test images.
-
-    Attributes:
-        images: how many there were.
-        loss: the mean cross entropy.
-        top1: share of images whose label has the highest score.
-        top5: share of images whose label has one of the five highest scores.
-        confusion: how often each label (row) was taken for each class (column): int64.
-        worst: the mistakes with the highest loss, in that order.
-    """
+    """What was found on the test images; the mistakes with the highest loss come first."""
 
     images: int
     loss: float

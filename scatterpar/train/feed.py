@@ -59,17 +59,10 @@ _Piece = tuple[str, list[int], int]  # part, rows, epoch
 class Feed:
     """Hands out what was requested, in order, and times how long that takes.
 
-    Args:
-        source: what is read.
-        requests: the first ones; workers start when there are some.
-        workers: processes that read; 0: this one reads, when it is asked.
-        skip_broken: how many images may be left out that cannot be read.
-        warn: called with a line for each image that is left out for the first time.
-
-    Attributes:
-        waited: seconds that whoever asked has waited.
-        started: seconds of it for the first batch, when the workers start.
-        broken: how often images were left out, by name.
+    `workers` processes read; with 0 this one does, when it is asked. `skip_broken` images may be
+    left out that cannot be read; `warn` is called with a line for each. `waited` are the seconds
+    that whoever asked has waited, `started` those for the first batch, when the workers start, and
+    `broken` tells how often images were left out, by name.
     """
 
     def __init__(
@@ -105,11 +98,7 @@ class Feed:
             self._next: Future[Batch] = self._assembler.submit(next, self._batches)
 
     def take(self) -> Batch:
-        """Return the next request, and its images without those that are broken.
-
-        Raises:
-            FeedError: an image cannot be read, or a worker has ended by itself.
-        """
+        """Return the next request, and its images without those that are broken."""
         start = time.perf_counter()
         if self._assembler is None:
             request, found = next(self._batches)
@@ -180,10 +169,7 @@ class Feed:
 
 
 def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
-    """Look at all pictures, in parallel; return those that cannot be read.
-
-    `told` is called with the number of pictures of each piece.
-    """
+    """Look at all pictures, in parallel; return those that cannot be read."""
     parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
     requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
     broken: list[Broken] = []

@@ -31,9 +31,6 @@ def choose_devices(names: str | None) -> list[torch.device]:
     Without names: every accelerator, else four CPU replicas with a memory of their own each
     (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
 
-    Raises:
-        UsageError: a name is no device, or the device is not there.
-
     >>> choose_devices("cpu:0,cpu:1")
     [device(type='cpu', index=0), device(type='cpu', index=1)]
     """
@@ -89,11 +86,7 @@ class Machines:
 
 @contextlib.contextmanager
 def connected(devices: list[torch.device]) -> Iterator[Machines]:
-    """Meet the other machines where torchrun started this process; otherwise open no port.
-
-    Raises:
-        UsageError: torchrun started it in a way that cannot work.
-    """
+    """Meet the other machines where torchrun started this process; otherwise open no port."""
     if not launched():
         yield Machines()
         return
@@ -134,10 +127,7 @@ def require_launch(devices: list[torch.device]) -> None:
 
 
 def backend() -> str:
-    """Gloo for tensors on the host, and the accelerator's own library for those on cards.
-
-    Without a name torch takes the accelerator's alone.
-    """
+    """Name gloo for the host: without a name torch takes the accelerator's library alone."""
     card = torch.accelerator.current_accelerator(check_available=True)
     if card is None:
         return "gloo"
@@ -149,11 +139,7 @@ class Stopped(Exception):
 
 
 class Stopping:
-    """Ctrl-C and SIGTERM, while it is entered: wait until a step has ended; a second one does not.
-
-    Attributes:
-        signal: the one that has come, or 0.
-    """
+    """Ctrl-C and SIGTERM, while entered: they wait for a step's end; a second one does not."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -179,11 +165,7 @@ class Stopping:
         os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
 
     def check(self, machines: Machines | None = None) -> None:
-        """End the run if it is to end; where all ranks ask at this point, they end together.
-
-        Raises:
-            Stopped: a signal has come.
-        """
+        """End the run if it is to end; where all ranks ask at this point, they end together."""
         if machines is not None:
             self.signal = max(machines.everyones(self.signal))
         if self.signal:

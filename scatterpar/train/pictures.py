@@ -37,21 +37,18 @@ _SMALL = 128  # pixels; below, images are usually made at that size, and have no
 _OPERATORS: list[torch.library.Library] = []
 
 
-def torchvision(module: str) -> Any:
-    """Import a module of torchvision, also beside a torch that it was not built for.
+def library(module: str) -> Any:
+    """Import a module of torchvision or timm, also beside a torch that they were not built for.
 
-    Its compiled operators, which detect objects, are not there then, and its import fails on their
-    names. Nothing here needs them: names alone let it go on.
-
-    Raises:
-        UsageError: it does not import.
+    Torchvision's compiled operators, which detect objects, are not there then. Nothing here needs
+    them: their names alone let the import go on.
     """
     try:
-        return importlib.import_module(f"torchvision.{module}")
+        importlib.import_module("torchvision.ops")
+        return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(
-            f"this needs torchvision: pip install scatterpar[images] ({error})"
-        ) from error
+        words = "this needs torchvision and timm: pip install scatterpar[images]"
+        raise UsageError(f"{words} ({error})") from error
     except RuntimeError as error:
         spec = importlib.util.find_spec("torchvision")
         if _OPERATORS or "torchvision::" not in str(error) or not (spec and spec.origin):
@@ -62,20 +59,7 @@ def torchvision(module: str) -> Any:
             _OPERATORS[0].define(f"{name}(Tensor x) -> Tensor")
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        return importlib.import_module(f"torchvision.{module}")
-
-
-def import_timm(module: str) -> Any:
-    """Import a module of timm.
-
-    Raises:
-        UsageError: it does not import.
-    """
-    torchvision("ops")
-    try:
-        return importlib.import_module(f"timm.{module}")
-    except ImportError as error:
-        raise UsageError(f"this needs timm: pip install scatterpar[images] ({error})") from error
+        return library(module)
 
 
 @functools.cache
@@ -85,10 +69,10 @@ def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[An
     Test pictures are the middle, after the shorter side was brought to 8/7 of the size: 256 for
     224, the size itself below 128. All come out as uint8 (3, size, size).
     """
-    v2 = torchvision("transforms.v2")
+    v2 = library("torchvision.transforms.v2")
     policy = options.augment if options.augment != "crop" else None
     make = functools.partial(
-        import_timm("data").create_transform, size, interpolation="bilinear", normalize=False
+        library("timm.data").create_transform, size, interpolation="bilinear", normalize=False
     )
     test = varied = make(crop_pct=1.0 if size < _SMALL else 7 / 8)
     if policy != "none":
@@ -119,11 +103,7 @@ def _some_bits(level: Callable[..., tuple[int]], *strength: Any) -> tuple[int]:
 
 
 class Files:
-    """Picture files with labels.
-
-    The names are kept as one tensor of bytes, which worker processes share: a list of a million
-    strings would be copied into each of them (PyTorch issue 13246).
-    """
+    """Names of files and their labels, as one tensor each, which worker processes share."""
 
     def __init__(self, found: Sequence[tuple[str, int]]) -> None:
         encoded = [os.fsencode(name) for name, _ in found]
@@ -135,31 +115,23 @@ class Files:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, row: int) -> str:
-        """Return the file's name, its folder included."""
-        return os.fsdecode(bytes(self._names[row].tolist()).rstrip(b"\0"))
-
-    def open(self, row: int) -> tuple[Any, int]:
-        """Decode the file; return the picture in RGB with its label."""
-        from PIL import Image
-
-        with Image.open(self.name(row)) as image:
-            return image.convert("RGB"), int(self.labels[row])
+    def __getitem__(self, row: int) -> tuple[str, int]:
+        return os.fsdecode(bytes(self._names[row].tolist()).rstrip(b"\0")), int(self.labels[row])
 
 
 @dataclass
-class LibrarySet:
-    """A data set that timm opens: pairs of a picture, decoded or not, and a label."""
+class Pictures:
+    """Pairs of a picture, decoded or a file, and a label; with a title where that has the names."""
 
     pairs: Any
-    title: str
+    title: str = ""
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def name(self, row: int) -> str:
-        """Return the set's name and the row."""
-        return f"{self.title}, image {row}"
+        """Return the file's name, or the set's and the row."""
+        return f"{self.title}, image {row}" if self.title else str(self.pairs[row][0])
 
     def open(self, row: int) -> tuple[Any, int]:
         """Decode the picture; return it in RGB with its label."""
@@ -170,7 +142,6 @@ class LibrarySet:
         return image.convert("RGB"), int(label)
 
 
-Pictures = Files | LibrarySet
 _Parts = tuple[Pictures, Pictures, tuple[str, ...]]
 
 
@@ -227,12 +198,7 @@ class PictureData(Source):
 
 
 def open_data(options: Options) -> Source:
-    """Open what `--data` names.
-
-    Raises:
-        UsageError: there is no such data, it is not whole and consistent, or it stays in memory
-            and so takes no such options.
-    """
+    """Open what `--data` names."""
     name, path = options.data, Path(options.data).expanduser()
     held_out = next((path / p for p in ("test", "val") if (path / p).is_dir()), None)
     try:
@@ -256,15 +222,9 @@ def open_data(options: Options) -> Source:
         raise UsageError(f"--data {name}: {error}") from error
 
 
-def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Files:
-    """Find the pictures in the folders of classes, as deep as they lie, in order.
-
-    Hidden files are left alone: some systems put files like `._photo.jpg` beside pictures.
-
-    Raises:
-        UsageError: there are none, or none of a class.
-    """
-    found, start = torchvision("datasets.folder"), len(str(folder))
+def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Pictures:
+    """Find the pictures in the folders of classes, as deep as they lie, but for hidden ones."""
+    found, start = library("torchvision.datasets.folder"), len(str(folder))
     numbers = {name: number for number, name in enumerate(classes)}
 
     def is_picture(path: str) -> bool:
@@ -277,7 +237,7 @@ def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) 
         raise UsageError(f"{folder}: {words_of(error)} Pictures end in {endings}") from error
     if not samples:
         raise UsageError(f"{folder} holds no pictures")
-    return Files(samples)
+    return Pictures(Files(samples))
 
 
 def _open_folder(path: Path, held_out: Path) -> _Parts:
@@ -296,7 +256,7 @@ def _open_folder(path: Path, held_out: Path) -> _Parts:
 def _open_library(options: Options) -> _Parts:
     if not options.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-    create, root = import_timm("data").create_dataset, options.data_root
+    create, root = library("timm.data").create_dataset, options.data_root
 
     def opened(*splits: str) -> Any:
         problem: Exception = ValueError()
@@ -316,7 +276,7 @@ def _open_library(options: Options) -> _Parts:
     if not names:
         raise UsageError("it does not say what its classes are called")
     name = options.data
-    sets = LibrarySet(train, f"{name} (train)"), LibrarySet(test, f"{name} (test)")
+    sets = Pictures(train, f"{name} (train)"), Pictures(test, f"{name} (test)")
     return *sets, tuple(map(str, names))
 
 

@@ -71,11 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def predict(wanted: Wanted) -> None:
-    """Write the classes of all pictures.
-
-    Raises:
-        UsageError: the checkpoint, the folder, or a picture in it is not what it should be.
-    """
+    """Write the classes of all pictures."""
     if not wanted.folder.is_dir():
         raise UsageError(f"{wanted.folder} is no folder")
     files = find_files(wanted.folder, [""], allow_empty=True)

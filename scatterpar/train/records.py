@@ -26,11 +26,7 @@ Records = list[dict[str, Any]]
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file of --out could not be written.
-
-    Raises:
-        UsageError: the system has refused.
-    """
+    """Say which file of --out could not be written."""
     try:
         yield
     except OSError as error:
@@ -40,12 +36,8 @@ def writing(path: Path) -> Iterator[None]:
 class Metrics:
     """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
 
-    Numbers that JSON does not have (NaN, infinities) are written as null. TensorBoard's event file
-    gets those of steps and epochs too, where it is installed. Without a path the records stay in
-    memory. Those of an earlier attempt's first steps are kept.
-
-    Raises:
-        UsageError: the file cannot be written.
+    TensorBoard's event file gets those of steps and epochs too, where it is installed. Without a
+    path the records stay in memory. Those of an earlier attempt's first steps are kept.
     """
 
     def __init__(self, path: Path | None, kept: int = 0) -> None:
@@ -64,11 +56,7 @@ class Metrics:
             self._board = module.SummaryWriter(str(path.parent), purge_step=kept)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a record.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
+        """Append a record; numbers that JSON does not have (NaN, infinities) are null."""
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
         self._append(record)
         if self._board is not None and kind in ("step", "epoch"):
@@ -137,33 +125,20 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def draw_curves(records: Records, path: Path) -> None:
-    """Draw loss and accuracy, and the noise scale if it was measured, from `Metrics.records`."""
+    """Draw loss and accuracy from `Metrics.records`."""
     from matplotlib.figure import Figure
 
     steps, tested = ([r for r in records if r["kind"] == kind] for kind in ("step", "epoch"))
-    measured = [r for r in steps if r.get("noise_scale") is not None]
-    figure = Figure(figsize=(13.5 if measured else 9, 3.6), layout="constrained")
-    loss, accuracy, *noise = figure.subplots(1, 2 + bool(measured))
-
-    def draw(axes: Any, what: Records, x: str, y: str, style: str = "-", factor: int = 1) -> None:
-        label = f"{y} of each {what[0]['kind']}" if what else y
-        axes.plot(
-            [r[x] for r in what],
-            [math.nan if r[y] is None else factor * r[y] for r in what],
-            style,
-            label=label,
-        )
-
-    draw(loss, steps, "step", "loss")
-    draw(loss, tested, "step", "test_loss", "o-")
-    draw(accuracy, tested, "epoch", "test_accuracy", "o-", 100)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for axes, what, x, y, style in (
+        (loss, steps, "step", "loss", "-"),
+        (loss, tested, "step", "test_loss", "o-"),
+        (accuracy, tested, "epoch", "test_accuracy", "o-"),
+    ):
+        heights = [math.nan if r[y] is None else r[y] for r in what]
+        axes.plot([r[x] for r in what], heights, style, label=y)
+        axes.set(xlabel=x, ylabel=y)
     accuracy.xaxis.get_major_locator().set_params(integer=True)
-    accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
-    loss.set(xlabel="step", ylabel="loss")
-    for axes in noise:
-        draw(axes, measured, "step", "noise_scale")
-        draw(axes, measured, "step", "images")
-        axes.set(xlabel="step", ylabel="images", yscale="log")
-    for axes in (loss, *noise):
-        axes.legend()
+    loss.legend()
     figure.savefig(path, dpi=120)

@@ -60,11 +60,7 @@ _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool; return the exit code.
-
-    0: finished; 1: diverged training; 2: an argument or the data is wrong, with one line on stderr
-    that says what; 130: interrupted; 143: ended by SIGTERM.
-    """
+    """Run the tool; return the exit code, after one line on stderr where an argument is wrong."""
     try:
         return run(parse(arguments))
     except UsageError as error:
@@ -76,11 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: Options) -> int:
-    """Train as the options say; return the exit code.
-
-    Raises:
-        UsageError: the options do not go together, or name what is not there.
-    """
+    """Train as the options say; return the exit code."""
     tqdm.monitor_interval = 0  # no thread that watches over bars: every step updates them
     devices, source = choose_devices(options.devices), open_data(options)
     out = options.out or Path()
@@ -205,11 +197,7 @@ class Run:
         sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
-        """Train all epochs; return the exit code, and in words how it ended.
-
-        Raises:
-            UsageError: an image cannot be read, or a file cannot be written.
-        """
+        """Train all epochs; return the exit code, and in words how it ended."""
         self._start = self._said = time.perf_counter()
         self._request()
         batches = self.training.batches
@@ -380,11 +368,7 @@ class Run:
             self._saved = self.progress.step
 
     def finish(self, ending: str) -> None:
-        """Print and record what was reached, and draw it, also where that ended early.
-
-        Raises:
-            UsageError: a file cannot be written.
-        """
+        """Print and record what was reached, and draw it, also where that ended early."""
         progress, machines, batches = self.progress, self.training.machines, self.training.batches
         if not machines.is_first:
             if ending != "finished":

@@ -29,7 +29,7 @@ from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import Machines, seed_of
 from scatterpar.train.models import OnPixels, build_model, initialise
 from scatterpar.train.options import Options
-from scatterpar.train.pictures import import_timm
+from scatterpar.train.pictures import library
 
 FIRST = 256  # images; `--base-lr` is the rate for them
 FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
@@ -150,16 +150,7 @@ def foresee(
     tested_together: int,
     machines: Machines,
 ) -> Iterator[Request]:
-    """Yield what this rank wants from where `batches` is to the end of the run, in order.
-
-    Args:
-        batches: left alone.
-        ended: epochs that are done with, their tests included.
-        epochs: of the whole run.
-        test_images: how many there are.
-        tested_together: how many of them are tested at once.
-        machines: the ranks, of which this is one.
-    """
+    """Yield what this rank wants from where `batches` is to the end of the run, in order."""
     ahead, together = copy.copy(batches), -(-tested_together // machines.size)
     while True:
         epoch = ahead.epoch
@@ -227,10 +218,7 @@ class Growth:
 
     @classmethod
     def up_to(cls, images: int, fits: Callable[[int], bool] = lambda batch: True) -> Growth:
-        """Double `FIRST` as long as an epoch of so many images keeps `FEWEST_UPDATES` updates.
-
-        Sizes that do not fit are left out. With fewer images than `FIRST` there is one: all.
-        """
+        """Double `FIRST` while an epoch keeps `FEWEST_UPDATES`; what does not fit is left out."""
         doubled = [min(FIRST, images)]
         while 2 * doubled[-1] * FEWEST_UPDATES <= images:
             doubled.append(2 * doubled[-1])
@@ -245,11 +233,7 @@ class Growth:
 def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
-    """Build the model with its first weights, on the first device, and the engine for it.
-
-    Raises:
-        UsageError: the options do not go together, or lead to no model.
-    """
+    """Build the model with its first weights, on the first device, and the engine for it."""
     classes, layout = len(source.class_names), torch.preserve_format
     model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
     if options.init is not None:
@@ -281,11 +265,7 @@ def make_engine(
 def prepare(
     engine: ScatterOnceParallel, source: Source, options: Options, machines: Machines
 ) -> tuple[Training, Growth | None]:
-    """Make what changes while training, at its start, and the sizes of a batch that grows.
-
-    Raises:
-        UsageError: the options do not go together.
-    """
+    """Make what changes while training, at its start, and the sizes of a batch that grows."""
     images, model = len(source.train), engine.module
     wanted = FIRST if options.batch == "auto" else options.batch
     # A step has no more images than there are, and the rate belongs to those that it has.
@@ -323,13 +303,7 @@ def prepare(
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
-    """Build an optimizer for a model, without decay of biases and norms; its rate is for `FIRST`.
-
-    It is torch's where torch has one of that name, in any case; else timm's.
-
-    Raises:
-        UsageError: there is no such optimizer, or it does not take the options.
-    """
+    """Build torch's optimizer of a name, else timm's; no decay of biases and norms."""
     name, decay = options.optimizer.lower(), options.weight_decay
     known = {kind.lower(): x for kind, x in vars(torch.optim).items() if isinstance(x, type)}
     keywords: dict[str, Any] = {"lr": options.base_lr}
@@ -340,7 +314,7 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
             return known[name](weight_decay_groups(model, decay), **keywords)  # type: ignore[no-any-return]
         keywords |= {"weight_decay": decay, "layer_decay": options.layer_decay}
         network = model.network if isinstance(model, OnPixels) else model
-        made: Optimizer = import_timm("optim").create_optimizer_v2(network, name, **keywords)
+        made: Optimizer = library("timm.optim").create_optimizer_v2(network, name, **keywords)
     except (UsageError, AssertionError, TypeError, ValueError) as error:
         raise UsageError(
             f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of torch.optim, or "

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.devices.fingerprints import LinkCheck
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan
@@ -40,7 +40,8 @@ from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
-from scatterpar.step.inference import infer, rows_of_one_batch
+from scatterpar.step.inference import infer
+from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce
 from scatterpar.step.request import (
@@ -121,8 +122,9 @@ class ScatterOnceParallel(Wrapper):
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
             sub-steps, which a card has done before the host has launched them. Python then runs
             while a sub-step is captured and not again, so numbers that change must be tensors; a
-            change of the module, or another criterion, is captured anew. What cannot be captured
-            runs as without it, and that is told once. On the CPU nothing is captured.
+            change of the module, or another criterion, is captured anew. Not seen are changes of
+            global variables, and of objects that are no modules. What cannot be captured runs as
+            without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -383,7 +385,7 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            plan = self.plan(rows_of_one_batch(inputs, kwargs, self.dim))
+            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
             request = self._request((inputs, kwargs))
             with self._attempt(plan) as attempt:
                 return infer(attempt, self._copies, self.module, request, self.buffers_from)

@@ -391,7 +391,7 @@ def test_the_pair_takes_them_too(devices):
     actual.backward()
     assert_close(actual.detach(), loss, "loss")
     assert_gradients(model, expected)
-    with pytest.raises(ValueError, match="call the pair for each of the batches"):
+    with pytest.raises(ValueError, match="with the pair, call it for each of the batches"):
         parallel(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
 
 
@@ -525,10 +525,15 @@ REFUSED = {
         ValueError,
         r"inputs with 7 \(shape \(7, 5\)\), inputs with 1 \(Rows\(1 x str\)\)",
     ),
-    "windows disagree": (
-        (Rows.from_batches([ROWS[:3], ROWS[3:]]), Rows.from_batches([ROWS[:4], ROWS[4:]])),
+    "a window among other inputs": (
+        (ROWS, Rows.from_batches([ROWS[:4], ROWS[4:]])),
         ValueError,
-        r"several batches disagree.*inputs with 3 \+ 4, inputs with 4 \+ 3",
+        "inputs: Rows.from_batches stands for all inputs, or for all targets",
+    ),
+    "a window in a window": (
+        Rows.from_batches([Rows.from_batches([ROWS])]),
+        ValueError,
+        "inputs, batch 0: Rows.from_batches stands for all inputs",
     ),
     "a batch disagrees inside": (
         Rows.from_batches([ROWS, (ROWS, ROWS[:2])]),
@@ -562,7 +567,6 @@ def test_what_does_not_fit_is_refused_in_words(devices, case):
         (lambda: Rows([1], collate=3), "collate must be callable, got 3"),
         (lambda: Rows.from_batches(ROWS), "takes a list of batches, got Tensor"),
         (lambda: Rows.from_batches({"a": ROWS}), "got dict"),
-        (lambda: Rows.from_batches([Rows.from_batches([ROWS])]), r"Rows.from_batches\(1 batches\)"),
         (lambda: Replicated([Rows([1])]), r"got Rows\(1 x int\) in it"),
         (
             lambda: ScatterOnceParallel(build(mlp)).forward_backward(
@@ -577,6 +581,21 @@ def test_markers_of_the_wrong_kind(make, words):
         make()
 
 
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (Rows.from_batches(LABELS.split([4, 3])), r"inputs with 3 \+ 4, targets with 4 \+ 3"),
+        (LABELS[:5], r"inputs with 3 \+ 4, targets with 5"),
+    ],
+)
+def test_windows_that_disagree(devices, targets, words):
+    with (
+        ScatterOnceParallel(build(mlp), 1, devices(2)) as engine,
+        pytest.raises(ValueError, match=f"several batches disagree.*{words}"),
+    ):
+        engine.forward_backward(Rows.from_batches(ROWS.split([3, 4])), targets, LOSS)
+
+
 def test_a_window_of_none():
     with pytest.raises(ValueError, match="got no batch"):
         Rows.from_batches([])
@@ -586,7 +605,7 @@ def test_inference_takes_one_batch_at_a_time(devices):
     batches, _ = window()
     with (
         ScatterOnceParallel(build(Reader).eval(), 1, devices(2)) as engine,
-        pytest.raises(ValueError, match="for inference, call the engine for each of the batches"),
+        pytest.raises(ValueError, match=r"for inference, .* call it for each of the batches"),
     ):
         engine(Rows.from_batches(batches))
 

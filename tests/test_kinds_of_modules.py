@@ -26,11 +26,15 @@ def test_a_scripted_criterion(devices):
 
 
 def test_a_scripted_criterion_without_a_count(devices):
-    """Its class has no forward to be looked at, and its terms are counted all the same."""
-    with ScatterOnceParallel(build(small), 2, devices(2)) as engine:
+    """It is taken for a mean over rows; where it is none, that is told before anything changes."""
+    model = build(small)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
         assert_step(engine, *BATCH, torch.jit.script(nn.CrossEntropyLoss()))
         weighted = torch.jit.script(nn.CrossEntropyLoss(weight=randn(CLASSES, seed=2).abs()))
-        assert_step(engine, *BATCH, weighted)
+        model.zero_grad()
+        with pytest.raises(ValueError, match="pass count="):
+            engine.forward_backward(*BATCH, weighted)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_sparse_tensor_travels_once():

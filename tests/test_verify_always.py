@@ -375,12 +375,15 @@ def test_a_teacher_of_the_student_s_class_is_no_old_attribute():
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
 @pytest.mark.parametrize("how", [torch.jit.script, torch.fx.symbolic_trace])
-def test_torch_s_own_losses_count_their_terms_scripted_or_traced(devices, loss, how):
+def test_torch_s_own_losses_scripted_or_traced_are_told_to_count(devices, loss, how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is on its way out
         criterion = how(loss(weight=CLASS_WEIGHTS.clone(), ignore_index=1))
-    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
-        assert_step(engine, INPUTS, classes(ROWS), criterion)
+    with (
+        ScatterOnceParallel(mlp(), 3, devices(2)) as engine,
+        pytest.raises(ValueError, match="pass count="),
+    ):
+        engine.forward_backward(INPUTS, classes(ROWS), criterion)
 
 
 def test_a_criterion_meets_no_dtype_that_is_not_its_own():

@@ -15,7 +15,7 @@ from scatterpar.replicas.replicas import guarded
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.compute import warm_up
-from scatterpar.step.markers import batch_sizes, has_entries
+from scatterpar.step.markers import has_entries
 from scatterpar.step.nested import join_rows
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
@@ -23,22 +23,7 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, noted
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["infer", "rows_of_one_batch"]
-
-
-def rows_of_one_batch(inputs: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int:
-    """How many rows a module's positional and keyword arguments have along ``dim``.
-
-    Raises:
-        ValueError: as ``count_rows``; several batches.
-    """
-    rows, *others = batch_sizes({"inputs": inputs, "keyword inputs": kwargs}, dim)
-    if others:
-        raise ValueError(
-            "Rows.from_batches is for forward_backward; for inference, call the engine for "
-            "each of the batches"
-        )
-    return rows
+__all__ = ["infer"]
 
 
 def infer(

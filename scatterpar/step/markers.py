@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ __all__ = [
     "Replicated",
     "Rows",
     "all_tensors",
-    "batch_sizes",
+    "batches_of",
     "count_rows",
     "has_entries",
     "has_rows",
-    "sizes_of",
+    "take",
     "transform",
 ]
 
@@ -112,7 +113,7 @@ class Rows:
         return f"Rows({len(self.entries)} x {kinds or 'nothing'}{shown})"
 
     @classmethod
-    def from_batches(cls, batches: Iterable[Any]) -> Rows:
+    def from_batches(cls, batches: Iterable[Any]) -> Batches:
         """Several batches that make one step, such as a window of a loader's batches.
 
         The batches are what ``forward_backward`` takes as inputs, or as targets: tensors,
@@ -138,36 +139,58 @@ class Rows:
         return Batches(batches)
 
 
-class Batches(Rows):
-    """What ``Rows.from_batches`` makes.
+class Batches:
+    """What ``Rows.from_batches`` makes: it stands for all inputs, or for all targets."""
 
-    Args:
-        batches: one nested value per batch.
-        sizes: how many rows each has, where that is known already.
-    """
-
-    def __init__(self, batches: Iterable[Any], sizes: Sequence[int] | None = None) -> None:
-        if isinstance(batches, (Tensor, Mapping, str, Rows)) or not isinstance(batches, Iterable):
+    def __init__(self, batches: Iterable[Any]) -> None:
+        markers = Rows, Batches
+        if isinstance(batches, (Tensor, Mapping, str, *markers)) or not isinstance(
+            batches, Iterable
+        ):
             raise TypeError(f"from_batches takes a list of batches, got {type(batches).__name__}")
-        batches = list(batches)
-        if not batches:
+        self.entries = list(batches)
+        if not self.entries:
             raise ValueError("from_batches got no batch: a step needs one at least")
-        inner = next((b for b in map(_first_marker, batches) if isinstance(b, Batches)), None)
-        if inner is not None:
-            raise TypeError(f"from_batches takes batches, got {inner!r} in one of them")
-        super().__init__(batches)
-        self.sizes = sizes
 
     def __repr__(self) -> str:
         return f"Rows.from_batches({len(self.entries)} batches)"
+
+
+def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
+    """The inputs and targets of each batch that a step is made of, and its rows.
+
+    Raises:
+        ValueError: as ``count_rows``; several batches whose inputs and targets disagree in rows.
+    """
+    parts = {"inputs": inputs, "targets": targets}
+    if not any(isinstance(part, Batches) for part in parts.values()):
+        return [(inputs, targets)], [count_rows(parts, dim)]
+    sizes = {
+        name: [count_rows({f"{name}, batch {k}": b}, dim) for k, b in enumerate(part.entries)]
+        for name, part in parts.items()
+        if isinstance(part, Batches)
+    }
+    its = next(iter(sizes.values()))
+    for name, part in parts.items():  # one of them may come in one piece
+        if name not in sizes and has_rows(part):
+            rows = count_rows({name: part}, dim)
+            sizes[name] = its if rows == sum(its) else [rows]
+    if any(own != its for own in sizes.values()):
+        found = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
+        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {found}")
+    cut = [
+        part.entries
+        if isinstance(part, Batches)
+        else [take(part, *ends, dim) for ends in pairwise(accumulate(its, initial=0))]
+        for part in parts.values()
+    ]
+    return list(zip(*cut, strict=True)), its
 
 
 def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``nested.transform`` that goes into markers too, and keeps them."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Batches):
-            return Batches([transform(function, batch) for batch in leaf.entries], leaf.sizes)
         if isinstance(leaf, Rows):
             return Rows([nested.transform(function, e) for e in leaf.entries], leaf.collate)
         if isinstance(leaf, Replicated):
@@ -178,30 +201,36 @@ def transform(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def has_entries(value: Any) -> bool:
-    """Whether rows of ``value`` are entries of a list: its ``Rows`` that are no several batches."""
-    return any(isinstance(leaf, Rows) for leaf in _open(value))
+    """Whether rows of ``value`` are entries of a list."""
+    return any(isinstance(leaf, Rows) for leaf in nested.leaves(value))
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor of ``value``, those in markers too."""
-    return (leaf for leaf in _open(value, entries=True) if isinstance(leaf, Tensor))
-
-
-def _open(value: Any, *, entries: bool = False) -> Iterator[Any]:
-    """The leaves of ``value`` and of its several batches; with ``entries`` of all markers."""
     for leaf in nested.leaves(value):
-        if isinstance(leaf, Batches) or (entries and isinstance(leaf, Rows)):
-            yield from _open(leaf.entries, entries=entries)
-        elif entries and isinstance(leaf, Replicated):
-            yield from nested.leaves(leaf.value)
-        else:
+        if isinstance(leaf, (Rows, Replicated)):
+            yield from nested.tensors(leaf.entries if isinstance(leaf, Rows) else leaf.value)
+        elif isinstance(leaf, Tensor):
             yield leaf
 
 
-def _first_marker(value: Any) -> Replicated | Rows | None:
-    return next(
-        (leaf for leaf in nested.leaves(value) if isinstance(leaf, (Replicated, Rows))), None
-    )
+def take(value: Any, start: int, stop: int, dim: int) -> Any:
+    """Rows ``start:stop`` of every tensor in ``value``: views.
+
+    0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
+        return Rows(leaf.entries[start:stop], leaf.collate) if isinstance(leaf, Rows) else leaf
+
+    return nested.transform(one, value)
+
+
+def _first_marker(value: Any) -> Replicated | Rows | Batches | None:
+    kinds = Replicated, Rows, Batches
+    return next((leaf for leaf in nested.leaves(value) if isinstance(leaf, kinds)), None)
 
 
 _MARK = (
@@ -250,26 +279,6 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     return rows
 
 
-def batch_sizes(batch: Mapping[str, Any], dim: int) -> tuple[int, ...]:
-    """The rows of each of several batches, where the batch is made of them; else of the one.
-
-    Raises:
-        ValueError: as ``count_rows``; parts of the batch are made of batches of other sizes.
-    """
-    rows = count_rows(batch, dim)
-    found: dict[tuple[int, ...], str] = {}
-    for name, part in batch.items():
-        for leaf in nested.leaves(part):
-            if isinstance(leaf, Batches):
-                found.setdefault(sizes_of(leaf, dim, name), name)
-    if len(found) > 1:
-        parts = ", ".join(
-            f"{name} with {' + '.join(map(str, sizes))}" for sizes, name in found.items()
-        )
-        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {parts}")
-    return next(iter(found), (rows,))
-
-
 def has_rows(value: Any) -> bool:
     """Whether something in ``value`` has rows, and not only what goes to every replica."""
     return any(
@@ -281,7 +290,11 @@ def has_rows(value: Any) -> bool:
 def _size(name: str, leaf: Any, dim: int) -> int | None:
     """How many rows a leaf has; ``None`` for what goes to every replica as it is."""
     if isinstance(leaf, Batches):
-        return sum(sizes_of(leaf, dim, name))
+        raise ValueError(
+            f"{name}: Rows.from_batches stands for all inputs, or for all targets, of "
+            f"forward_backward: put into each batch all that belongs to it; for inference, and "
+            f"with the pair, call it for each of the batches"
+        )
     if isinstance(leaf, Rows):
         return len(leaf.entries)
     if not isinstance(leaf, Tensor):
@@ -327,16 +340,6 @@ def _refuse_foreign(name: str, leaf: Any) -> None:
             f"{name}: a NumPy array of shape {shape} is no tensor: pass "
             f"torch.from_numpy(array), or Replicated(array) if it has no rows"
         )
-
-
-def sizes_of(leaf: Batches, dim: int, name: str = "inputs") -> tuple[int, ...]:
-    """The rows of each of several batches."""
-    if leaf.sizes is not None:
-        return tuple(leaf.sizes)
-    return tuple(
-        count_rows({f"{name}, batch {number}": batch}, dim)
-        for number, batch in enumerate(leaf.entries)
-    )
 
 
 def _shown(leaf: Any) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
-from torch.nn import functional as F
 
 from scatterpar.devices.verbs import can_capture, physical
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
-from scatterpar.step.markers import batch_sizes
+from scatterpar.step.markers import batches_of
 
 __all__ = [
     "Count",
     "Request",
-    "as_function",
     "check_dim",
     "check_function",
     "check_graphs",
@@ -51,8 +48,9 @@ class Request:
         graphs: the engine's, where sub-steps are captured.
         keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
-        sizes: the rows of each batch, where it is made of several. This and what follows is known
-            once it is ``checked``.
+        batches: the inputs and targets of each batch, one or several. This and what follows is
+            known once it is ``checked``.
+        sizes: the rows of each of them.
         scale: the scaler's factor.
     """
 
@@ -70,13 +68,22 @@ class Request:
     graphs: Any = None
     keeps_rows: bool = True
     most: int | None = None
-    sizes: tuple[int, ...] = ()
+    batches: Sequence[tuple[Any, Any]] = ()
+    sizes: Sequence[int] = ()
     scale: float = 1.0
 
     @property
-    def batch(self) -> tuple[Any, Any]:
-        """What is scattered: inputs and targets, where the criterion sees a replica's rows."""
-        return self.inputs, None if self.whole_batch else self.targets
+    def batch(self) -> list[tuple[int, Any]]:
+        """What is scattered: the first row of each batch, its inputs and its targets.
+
+        Of the latter only where the criterion sees a replica's rows.
+        """
+        batches = self.batches or [(self.inputs, self.targets)]
+        firsts = [0, *accumulate(self.sizes[:-1])]
+        return [
+            (first, (inputs, None if self.whole_batch else targets))
+            for first, (inputs, targets) in zip(firsts, batches, strict=True)
+        ]
 
     @property
     def rows(self) -> int:
@@ -87,6 +94,12 @@ class Request:
     def is_mean(self) -> bool:
         """The loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
+
+    def of_largest(self) -> Self:
+        """The same for the largest of several batches alone."""
+        rows = max(self.sizes)
+        one = self.batches[self.sizes.index(rows)]
+        return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
         """The same for the first sub-steps alone, which take the memory of a whole step."""
@@ -113,8 +126,7 @@ class Request:
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {self.scaler!r}")
         if self.targets is not None and self.criterion is None and self.count is None:
             raise ValueError("targets were given without a criterion: pass criterion=")
-        batch = {"inputs": self.inputs, "targets": self.targets}
-        sizes = batch_sizes(batch, self.dim)
+        batches, sizes = batches_of(self.inputs, self.targets, self.dim)
         if self.whole_batch:
             self._require_whole()
             reduction = "sum"  # each share has a part of one loss
@@ -124,7 +136,7 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(self, sizes=sizes, reduction=reduction, scale=scale)
+        return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""
@@ -353,7 +365,7 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     Raises:
         ValueError: anything else, ``"none"`` in particular.
     """
-    own = option_of(as_function(criterion), "reduction", None)
+    own = option_of(criterion, "reduction", None)
     if reduction is None and isinstance(own, str):
         reduction = "mean" if own == "batchmean" else own
     if reduction is None:
@@ -366,24 +378,6 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')
     return reduction
-
-
-def as_function(criterion: Any) -> Any:
-    """A loss of torch's that was scripted or traced as the function it is; all else as it is."""
-    functions = {"CrossEntropyLoss": F.cross_entropy, "NLLLoss": F.nll_loss}
-    if getattr(criterion, "original_name", None) in functions:  # TorchScript's
-        options = {n: getattr(criterion, n) for n in ("weight", "ignore_index", "reduction")}
-        return partial(functions[criterion.original_name], **options)
-    if isinstance(criterion, GraphModule):
-        calls = [n for n in criterion.graph.nodes if n.op.startswith("call_")]
-        if len(calls) == 1 and calls[0].target in functions.values():
-            options = {
-                name: attrgetter(str(value.target))(criterion) if isinstance(value, Node) else value
-                for name, value in calls[0].kwargs.items()
-            }
-            function: Any = calls[0].target
-            return partial(function, **options)
-    return criterion
 
 
 def option_of(criterion: Any, name: str, default: Any) -> Any:

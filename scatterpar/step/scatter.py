@@ -8,19 +8,18 @@ Every worker brings its own rows. What has no rows goes once to each memory, at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ahead import Ahead
 from scatterpar.devices.chunks import by_dtype
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, Replicated, Rows, all_tensors, sizes_of, transform
+from scatterpar.step.markers import Replicated, Rows, all_tensors, take, transform
 
 __all__ = [
     "Arrival",
@@ -28,29 +27,15 @@ __all__ = [
     "copied",
     "micro_batches",
     "opened",
-    "own",
+    "rows_at",
     "scatter",
-    "take",
 ]
 
 
-def take(value: Any, start: int, stop: int, dim: int) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views.
-
-    0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
-    """
-    return nested.transform(lambda leaf: _slice(leaf, start, stop, dim), value)
-
-
-def own(value: Any, start: int, stop: int, dim: int) -> Any:
-    """Copies of rows ``start:stop``, as a module or criterion sees them, which may be written."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return (leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf).clone()
-        return opened(copied(_slice(leaf, start, stop, dim)))
-
-    return nested.transform(one, value)
+def rows_at(batch: Sequence[tuple[int, Any]], start: int, stop: int, dim: int) -> Any:
+    """Rows ``start:stop``, of one of the batches: views; markers stay."""
+    first, value = next(each for each in reversed(batch) if each[0] <= start)
+    return take(value, start - first, stop - first, dim)
 
 
 def copied(value: Any) -> Any:
@@ -68,33 +53,9 @@ def opened(value: Any, *, copy: bool = False) -> Any:
     return nested.transform(lambda leaf: _opened(leaf, copy=copy), value)
 
 
-def _slice(leaf: Any, start: int, stop: int, dim: int) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
-    if isinstance(leaf, Batches):
-        return _slice_batches(leaf, start, stop, dim)
-    if isinstance(leaf, Rows):
-        return Rows(leaf.entries[start:stop], leaf.collate)
-    return leaf
-
-
-def _slice_batches(leaf: Batches, start: int, stop: int, dim: int) -> Batches:
-    pieces, sizes, first = [], [], 0
-    for batch, size in zip(leaf.entries, sizes_of(leaf, dim), strict=True):
-        low, high = max(start - first, 0), min(stop - first, size)
-        if low < high:
-            pieces.append(take(batch, low, high, dim))
-            sizes.append(high - low)
-        first += size
-    return Batches(pieces, sizes)
-
-
 def _opened(leaf: Any, *, copy: bool) -> Any:
     if isinstance(leaf, Tensor):
         return leaf
-    if isinstance(leaf, Batches):
-        (batch,) = leaf.entries  # no micro-batch reaches over the end of a batch
-        return opened(batch, copy=copy)
     if isinstance(leaf, Rows):
         return leaf.entries if leaf.collate is None else leaf.collate(leaf.entries)
     if isinstance(leaf, Replicated):
@@ -102,11 +63,11 @@ def _opened(leaf: Any, *, copy: bool) -> Any:
     return leaf
 
 
-def micro_batches(batch: Any, plan: Plan, dim: int) -> Iterator[Any]:
+def micro_batches(batch: Sequence[tuple[int, Any]], plan: Plan, dim: int) -> Iterator[Any]:
     """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
     for share in plan.shares:
         for start, stop in share.micro_batches:
-            yield opened(take(batch, start, stop, dim))
+            yield opened(rows_at(batch, start, stop, dim))
 
 
 def _clone(leaf: Any) -> Any:
@@ -116,11 +77,13 @@ def _clone(leaf: Any) -> Any:
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
-def scatter(batch: Any, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
+def scatter(
+    batch: Sequence[tuple[int, Any]], plan: Plan, dim: int, ledger: Ledger
+) -> list[Arrival]:
     """Each share's rows, which have not left yet. What has no rows is where it is needed.
 
     Args:
-        batch: inputs and targets, nested at will.
+        batch: the first row of each batch, and its inputs and targets.
         plan: the shares.
         dim: the dimension that holds the rows.
         ledger: copies what has no rows, and follows those who copy the rest.
@@ -159,7 +122,7 @@ class Arrival:
 
     def __init__(
         self,
-        batch: Any,
+        batch: Sequence[tuple[int, Any]],
         share: Share,
         dim: int,
         ahead: Ahead | None = None,
@@ -176,9 +139,14 @@ class Arrival:
         self._delivery = None if ahead is None else Delivery(ahead, rowless=False)
         self._arrived: dict[int, Any] = {}
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller has all rows in the share's memory."""
+        return self._ahead is None
+
     def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""
-        return take(self._batch, *self._share.micro_batches[number], self._dim)
+        return rows_at(self._batch, *self._share.micro_batches[number], self._dim)
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch as module and criterion see them; the next ones set out.
@@ -188,7 +156,7 @@ class Arrival:
             keep: the same rows will be asked for again: keep them, and give a copy.
         """
         if self._ahead is None or self._delivery is None:
-            return own(self._batch, *self._share.micro_batches[number], self._dim)
+            return opened(copied(self.at_source(number)))
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
                 self._set_out(coming, self._ahead, self._delivery)
@@ -200,15 +168,8 @@ class Arrival:
         return opened(rows, copy=True) if self._marked else rows
 
     def _set_out(self, number: int, ahead: Ahead, delivery: Delivery) -> None:
-        start, stop = self._share.micro_batches[number]
-        device, dim = self._share.device, self._dim
-
-        def bring(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
-                return ahead.copy(leaf.narrow(dim, start, stop - start), device, "scatter")
-            return delivery.bring(device, _slice(leaf, start, stop, dim))
-
-        self._arrived[number] = nested.transform(bring, self._batch)
+        bring = partial(delivery.bring, self._share.device)
+        self._arrived[number] = nested.transform(bring, self.at_source(number))
         ahead.depart(number)
 
     def let_go(self) -> None:
@@ -238,9 +199,6 @@ class Delivery:
             if leaf.ndim:
                 return self._bring_one(device, leaf) if self._rows else leaf
             return self._bring_once(device, leaf) if self._rowless else leaf
-        if isinstance(leaf, Batches):
-            entries = nested.transform(partial(self.bring, device), leaf.entries)
-            return Batches(entries, leaf.sizes)
         if isinstance(leaf, Rows) and self._rows:
             return Rows(_bring_entries(leaf.entries, device, self._ledger), leaf.collate)
         if isinstance(leaf, Replicated) and self._rowless:

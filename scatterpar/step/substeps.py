@@ -314,7 +314,7 @@ def _refuse_pairs(output: Any) -> None:
     """Many models return ``(logits, loss)``, and which of them it is the criterion has to say."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
         return
-    numbers = [i for i, t in enumerate(output) if isinstance(t, Tensor) and not t.ndim]
+    numbers = [i for i, entry in enumerate(output) if _is_number(entry)]
     if len(numbers) == 1:
         raise TypeError(
             f"the module returns a {type(output).__name__} of {len(output)}, whose entry "
@@ -322,17 +322,24 @@ def _refuse_pairs(output: Any) -> None:
         )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.ndim
+
+
 def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a real 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
+        by_criterion, found = source == "the criterion", type(loss).__name__
         instead = (
             "return the loss tensor alone"
-            if source == "the criterion"
+            if by_criterion
             else "pass a criterion, or return the loss, .loss or ['loss'] from the module"
         )
-        raise TypeError(
-            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
-        )
+        if isinstance(loss, Mapping) and all(_is_number(entry) for entry in loss.values()):
+            found += f" of losses ({', '.join(map(str, loss))})"
+            instead = "return" if by_criterion else "pass criterion=lambda losses, _:"
+            instead += " sum(losses.values())"
+        raise TypeError(f"{source} must give the loss as a 0-dim tensor, got {found}; {instead}")
     if loss.ndim:
         raise ValueError(
             f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "

@@ -8,9 +8,9 @@ where a row holds a varying number of terms (padded tokens).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from scatterpar.devices.fingerprints import Readout
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
-from scatterpar.step.request import Request, as_function, option_of, resolve_reduction
+from scatterpar.step.request import Count, Request, option_of, resolve_reduction
 
-__all__ = ["Weights", "class_counts", "counts_of", "is_counted", "weigh"]
+__all__ = ["Weights", "count_labels", "counts_of", "is_counted", "weigh"]
 
 
 class Weights(NamedTuple):
@@ -63,19 +63,24 @@ def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> We
 
 
 def counts_of(
-    request: Request,
-    spans: Sequence[tuple[int, int]],
-    pieces: Iterable[tuple[Any, Any]],
+    request: Request, spans: Sequence[tuple[int, int]], pieces: Iterable[tuple[Any, Any]]
 ) -> list[float]:
     """How many terms the loss of each micro-batch is a mean of."""
     if request.count is not None:
         asked = [request.count(*piece) for piece in pieces]
         return [_as_number(count) for count in _fetched(asked)]
-    targets, labels = request.targets, (piece for _, piece in pieces)
-    counts = class_counts(request.criterion, targets, labels, spans, request.dim)
-    if counts is None:
+    if not _averages_classes(request.criterion):
         return [float(stop - start) for start, stop in spans]
-    return [float(count) for count in _fetched(counts)]
+    labels = [targets for _, targets in request.batches] or [request.targets]
+    if not all(isinstance(targets, Tensor) for targets in labels):  # as entries of a list are
+        labels = [targets for _, targets in pieces]
+        spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
+    terms = [_terms_of_rows(request.criterion, targets, request.dim) for targets in labels]
+    rows = torch.cat([each.double() for each in Readout().ask(terms)()])
+    sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
+    sums = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
+    found = dict(zip(sorted(spans), sums, strict=True))
+    return [found[span] for span in spans]
 
 
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
@@ -105,7 +110,7 @@ def _as_number(count: Any) -> float:
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
     """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
-    if not _averages_classes(criterion):  # of TorchScript's classes nobody can ask for more
+    if not _averages_classes(criterion):
         return False
     owner = owner_of(criterion)
     return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
@@ -119,30 +124,6 @@ def _is_torchs_own(loss: nn.Module) -> bool:
     return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
-def class_counts(
-    criterion: Any,
-    targets: Any,
-    labels: Iterable[Any],
-    spans: Sequence[tuple[int, int]],
-    dim: int,
-) -> Sequence[float | Tensor] | None:
-    """What torch's mean cross entropies divide by; ``None`` for any other criterion.
-
-    Args:
-        criterion: says what it leaves out, and what classes weigh.
-        targets: the whole batch's.
-        labels: the targets of each micro-batch in order.
-        spans: where each of them starts and stops.
-        dim: the dimension that holds the rows.
-    """
-    criterion = as_function(criterion)
-    if not _averages_classes(criterion):
-        return None
-    if isinstance(targets, Tensor) and list(spans) == sorted(spans):
-        return _count_classes(criterion, targets, dim, spans)
-    return [_count_piece(criterion, piece) for piece in labels]
-
-
 def _averages_classes(criterion: Any) -> bool:
     """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
     function = criterion.func if isinstance(criterion, partial) else criterion
@@ -151,44 +132,68 @@ def _averages_classes(criterion: Any) -> bool:
     return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
 
 
-def _count_classes(
-    criterion: Any, targets: Any, dim: int, spans: Sequence[tuple[int, int]]
-) -> list[float]:
-    """The divisors of mean cross entropies: targets that are not ignored, by class weight."""
-    if targets.is_floating_point():
-        # Probabilities of classes: every position is a term, whatever its weight.
-        return [stop - start for start, stop in spans]
-    terms = _class_terms(criterion, targets)
-    if terms.ndim > 1:
-        terms = terms.movedim(dim, 0).flatten(1).sum(1)
-    (rows,) = Readout().ask([terms])()
-    sizes = torch.tensor([stop - start for start, stop in spans], device="cpu")
-    counts: list[float] = torch.segment_reduce(rows.double(), "sum", lengths=sizes).tolist()
-    return counts
+def _terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
+    """What torch's mean cross entropies divide by, row by row.
 
-
-def _count_piece(criterion: Any, targets: Any) -> float | Tensor:
-    """The divisor of a mean cross entropy of one micro-batch."""
+    Where the targets are, and with what every accelerator knows: not in float64.
+    """
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
             "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
         )
-    if targets.is_floating_point():
-        return targets.numel() / max(1, targets.size(min(1, targets.ndim - 1)))
-    return _class_terms(criterion, targets).sum()
-
-
-def _class_terms(criterion: Any, targets: Tensor) -> Tensor:
-    """How much each class index counts: nothing if ignored, else its class's weight.
-
-    Where the targets are, and with what every accelerator knows: not in float64.
-    """
-    counted: Tensor = targets != option_of(criterion, "ignore_index", -100)
+    if targets.is_floating_point():  # probabilities: every position is a term
+        rows, classes = targets.size(dim), targets.size(min(1, targets.ndim - 1))
+        return torch.full((rows,), targets.numel() / rows / classes, device="cpu")
+    terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
     class_weight = option_of(criterion, "weight", None)
-    if class_weight is None:
-        return counted
-    wide = torch.promote_types(class_weight.dtype, torch.float32)
-    weight = class_weight.detach().to(targets.device, wide)
-    terms: Tensor = weight[targets.masked_fill(~counted, 0)] * counted
-    return terms
+    if class_weight is not None:
+        wide = torch.promote_types(class_weight.dtype, torch.float32)
+        weight = class_weight.detach().to(targets.device, wide)
+        terms = weight[targets.masked_fill(~terms, 0)] * terms
+    return terms.movedim(dim, 0).flatten(1).sum(1) if terms.ndim > 1 else terms
+
+
+def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = "labels") -> Count:
+    """A ``count=`` for losses that average over the labels that are not ``ignore_index``.
+
+    Args:
+        ignore_index: the value of labels that are left out, such as padding.
+        shifted: the first position of each row is no label, as in causal language models:
+            a position predicts the label of the next one, and none predicts the first.
+        key: where the labels are, if the targets are no tensor: ``targets[key]``, else
+            ``inputs[key]``.
+
+    Returns:
+        ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be pickled.
+
+    The counter raises ``TypeError`` where there are no labels, and ``ValueError`` where they
+    are to be shifted and have no dimension 1.
+
+    Example:
+        >>> import torch
+        >>> labels = torch.tensor([[5, 6, 7], [5, -100, -100]])
+        >>> count_labels()({}, labels)
+        tensor(4)
+        >>> count_labels(shifted=True)({"labels": labels}, None)
+        tensor(2)
+    """
+    return partial(_count, ignore_index=ignore_index, shifted=shifted, key=key)
+
+
+def _count(inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str) -> Tensor:
+    named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
+    labels = next((value for value in (targets, *named) if isinstance(value, Tensor)), None)
+    if labels is None:
+        raise TypeError(
+            f"count_labels found no labels: targets is {type(targets).__name__}, and neither it "
+            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they are with "
+            f"key="
+        )
+    if shifted and labels.ndim < 2:
+        raise ValueError(
+            f"shifted=True leaves out the first position of dimension 1, but the labels have "
+            f"shape {tuple(labels.shape)}"
+        )
+    counted: Tensor = (labels[:, 1:] if shifted else labels) != ignore_index
+    return counted.sum()

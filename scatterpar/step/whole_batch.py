@@ -38,19 +38,17 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import Batches, all_tensors, has_entries
+from scatterpar.step.markers import all_tensors, has_entries
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery, copied, opened, take
+from scatterpar.step.scatter import Delivery, copied, opened
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators, State
 from scatterpar.threads.workers import Workers, note
 from scatterpar.torch_private import nodes_of
-
-__all__ = ["Peers", "WholeBatch", "differences", "output_at", "require_unchanged", "train_whole"]
 
 
 def differences(output: Any, piece: Any) -> list[Tensor]:
@@ -128,7 +126,7 @@ class WholeBatch:
     Args:
         joined: for each share, its outputs joined, one value for each of its spans.
         shares: the shares.
-        targets: the whole batch's, as the caller gave them.
+        targets: those of each batch, as the caller gave them, and its rows.
         dim: the dimension that holds the rows.
         lists: an output that is a list with one entry per row is joined as such.
         ledger: copies, and counts what it copied.
@@ -138,7 +136,7 @@ class WholeBatch:
         self,
         joined: Sequence[Sequence[Any]],
         shares: Sequence[Share],
-        targets: Any,
+        targets: tuple[list[Any], Sequence[int]],
         dim: int,
         lists: bool,
         ledger: Ledger,
@@ -156,7 +154,7 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
-        self._targets = self._whole(targets)
+        self._targets = self._whole(*targets)
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
@@ -175,11 +173,7 @@ class WholeBatch:
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
-        Args:
-            criterion: called once.
-            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
-            scale: the gradient scaler's factor.
-            check_finite: refuse a loss that is NaN or infinite.
+        ``reach`` stashes the leaves that the loss comes from, beside the outputs' nodes.
         """
         try:
             joined = self._joined()
@@ -215,19 +209,12 @@ class WholeBatch:
         joined = join_rows(self._pieces, self._dim, rows, rows, lists=self._lists)
         return nested.transform(_no_leaf, joined)
 
-    def _whole(self, targets: Any) -> Any:
+    def _whole(self, targets: list[Any], sizes: Sequence[int]) -> Any:
         """All targets, for the criterion to write to if it likes."""
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
-
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, Batches) and leaf.sizes is not None:
-                return join([*map(opened, leaf.entries)], self._dim, leaf.sizes)
-            return opened(leaf)
-
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        rows = take(here, 0, sum(self._rows), self._dim)
-        return nested.transform(one, copied(rows) if is_home else rows)
+        return join(opened(copied(here) if is_home else here), self._dim, sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:
@@ -241,22 +228,13 @@ def _no_leaf(value: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What the first pass leaves of one share.
+    """What the first pass leaves of one share."""
 
-    Attributes:
-        pieces: the outputs of each micro-batch, without their graph, ready to take gradients.
-        joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
-            one is cut into those of its pieces.
-        last: the last micro-batch's output, with its graph.
-        states: where the generators were before each micro-batch.
-        outputs: what is returned of them, where they were asked for.
-    """
-
-    pieces: list[Any]
-    joined: list[Any]
-    last: Any
-    states: list[State]
-    outputs: Any
+    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
+    last: Any  # the last micro-batch's output, with its graph
+    states: list[State]  # where the generators were before each micro-batch
+    outputs: Any  # what is returned of them, where they were asked for
 
 
 def train_whole(
@@ -269,25 +247,17 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    Args:
-        attempt: the step.
-        request: has the whole batch's targets, as the caller gave them.
-        tasks: each replica's share of the inputs.
-        parts: the replicas of the model, and that of the criterion.
-        criterion: as it is on the master.
-        peers: other processes that have rows of the batch.
-
-    Returns:
-        What each replica made of its share. The loss is in the first one's, and in the first
-        process's.
+    The loss is in the first replica's result, and in that of the first process of ``peers``, who
+    have rows of the batch too. ``criterion`` is as it is on the master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
     seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
     shares = [task.share for task in tasks]
-    lists = has_entries(request.inputs)
+    lists = has_entries(request.batch)
     joined = [one.joined for one in seen]
-    batch = WholeBatch(joined, shares, request.targets, request.dim, lists, attempt.ledger)
+    targets = [own for _, own in request.batches], request.sizes
+    batch = WholeBatch(joined, shares, targets, request.dim, lists, attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach, request.scale, request.check_finite)
     try:
@@ -341,7 +311,7 @@ def first_pass(
     rows = [stop - start for start, stop in share.micro_batches]
     with noted(share):
         joined = [
-            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.inputs))
+            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.batch))
             for few in _of_each_span(share)
         ]
         outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None
@@ -447,12 +417,9 @@ def _of_each_span(share: Share) -> list[slice]:
 
 def _buffers(replica: Replica) -> list[BufferValue]:
     """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
-    places = [Registry(own, own) for own in replica.registered if own.buffers]
-    return [
-        (place, name, None if buffer is None else buffer.detach().clone())
-        for place in places
-        for name, buffer in place.items()
-    ]
+    named = [(own, *item) for own in replica.registered for item in own.buffers.items()]
+    copies = {id(b): b.detach().clone() for _, _, b in named if b is not None}
+    return [(Registry(own, own), name, copies.get(id(b))) for own, name, b in named]
 
 
 def _leaf(value: Any) -> Any:

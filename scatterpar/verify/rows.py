@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.step import nested
-from scatterpar.step.markers import Batches, Replicated, Rows, sizes_of
+from scatterpar.step.markers import Replicated, Rows
 from scatterpar.step.request import Request
 
 __all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
@@ -33,20 +33,13 @@ def is_label(tensor: Tensor) -> bool:
 def telling(request: Request) -> list[Tensor]:
     """What may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
 
-    Of several batches, those of the largest one. Floating-point inputs are looked at where there
-    are no targets.
+    Floating-point inputs are looked at where there are no targets.
     """
-    dim, (first, rows) = request.dim, _widest(request.sizes)
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Batches):
-            return nested.transform(whole, leaf.entries[request.sizes.index(rows)])
-        return whole(leaf.narrow(dim, first, rows) if _is_dense(leaf) else leaf)
-
-    def whole(leaf: Any) -> Any:
         if isinstance(leaf, Rows):
             return torch.tensor([sum(t.numel() for t in nested.tensors(e)) for e in leaf.entries])
-        return leaf.detach().movedim(dim, 0) if _is_dense(leaf) else None
+        return leaf.detach().movedim(request.dim, 0) if _is_dense(leaf) else None
 
     targets, inputs = (
         [*nested.tensors(nested.transform(one, value))]
@@ -60,12 +53,6 @@ def telling(request: Request) -> list[Tensor]:
 
 def _is_dense(leaf: Any) -> bool:
     return type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided and leaf.ndim > 0
-
-
-def _widest(sizes: Sequence[int]) -> tuple[int, int]:
-    """Where the largest of several batches begins, and how many rows it has."""
-    widest = max(range(len(sizes)), key=sizes.__getitem__)
-    return sum(sizes[:widest]), sizes[widest]
 
 
 def range_of(tensors: Iterable[Tensor]) -> list[float]:
@@ -100,34 +87,33 @@ def _roughly(value: float) -> float:
 
 
 def choose(
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    most: int,
-    ignored: Iterable[int],
-    turn: int,
-    again: bool,
-) -> Parts:
-    """A handful of rows in parts of different sizes, which differ as much as they can.
+    tensors: Sequence[Tensor], rows: int, most: int, ignored: Iterable[int] = (), turn: int = 0
+) -> list[Parts]:
+    """A handful of rows in parts of different sizes, which differ as much as they can; twice.
+
+    The second time other rows, as far as others are as telling.
 
     Args:
         tensors: those that tell something.
-        sizes: of the batches that the batch is made of; the rows are the largest one's.
+        rows: how many there are.
         most: so many rows at most.
         ignored: labels that may be left out.
         turn: each starts from something else that tells rows apart.
-        again: the same with other rows, as far as others are as telling.
     """
-    first, rows = _widest(sizes)
     if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
-        return [[first], [first]]
-    wanted = min(len(_SIZES) - 1, most, rows)
-    generator = torch.Generator().manual_seed(2 * turn + again)
-    jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
+        return [[[0], [0]]] * 2
     each = [[n for n in _features(t, ignored) if n.max() > n.min()] for t in tensors]
     numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
-    turn %= max(1, len(numbers))
-    numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[turn:] + numbers[:turn]]
-    score = jitter * 1e-9
+    first = turn % max(1, len(numbers))
+    numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[first:] + numbers[:first]]
+    wanted = min(len(_SIZES) - 1, most, rows)
+    return [_chosen(numbers, rows, wanted, 2 * turn + again) for again in range(2)]
+
+
+def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
+    """The rows at the ends of each of the numbers that tell them apart, then those between."""
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(rows, generator=generator, dtype=torch.float64) * 1e-9
     for position, n in enumerate(numbers[:8]):
         score += n / 10**position
     order = score.argsort().tolist()
@@ -139,10 +125,9 @@ def choose(
     spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
     place = {row: k for k, row in enumerate(order)}
-    taken.sort(key=place.__getitem__, reverse=again)
+    taken.sort(key=place.__getitem__, reverse=bool(seed % 2))
     remaining = iter(taken)
-    parts = [[next(remaining) for _ in range(size)] for size in _SIZES[wanted]]
-    return [[first + row for row in part] for part in parts]
+    return [[next(remaining) for _ in range(size)] for size in _SIZES[wanted]]
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
@@ -175,12 +160,6 @@ def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
             if not leaf.ndim:
                 return given.clone()
             return torch.cat([given.narrow(dim, row, 1) for row in rows], dim)
-        if isinstance(leaf, Batches):
-            first = 0
-            for batch, size in zip(leaf.entries, sizes_of(leaf, dim), strict=True):
-                if first <= rows[0] < first + size:
-                    return pick(batch, [row - first for row in rows], dim)
-                first += size
         if isinstance(leaf, Rows):
             few = nested.transform(_copied, [leaf.entries[row] for row in rows])
             return few if leaf.collate is None else leaf.collate(few)

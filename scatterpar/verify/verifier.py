@@ -1,12 +1,9 @@
-"""Exact, or told: when the engine looks whether losses combine as it is about to combine them.
+"""When the engine looks whether losses combine as it is about to combine them, and what it says.
 
-The engine takes the whole batch's loss for the weighted mean (or the sum) of the micro-batches'
-losses, and whether that is so lies in the user's criterion. So before the first step of each kind
-of criterion and batch a handful of rows is rehearsed; then before steps 8, 16, 32 … with other
-rows, and before one whose labels go beyond those that were met so far.
-
-A look never fails a step, except with what it is for: the ``ValueError`` that says what the
-criterion seems to do. What could not be told is said once.
+Before the first step of each kind of criterion and batch; then before steps 8, 16, 32 … with other
+rows, and before one whose labels go beyond those that were met so far. A look never fails a step,
+except with what it is for: the ``ValueError`` that says what the criterion seems to do. What could
+not be told is said once.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
-from scatterpar.verify.rows import choose, is_label, range_of, telling
+from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
 __all__ = ["Verifier", "difference"]
 
@@ -47,23 +44,13 @@ _PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before t
 
 @dataclass
 class _Kind:
-    """What is known of one kind of criterion and batch.
-
-    Attributes:
-        steps: how many there were.
-        unsure: how many looks in a row told nothing.
-        most: look at so many rows at most, where that is known.
-        met: how far the labels went with which it agreed; ``None`` where it never did.
-        refused: it was refused, and has not agreed since.
-        told: what was said already.
-    """
+    """What is known of one kind of criterion and batch."""
 
     steps: int = 0
-    unsure: int = 0
-    most: int = 0
-    met: list[float] | None = None
-    refused: bool = False
-    told: set[str] = field(default_factory=set)
+    unsure: int = 0  # how many looks in a row told nothing
+    met: list[float] | None = None  # how far the labels went with which it agreed
+    refused: bool = False  # and has not agreed since
+    told: set[str] = field(default_factory=set)  # how what was said begins
 
     def wants(self, ranges: list[float]) -> bool:
         """Whether to look at this step."""
@@ -84,6 +71,12 @@ class _Kind:
         same = self.met is not None and len(self.met) == len(ranges)
         self.met = [*map(max, self.met or (), ranges)] if same else ranges
 
+    def say(self, text: str) -> None:
+        """Warn, once."""
+        if text[:60] not in self.told:
+            warn(text)
+            self.told.add(text[:60])
+
 
 class Verifier:
     """Remembers which kinds of criterion and batch agreed, and rehearses the others."""
@@ -101,13 +94,6 @@ class Verifier:
     ) -> None:
         """Before the sub-steps: rehearse a few rows, if they are new or it is their turn.
 
-        Args:
-            attempt: the step.
-            request: what the user asked for.
-            tasks: what each replica is given to do.
-            parts: the replicas of the model, and those of the criterion.
-            peers: other processes that have rows of the batch.
-
         Raises:
             ValueError: losses do not combine as the engine's do, or the criterion reads what
                 replicas alone have.
@@ -122,7 +108,8 @@ class Verifier:
         asked = (criterion, request.count, request.reduction, request.inputs, request.targets)
         kind = self._kinds.setdefault(hash((alone, _described(asked, 5))), _Kind())
         kind.steps += 1
-        tensors = telling(request)
+        few = request.of_largest()
+        tensors = telling(few)
         ranges = range_of(tensors)
         if not kind.wants(ranges):
             return
@@ -130,45 +117,43 @@ class Verifier:
         ignored = {*ignored_values(computes), *ignored_values(request.count)}
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:
-            _say(kind, _of_shared(request, name))
+            kind.say(
+                f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
+                f"the same time, so what the criterion finds there may be another replica's. "
+                f"Return it from forward, and take it from the output that the criterion is given; "
+                f"verify=False silences this"
+            )
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
-
-        def rehearse(most: int) -> Finding:
-            choose_some = partial(choose, tensors, request.sizes, most, ignored, turn)
-            choices = [] if alone else [choose_some(again) for again in (False, True)]
-            return _together(
-                attempt, tasks, lambda task: Rehearsal(request, task, parts).run(*choices)
-            )
-
+        some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
-            try:
-                found = rehearse(kind.most or 2 * micro)
-            except Unsure as error:
-                if not error.rows:
-                    raise
-                kind.most = error.rows
-                found = rehearse(kind.most)
+            found = _rehearsed(attempt, few, tasks, parts, some, 2 * micro)
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
             if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
                 kind.unsure = _OFTEN
-                _say(kind, _unchecked(request, error))
+                kind.say(_unchecked(request, error))
             return
         finally:
             for part in parts:
                 part.forget_step()
         if found.stale is not None:
-            raise ValueError(_of_attribute(request, found.stale))
+            raise ValueError(
+                f"{_name_of(request)} reads {found.stale!r} of a module that it closes over, and "
+                f"the forward pass sets it, on each replica alone: what the criterion finds is "
+                f"old. Return it from forward, and take it from the output that the criterion is "
+                f"given. {_OFF}"
+            )
         if not found.off:
             kind.agreed(ranges)
-        elif found.certain:
+            return
+        text = _refusal(request, found, tensors, ignored)
+        if found.certain:
             kind.refused = True
-            raise ValueError(_refusal(request, found, tensors, ignored))
-        else:
-            _say(kind, _refusal(request, found, tensors, ignored))
-            kind.unsure = _OFTEN
+            raise ValueError(text)
+        kind.say(text)
+        kind.unsure = _OFTEN
 
 
 def difference(
@@ -179,23 +164,10 @@ def difference(
     copies.refresh(module, request.criterion, attempt.ledger)
     tasks = hand_out(request, attempt.plan, copies, arrivals)
     prepare_autograd()
-
-    def rehearse(most: int) -> Finding:
-        few = partial(choose, telling(request), request.sizes, most, (), 0)
-        choices = [few(again) for again in (False, True)]
-        return _together(
-            attempt, tasks, lambda task: Rehearsal(request, task, copies.parts).run(*choices)
-        )
-
-    most = request.rows
+    some = partial(choose, telling(request), request.rows)
     try:
         with guarded(copies.parts):
-            while most:
-                try:
-                    return rehearse(most).off
-                except Unsure as error:
-                    most = error.rows if error.rows < most else 0
-        return None
+            return _rehearsed(attempt, request, tasks, copies.parts, some, request.rows).off
     except Exception:  # whatever the user's code makes of rows that it never met
         return None
     finally:
@@ -204,37 +176,33 @@ def difference(
         attempt.undo()
 
 
-def _say(kind: _Kind, text: str) -> None:
-    """Warn once of each kind."""
-    start = text[:60]
-    if start not in kind.told:
-        warn(text)
-        kind.told.add(start)
-
-
-def _together(
-    attempt: Attempt, tasks: Sequence[Task], function: Callable[[Task], Finding]
+def _rehearsed(
+    attempt: Attempt,
+    request: Request,
+    tasks: Sequence[Task],
+    parts: Sequence[Replicas],
+    choose: Callable[[int], Sequence[Parts]] | None,
+    most: int,
 ) -> Finding:
-    """What the function makes of the first replica's task.
+    """What the first replica finds.
 
     The user's code may wait for the other replicas, as a loss across them does at a barrier. So
     when it takes long, the others do the same, each with its own.
     """
     ended = threading.Event()
 
-    def first() -> Finding:
+    def look(task: Task) -> Any:
+        if task is not tasks[0]:
+            waited = ended.wait(_PATIENCE_SECONDS)
+            return None if waited else Rehearsal(request, task, parts).run(choose, most)
         try:
-            return function(tasks[0])
+            return Rehearsal(request, task, parts).run(choose, most)
         finally:
             ended.set()
 
-    def follow(task: Task) -> None:
-        if not ended.wait(_PATIENCE_SECONDS):
-            function(task)
-
-    calls: list[Callable[[], Any]] = [first, *(partial(follow, task) for task in tasks[1:])]
     devices = [task.share.device for task in tasks]
-    found: Finding = attempt.workers.parallel_apply(calls, [()] * len(calls), devices=devices)[0]
+    looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
+    found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
     return found
 
 
@@ -327,24 +295,20 @@ def _advice(
     return (
         f"It seems to be a mean over something else than what was counted: pass {reduction}count=, "
         f"a function of (inputs, targets) that gives the number of its terms"
-        f"{_hint(request, found, tensors, ignored)}; or make it a mean of one loss per row (per "
+        f"{_hint(found, tensors, ignored)}; or make it a mean of one loss per row (per "
         'image). For a sum, reduction="sum"; if it compares rows with each other, such as a '
         "router's load balance, whole_batch=True."
     )
 
 
-def _hint(
-    request: Request, found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]
-) -> str:
+def _hint(found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> str:
     """Whether it is the labels that are not ignored, shifted or not."""
     values = dict.fromkeys([-100, 255, -1, *ignored])
     for labels, value, shifted in product(filter(is_label, tensors), values, (False, True)):
         if shifted and labels.ndim < 2:
             continue
-        sizes = request.sizes  # of several batches the tensor is that of one
-        first = 0 if len(sizes) < 2 else sum(sizes[: sizes.index(len(labels))])
         counted = (labels[:, 1:] if shifted else labels) != value
-        terms = [sum(int(counted[row - first].sum()) for row in part) for part in found.parts]
+        terms = [sum(int(counted[row].sum()) for row in part) for part in found.parts]
         total = sum(terms)
         if found.weights and total and _near(found.weights, [n / total for n in terms], 1e-3):
             said = ", ".join([str(value)] * (value != -100) + ["shifted=True"] * shifted)
@@ -353,25 +317,6 @@ def _hint(
                 f"{_listed(terms)}: count=scatterpar.count_labels({said})"
             )
     return ""
-
-
-def _of_attribute(request: Request, name: str) -> str:
-    """That the criterion reads an attribute of a module whose forward pass never ran."""
-    return (
-        f"{_name_of(request)} reads {name!r} of a module that it closes over, and the forward "
-        f"pass sets it, on each replica alone: what the criterion finds is old. Return it from "
-        f"forward, and take it from the output that the criterion is given. {_OFF}"
-    )
-
-
-def _of_shared(request: Request, name: str) -> str:
-    """That replicas write and read one container at the same time."""
-    return (
-        f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at the "
-        f"same time, so what the criterion finds there may be another replica's. Return it "
-        f"from forward, and take it from the output that the criterion is given; verify=False "
-        f"silences this"
-    )
 
 
 def _unchecked(request: Request, error: Exception) -> str:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ahead import Ahead
 from scatterpar.devices.chunks import by_dtype
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Replicated, Rows, all_tensors, take, transform
@@ -139,6 +138,11 @@ class Arrival:
         self._copies = copies
         self._delivery = None if ahead is None else Delivery(ahead, rowless=False)
         self._arrived: dict[int, Any] = {}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller has all rows in the share's memory."""
+        return self._ahead is None
 
     def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""

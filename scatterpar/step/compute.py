@@ -23,9 +23,10 @@ from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
+from scatterpar.step.markers import opened
 from scatterpar.step.outcome import Computed
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival, opened
+from scatterpar.step.scatter import Arrival
 from scatterpar.step.substeps import Task, hand_out, loss_at, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole

@@ -30,8 +30,8 @@ from scatterpar.replicas.replicas import Replica, Replicas, is_state
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import opened
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators

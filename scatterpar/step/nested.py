@@ -190,29 +190,19 @@ def join_rows(
         isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
     ):
         return [entry for piece in pieces for entry in piece]
-    ending = _KEEP if strict else _ALONE
 
     def has_rows(leaves: list[Tensor]) -> bool:
-        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None for leaf in leaves]
+        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
         if sizes != list(rows) and _same_bits(leaves):
             return False
-        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
-        for leaf, size, n in zip(leaves, sizes, rows, strict=True):
-            flattened = not strict and dim == 0 and size is not None and size % n == 0
-            if size != n and not flattened:
-                raise ValueError(
-                    f"an output of shape {tuple(leaf.shape)} does not have its {n} rows along "
-                    f"dim={dim}, so that it cannot be joined with those of other rows; {ending}"
-                )
-        if len({size // n for size, n in zip(sizes, rows, strict=True) if size is not None}) > 1:
+        entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
+        flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
+        others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
+        if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
+            shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ValueError(
-                f"outputs of shapes {shapes} are those of {' and '.join(map(str, rows))} rows, "
-                f"which is not the same number of entries for each row, so that they cannot be "
-                f"joined along dim={dim}; {ending}"
-            )
-        if len({leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}) > 1:
-            raise ValueError(
-                f"outputs of shapes {shapes} cannot be joined along dim={dim}; {ending}"
+                f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
+                f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"
             )
         return True
 

@@ -38,11 +38,11 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import all_tensors, has_entries
+from scatterpar.step.markers import all_tensors, has_entries, opened
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery, copied, opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
@@ -220,7 +220,7 @@ class WholeBatch:
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        return join(opened(copied(here) if is_home else here), self._dim, sizes)
+        return join(opened(here, copy=is_home), self._dim, sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:

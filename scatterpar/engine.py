@@ -61,8 +61,6 @@ from scatterpar.threads.workers import Workers
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier, difference
 
-__all__ = ["ScatterOnceParallel"]
-
 
 class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.

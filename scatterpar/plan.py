@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Pace", "Plan", "Share", "make_plan"]
-
 _REMEMBERED = 5  # paces of a device, whose median counts: one slow step moves nothing
 _WORTHWHILE = 1.05  # moving shares must make the step this much faster
 _ROUNDING = Fraction(1, 10**9)  # shares come as floats: so much of a sub-step is none
@@ -96,14 +94,6 @@ def make_plan(
     is cut into more micro-batches, not into larger ones: their number is ``accum`` times the
     share's size relative to an equal one, rounded up, so that none has more rows than with
     equal shares.
-
-    Args:
-        rows: size of the batch, at least 1; or the sizes of several batches, each of which is
-            split as it would be alone.
-        devices: one entry per replica; entries may repeat.
-        accum: sub-steps per replica.
-        micro_batch_size: most rows per sub-step; overrides ``accum`` where given.
-        shares: relative sizes of the replicas' shares, one positive number per replica.
 
     Raises:
         TypeError: ``rows`` is not an integer.
@@ -243,10 +233,6 @@ class Pace:
         """Learn from a step that was committed.
 
         A device's first step is left out: it pays for what is done only once.
-
-        Args:
-            plan: the step's shares.
-            passes: when each replica started and ended, in each pass of the step.
         """
         if not self._learns:
             return

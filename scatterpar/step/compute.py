@@ -34,8 +34,6 @@ from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Claims, Stash
 
-__all__ = ["compute", "warm_up"]
-
 Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
 
 _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
@@ -55,17 +53,6 @@ def compute(
 
     What the user's code may write meanwhile is the step's: ``.grad`` of the user's own parameters
     until the end of this, statistics that a criterion moves until the commit.
-
-    Args:
-        attempt: the step.
-        request: what the user asked for.
-        copies: the replicas.
-        arrivals: bring the rows of each share.
-        weights: of the micro-batches' losses.
-        claims: what the step has for itself.
-        verify: rehearses a few rows first; raises what the user has to know.
-        peers: other processes, whose outputs the criterion of a whole batch sees too.
-
     """
     prepare_autograd()
     parts = copies.parts
@@ -98,14 +85,7 @@ def warm_up(
     parts: Sequence[Replicas],
     forward: Callable[[Task, int], Any],
 ) -> None:
-    """Run what the replicas have not met before, and leave no trace of it but compiled code.
-
-    Args:
-        attempt: the step.
-        tasks: what each replica is given in it.
-        parts: the replicas of the model, and those of the criterion.
-        forward: all of a sub-step but its backward pass, for the micro-batch of this number.
-    """
+    """Run what the replicas have not met before, and leave no trace of it but compiled code."""
     if not any(part.compiler.is_used for part in parts):
         return
     new = [_new_kinds(task, parts[0], forward) for task in tasks]

@@ -13,8 +13,6 @@ from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 
-__all__ = ["IN_VAIN", "Fitting", "is_out_of_memory"]
-
 IN_VAIN = "more sub-steps do not help"  # in a note on an error, this ends the search
 
 # What allocators and libraries say in a plain RuntimeError.
@@ -63,13 +61,6 @@ class Fitting:
 
         What fitted last is computed without a trial. Where it runs out of memory, the number is
         doubled until a trial, the first sub-steps alone, fits, then bisected.
-
-        Args:
-            request: what the user asked for.
-            devices: one for each replica.
-            plan: how the batch is cut, by the number of sub-steps.
-            compute: the outcome of such a plan. What runs out of memory leaves no trace.
-            release: gives back memory that nobody uses any more.
         """
         most = -(-max(request.sizes) // len(devices))  # then a sub-step is down to one row
         lean, retries = replace(request, keeps_rows=False), 0

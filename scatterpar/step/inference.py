@@ -23,20 +23,11 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, noted
 from scatterpar.threads.attempt import Attempt
 
-__all__ = ["infer"]
-
 
 def infer(
     attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
 ) -> Any:
     """The module's output for the whole batch, on the master.
-
-    Args:
-        attempt: says how the batch is cut.
-        copies: the replicas.
-        module: the user's.
-        request: its ``inputs`` are positional and keyword arguments.
-        buffers_from: whose buffers the module has afterwards, if it is in training mode.
 
     Raises:
         ValueError: a forward pass wrote parameters.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from scatterpar.step.request import Count
 
-__all__ = ["count_labels"]
-
 
 def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = "labels") -> Count:
     """A ``count=`` for losses that average over the labels that are not ``ignore_index``.

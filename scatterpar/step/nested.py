@@ -17,8 +17,6 @@ from torch import Tensor
 
 from scatterpar.devices.fingerprints import changed
 
-__all__ = ["join", "join_rows", "leaves", "merge", "refuse_generators", "tensors", "transform"]
-
 
 def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
@@ -173,15 +171,6 @@ def join_rows(
 
     One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not.
-
-    Args:
-        pieces: the outputs of consecutive rows.
-        dim: the dimension that holds the rows.
-        weights: those of 0-dim tensors.
-        rows: how many each piece is of.
-        strict: refuse tensors that hold several entries per row along dimension 0 too, such
-            as tokens of all rows in one dimension.
-        lists: a list with one entry per row is joined as such.
 
     Raises:
         ValueError: a tensor without the rows along ``dim``, or of another shape in the others.

@@ -18,20 +18,6 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step.markers import batches_of
 
-__all__ = [
-    "Count",
-    "Request",
-    "check_dim",
-    "check_function",
-    "check_graphs",
-    "check_module",
-    "check_noise",
-    "check_options",
-    "check_synchronised",
-    "option_of",
-    "resolve_reduction",
-]
-
 Count = Callable[[Any, Any], "float | Tensor"]
 
 _ORDER = (
@@ -107,9 +93,6 @@ class Request:
 
     def checked(self, device: torch.device) -> Self:
         """The request with its rows counted and its reduction settled, if it makes sense.
-
-        Args:
-            device: the master, which a scaler gets to know.
 
         Raises:
             TypeError: a criterion or count that cannot be called, a scaler that is none.

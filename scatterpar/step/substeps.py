@@ -27,23 +27,6 @@ from scatterpar.threads.sharing import Stash, Turn
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
-__all__ = [
-    "Launched",
-    "Task",
-    "as_call",
-    "forward",
-    "hand_out",
-    "kept",
-    "loss_at",
-    "loss_of",
-    "noted",
-    "prepare_autograd",
-    "pull",
-    "scalar_loss",
-    "train",
-    "unalias",
-]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -134,16 +117,7 @@ def hand_out(
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
 ) -> list[Task]:
-    """What each replica is given to do; with fewer rows than replicas, the last ones rest.
-
-    Args:
-        request: what the user asked for.
-        plan: the shares.
-        copies: the replicas. The criterion of a whole batch is called elsewhere.
-        arrivals: bring the rows of each share.
-        weights: those of each share's micro-batches.
-        stash: what a step takes off the user's leaves.
-    """
+    """What each replica is given to do; with fewer rows than replicas, the last ones rest."""
     seen_twice = request.whole_batch and request.keeps_rows
     tasks = []
     for i, share in enumerate(plan.shares):
@@ -188,13 +162,7 @@ class Launched:
         self._waiting: Sequence[Tensor] = task.leaves
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and what is kept of its output; gradients are added.
-
-        Args:
-            number: of the micro-batch.
-            weight: of its loss; with zero there is no backward pass.
-            rows: inputs and targets, where they are here already.
-        """
+        """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, output_kept = self._task, None
         output, loss = forward(task, task.rows_of(number) if rows is None else rows)
         if self._keep:
@@ -220,14 +188,7 @@ def train(
     substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
-    """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
-
-    Args:
-        task: the replica, its rows and their weights.
-        request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        substeps: what computes them.
-        proceed: called between sub-steps; raises when the step is to end.
-    """
+    """Accumulate in the replica's parameters the gradient of its share of the batch's loss."""
     share, keep = task.share, request.return_outputs
     losses: list[Tensor] = []
     outputs: list[Any] = []
@@ -402,9 +363,6 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
 
     Those are what to ask about after the next backward pass: what arrives in one shares memory
     with nothing that came before.
-
-    Args:
-        leaves: in one memory, without a gradient before the backward pass that has just ended.
     """
     arrived = [(leaf.grad, leaf) for leaf in leaves]
     places = [

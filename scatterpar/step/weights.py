@@ -23,8 +23,6 @@ from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.request import Request, option_of, resolve_reduction
 
-__all__ = ["Weights", "counts_of", "is_counted", "weigh"]
-
 
 class Weights(NamedTuple):
     """How the losses of micro-batches combine.
@@ -40,11 +38,6 @@ class Weights(NamedTuple):
 
 def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
     """How the losses of this plan's micro-batches combine.
-
-    Args:
-        request: says how the losses combine.
-        plan: how the batch is cut.
-        pieces: the inputs and targets of each micro-batch in order, for the user's ``count``.
 
     Raises:
         TypeError: a count that is neither a number nor a 0-dim tensor.

@@ -18,8 +18,6 @@ from scatterpar.plan import Plan, Share
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers
 
-__all__ = ["Attempt"]
-
 
 class _OfShare(Protocol):
     """What a replica is given to do."""

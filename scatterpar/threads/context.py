@@ -17,8 +17,6 @@ import torch
 from scatterpar.devices import verbs
 from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
 
-__all__ = ["Context", "Interrupts", "autocast_types", "uncached"]
-
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
 _Entered = contextlib.AbstractContextManager[object]

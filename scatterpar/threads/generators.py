@@ -35,8 +35,6 @@ from torch.library import Library
 from scatterpar import torch_private
 from scatterpar.devices.verbs import physical
 
-__all__ = ["Generators", "State", "followed"]
-
 _SWITCH = "SCATTERPAR_RANDOM_STREAMS"
 
 _thread = threading.local()
@@ -186,12 +184,7 @@ class Generators:
 
     @contextlib.contextmanager
     def of_criterion(self, seed: int | None) -> Iterator[None]:
-        """Let the current thread draw what a criterion draws that sees all outputs.
-
-        Args:
-            seed: the same on all processes that compute this criterion; ``None`` where there is
-                one process: then the criterion goes on with the generators of replica 0.
-        """
+        """Let the current thread draw what a criterion draws that sees all outputs."""
         if seed is None:
             with self.of(0):
                 yield

@@ -18,8 +18,6 @@ from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-__all__ = ["Claims", "Stash", "Turn", "turn_of_criteria"]
-
 _PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
 _BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python

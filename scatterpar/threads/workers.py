@@ -29,8 +29,6 @@ from scatterpar.devices import verbs
 from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.torch_private import renew_engine
 
-__all__ = ["Cancelled", "Job", "Workers", "note"]
-
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
 
@@ -194,16 +192,6 @@ class Workers:
         lowest replica is raised in the caller's thread, with the others noted on it. An
         interrupt does the same; a second interrupt stops the waiting and gives the threads up,
         which ``abandoned`` then tells.
-
-        Args:
-            modules: one callable per replica.
-            inputs: its positional arguments.
-            kwargs_tup: its keyword arguments.
-            devices: the device to make current for it; the CPU by default.
-            cancel: set as soon as one has failed or the caller is interrupted.
-
-        Returns:
-            The results in the order of ``modules``.
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
@@ -262,11 +250,7 @@ class Workers:
         self._wake()()  # what one of them freed may have held what another made
 
     def _wake(self) -> Callable[[], None]:
-        """Let the workers, which are idle, free what others have dropped.
-
-        Returns:
-            Waits until they have, though not for long: one may have died.
-        """
+        """Let the workers, which are idle, free what others have dropped."""
         awake, queues = threading.Semaphore(0), list[_Queue]()
         with self._posting:
             if _FREE_THREADED and self._stop is not None and self._stop.alive and not self._closed:

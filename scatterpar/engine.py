@@ -37,10 +37,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
-from scatterpar.step.compute import compute
+from scatterpar.step.compute import compute, infer
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
-from scatterpar.step.inference import infer
 from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce

@@ -23,7 +23,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
-from scatterpar.threads.sharing import Stash, Turn
+from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
 
@@ -38,10 +38,7 @@ class Task:
         arrival: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        dim: the dimension that holds the rows.
-        keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
-        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
@@ -50,19 +47,14 @@ class Task:
     arrival: Arrival
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
-    dim: int = 0
-    keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
-    turn: Turn | None = None
     stash: Stash | None = None
 
-    def rows_of(self, number: int) -> Any:
-        """The inputs and targets of one micro-batch, on the replica's device."""
-        return self.arrival.rows_of(number, keep=self.keeps_rows)
-
     def in_turn(self) -> contextlib.AbstractContextManager[None]:
-        """For the Python of a forward pass and its loss."""
-        return contextlib.nullcontext() if self.turn is None else self.turn.taken()
+        """For the Python of a forward pass and its loss, which replicas may take turns to run."""
+        if self.stash is None:
+            return contextlib.nullcontext()
+        return self.stash.turn_to_launch(self.share.device)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -118,7 +110,6 @@ def hand_out(
     stash: Stash | None = None,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest."""
-    seen_twice = request.whole_batch and request.keeps_rows
     tasks = []
     for i, share in enumerate(plan.shares):
         own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
@@ -130,10 +121,7 @@ def hand_out(
                 arrival=arrivals[i],
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
-                dim=request.dim,
-                keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
-                turn=None if stash is None else stash.turn_to_launch(share.device),
                 stash=stash,
             )
         )
@@ -164,13 +152,11 @@ class Launched:
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, output_kept = self._task, None
-        output, loss = forward(task, task.rows_of(number) if rows is None else rows)
+        output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
         if self._keep:
             output_kept = kept(output, self._keep)
         del output
         if weight:
-            if not loss.requires_grad:
-                _require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             pull([loss], [factor], self._autocast)
             if self._waiting:  # for all of them in the first sub-step, as a rule
@@ -207,11 +193,23 @@ def train(
         computed.finish()
         if keep:
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
-            joined = join_rows(outputs, task.dim, task.weights[: request.most], rows, strict=True)
-        values = _on_the_host(losses)
-    if request.check_finite:
-        _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
+            weights = task.weights[: request.most]
+            joined = join_rows(outputs, request.dim, weights, rows, strict=True)
+        together = torch.stack(losses)  # one transfer
+        finish(together.device)  # what went wrong there is known by then
+        values = together.cpu().double().tolist()
+    total = 0.0
+    for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
+        if not weight:  # takes out even NaN
+            continue
+        total += value * weight
+        if request.check_finite and not math.isfinite(value):
+            with noted(share, number):
+                raise FloatingPointError(
+                    f"the loss is {value} in replica {share.replica} on {share.device}, "
+                    f"sub-step {number}; nothing was changed"
+                )
+    return Result(total, losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -224,11 +222,6 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
-
-
-def loss_at(task: Task, number: int) -> Tensor:
-    """The loss of one micro-batch, as ``train`` computes it."""
-    return forward(task, task.rows_of(number))[1]
 
 
 def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
@@ -263,24 +256,11 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
     else:
         source = "the module"
         loss = output
-        _refuse_pairs(output)
         if isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
         elif not isinstance(output, Tensor):
             loss = getattr(output, "loss", output)
     return scalar_loss(loss, source)
-
-
-def _refuse_pairs(output: Any) -> None:
-    """Many models return ``(logits, loss)``, and which of them it is the criterion has to say."""
-    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
-        return
-    numbers = [i for i, t in enumerate(output) if isinstance(t, Tensor) and not t.ndim]
-    if len(numbers) == 1:
-        raise TypeError(
-            f"the module returns a {type(output).__name__} of {len(output)}, whose entry "
-            f"{numbers[0]} may be the loss: pass criterion=lambda output, _: output[{numbers[0]}]"
-        )
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
@@ -289,7 +269,8 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
         instead = (
             "return the loss tensor alone"
             if source == "the criterion"
-            else "pass a criterion, or return the loss, .loss or ['loss'] from the module"
+            else "pass a criterion, such as lambda output, _: output[0], or return the loss, .loss "
+            "or ['loss'] from the module"
         )
         raise TypeError(
             f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
@@ -304,40 +285,6 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
             f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
         )
     return loss
-
-
-def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
-    """In double precision, with one transfer: what went wrong on the device is known by then."""
-    together = torch.stack(list(losses))
-    finish(together.device)
-    values: list[float] = together.cpu().double().tolist()
-    return values
-
-
-def _weighted_sum(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Weight zero takes out even NaN."""
-    return sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
-
-
-def _require_finite(losses: Sequence[float], task: Task) -> None:
-    """Of those that count; nothing has been committed yet."""
-    share = task.share
-    for number, (loss, weight) in enumerate(zip(losses, task.weights, strict=False)):
-        if weight and not math.isfinite(loss):
-            with noted(share, number):
-                raise FloatingPointError(
-                    f"the loss is {loss} in replica {share.replica} on {share.device}, "
-                    f"sub-step {number}; nothing was changed"
-                )
-
-
-def _require_trainable(module: Any) -> None:
-    """Say what torch's own error does not, where it is the module."""
-    if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
-            f"nothing to train; call .requires_grad_() on what is to be trained"
-        )
 
 
 def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:

@@ -303,11 +303,10 @@ def train_whole(
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, number: int) -> Any:
-    """The module's output for one micro-batch."""
-    inputs, _ = task.rows_of(number)
+def output_at(task: Task, rows: Any) -> Any:
+    """The module's output for the rows of one micro-batch."""
     with task.in_turn():
-        return task.output_of(inputs)
+        return task.output_of(rows[0])
 
 
 def first_pass(
@@ -317,7 +316,8 @@ def first_pass(
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
-    share, keep, dim = task.share, request.return_outputs, task.dim
+    share, keep, dim = task.share, request.return_outputs, request.dim
+    keeps_rows = request.keeps_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
     states: list[State] = []
@@ -328,7 +328,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number):
             states.append(generators.get_state(share.replica))
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -411,7 +411,7 @@ def second_pass(
         proceed()
         with noted(task.share, number):
             generators.set_state(share.replica, own.states[number])
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number))
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)

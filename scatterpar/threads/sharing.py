@@ -173,14 +173,16 @@ class Stash:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
 
-    def turn_to_launch(self, device: torch.device) -> Turn | None:
+    def turn_to_launch(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
         operator. Where operators compute before they return, and where there is no such lock, all
         go at once.
         """
-        return self._launching if _HAS_LOCK and launches(device) else None
+        if _HAS_LOCK and launches(device):
+            return self._launching.taken()
+        return contextlib.nullcontext()
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scatterpar.devices.fingerprints import LinkCheck
 from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.links import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan
@@ -119,8 +119,9 @@ class ScatterOnceParallel(Wrapper):
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
             sub-steps, which a card has done before the host has launched them. Python then runs
             while a sub-step is captured and not again, so numbers that change must be tensors; a
-            change of the module, or another criterion, is captured anew. What cannot be captured
-            runs as without it, and that is told once. On the CPU nothing is captured.
+            change of the module, or another criterion, is captured anew. Not seen are changes of
+            global variables, and of objects that are no modules. What cannot be captured runs as
+            without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.

@@ -183,7 +183,7 @@ def trained(cls, saved, folder, loss, rows, *, size, k=1, model=encoder, options
 def parameters(trainer):
     made = trainer.loss
     parts = nn.ModuleDict(made) if isinstance(made, dict) else made
-    return dict(parts.named_parameters())
+    return {**dict(trainer.model.named_parameters()), **dict(parts.named_parameters())}
 
 
 def assert_same(ours, stock, relative=SAME):
@@ -372,15 +372,15 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
     assert float(again.encode(["1 2", "3"]).sum()) == pytest.approx(measured[0], rel=1e-5)
 
 
-class Beside(nn.Module):
-    """Has its model where nobody sees it."""
+class Another(nn.Module):
+    """Has a model of its own."""
 
     def __init__(self, model):
         super().__init__()
-        self.ask = lambda features: model(features)["sentence_embedding"]
+        self.own = copy.deepcopy(model)
 
     def forward(self, features, labels):
-        return sum(self.ask(column).square().mean() for column in features)
+        return sum(self.own(column)["sentence_embedding"].square().mean() for column in features)
 
 
 class Tokens(nn.Module):
@@ -414,7 +414,7 @@ class Tokens(nn.Module):
             type("DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}),  # its own asks a hub
             "does not go together with DenoisingAutoEncoderLoss: it needs more of the model",
         ),
-        (Beside, "needs a loss that has the model as an attribute.*pass whole_batch=False"),
+        (Another, "needs a loss that calls the model which is trained.*pass whole_batch=False"),
         (Tokens, "asks for 'token_embeddings' of the model's outputs"),
     ],
 )

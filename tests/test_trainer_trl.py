@@ -232,6 +232,29 @@ def test_evaluation_is_the_stock_trainer_s(tmp_path, name):
         assert ours[key] == pytest.approx(stock[key], rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_an_evaluation_in_the_middle_of_training_leaves_counts_as_they_were(tmp_path, name):
+    """What was counted and logged before it, and what is after it, is the stock trainer's."""
+    logs, parameters = [], []
+    for devices in (LAYOUTS["virtual"], None):
+        trainer = build(name, tmp_path, devices, per_device_eval_batch_size=4)
+        trainer.eval_dataset = trainer.train_dataset.select(range(6))
+        trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+        with seeded():
+            quietly(trainer.train)
+        logs.append(trainer.state.log_history)
+        parameters.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    ours, theirs = parameters
+    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    compared = {"loss", "grad_norm", "num_tokens", "rewards/margins", "rewards/accuracies"}
+    compared |= {f"eval_{key}" for key in compared}
+    ours, theirs = ([{k: log[k] for k in log.keys() & compared} for log in one] for one in logs)
+    assert sum("loss" in log for log in theirs) == sum("eval_loss" in log for log in theirs) == 3
+    assert all("num_tokens" in log or "rewards/margins" in log for log in theirs if "loss" in log)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)
+
+
 def test_the_example(tmp_path):
     script = example("dpo_lora")
     options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}

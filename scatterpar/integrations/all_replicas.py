@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,20 +23,10 @@ from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 
-__all__ = [
-    "DIVIDED",
-    "ROWS",
-    "SUM",
-    "AllReplicas",
-    "Collected",
-    "each_row",
-    "rows_of",
-    "standing_in",
-    "weight_of",
-]
+__all__ = ["DIVIDED", "ROWS", "SUM", "AllReplicas", "Collected", "answering", "each_row", "rows_of"]
 
 # How the losses of batches make up that of all, the likeliest mean first.
-DIVIDED = "sum of parts, each divided by num_items_in_batch"
+DIVIDED = "mean over labels, which divides by num_items_in_batch itself"
 LABELS = "mean over labels"
 SHIFTED = "mean over labels without the first of each row"
 ROWS = "mean over rows"
@@ -47,8 +36,11 @@ _OFTEN = 8  # so many steps with an open question are looked at, then steps 8, 1
 
 _IGNORED = -100
 
-# The prepared model is the model; reward models judge what is generated, before a step.
-_NOT_HELD = ("_engine", "_parts", "model_wrapped", "reward_funcs")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# The prepared model is the model; reward models judge what is generated, before a step. Data sets
+# may be long lists.
+_NOT_HELD = ("_engine", "_parts", "model_wrapped", "reward_funcs", "train_dataset", "eval_dataset")
 
 # TRL's trainers whose losses of batches make up that of all; but not those of these loss types.
 _OF_TRL: dict[str, tuple[str, ...]] = {
@@ -69,7 +61,6 @@ _SIZES = (
     "steps_per_generation",
     "generation_batch_size",
 )
-_RANDOM_STATES = "rng_state_replicas.pth"
 
 # What stands in front of a Trainer: the Trainer, which its other bases bring along.
 if TYPE_CHECKING:
@@ -87,9 +78,12 @@ class AllReplicas(_Base):
 
     _engine: ScatterOnceParallel | None = None
     _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be, unless it is ...
-    _divided = False
     _looks = _turn = 0
+    _divides = False
     _fits = True
+    _predicts_alone = False
+    _window: Sequence[Any] = ()
+    _window_size = 1
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
 
@@ -103,14 +97,8 @@ class AllReplicas(_Base):
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
         super().__init__(*map(_own, args), **{name: _own(v) for name, v in kwargs.items()})
-        _refuse_of_trl(self)
-        kind = str(getattr(self.model, "loss_type", None))
-        if "Detection" in kind and self.args.gradient_accumulation_steps > 1:
-            raise ValueError(
-                f"ScatterOnceTrainer does not go together with {type(self.model).__name__} "
-                f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
-                f"is divided by the boxes of a whole batch; use the stock Trainer"
-            )
+        _refuse_losses(self)
+        _warn_of_overrides(type(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, for one process that, to its knowledge, has one device."""
@@ -124,28 +112,27 @@ class AllReplicas(_Base):
 
     def _hp_search_setup(self, trial: Any) -> None:
         """The Trainer's own, in which a trial sets some arguments anew, as for one replica."""
-        for name, number in self._asked.items():
-            setattr(self.args, name, number)
+        vars(self.args).update(self._asked)
         super()._hp_search_setup(trial)
         self._tell()
 
     def _tell(self) -> None:
         """Let the arguments say what one device with the batches of all replicas has."""
-        for name, number in self._of_all_replicas(self._asked, len(self._replicas())).items():
-            setattr(self.args, name, number)
+        told = self._of_all_replicas(self._asked, len(self._replicas()))
+        vars(self.args).update(told)
         self._train_batch_size = self.args.train_batch_size
 
     def _of_all_replicas(self, asked: dict[str, Any], n: int) -> dict[str, Any]:
         """The arguments for one device with the batches of ``n``, each as ``asked``."""
-        told = {name: number and number * n for name, number in asked.items()}
-        told["per_device_train_batch_size"] = asked["per_device_train_batch_size"]
+        kept = ["per_device_train_batch_size"]
         if not self._evaluates_on_all():
-            told["per_device_eval_batch_size"] = asked["per_device_eval_batch_size"]
-        return told
+            kept.append("per_device_eval_batch_size")
+        return {k: v if k in kept or v is None else v * n for k, v in asked.items()}
 
     def _evaluates_on_all(self) -> bool:
-        """Whether the replicas evaluate together: TRL's trainers compute more than outputs."""
-        return not any(base.__module__.startswith("trl.") for base in type(self).__mro__)
+        """Whether the replicas evaluate together: other trainers compute more than outputs."""
+        others = ("trl.", "sentence_transformers.")
+        return not any(base.__module__.startswith(others) for base in type(self).__mro__)
 
     def _replicas(self) -> tuple[torch.device, ...]:
         """The device of each replica, the Trainer's own first."""
@@ -175,30 +162,9 @@ class AllReplicas(_Base):
         As on one device whose batches have the rows of a step.
         """
         if args.dataloader_drop_last and isinstance(dataloader, Sized):
-            dataloader = _WholeSteps(dataloader, args.gradient_accumulation_steps)
+            k = args.gradient_accumulation_steps
+            dataloader = _Like(dataloader, _length=len(dataloader) // k * k)
         return super().set_initial_training_values(args, dataloader, *more)
-
-    # Random numbers of the other devices, which the Trainer does not save.
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        others = self._other_accelerators()
-        if others:
-            states = {str(d): torch.get_device_module(d).get_rng_state(d) for d in others}
-            torch.save(states, Path(output_dir) / _RANDOM_STATES)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        path = None if checkpoint is None else Path(checkpoint) / _RANDOM_STATES
-        if path is not None and path.is_file():
-            states = torch.load(path, weights_only=True)
-            for device in self._other_accelerators():
-                if str(device) in states:
-                    torch.get_device_module(device).set_rng_state(states[str(device)], device)
-
-    def _other_accelerators(self) -> list[torch.device]:
-        devices = dict.fromkeys(self._replicas())
-        return [d for d in devices if d.type != "cpu" and physical(d) != self.args.device]
 
     # The engine, and the modules that it replicates.
 
@@ -213,7 +179,8 @@ class AllReplicas(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        parts = list(dict.fromkeys([self._module(), *_modules(self._held().values())]))
+        others = chain.from_iterable(map(_modules, self._held().values()))
+        parts = list(dict.fromkeys([self._module(), *others]))
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
             self._let_go()
         if self._engine is None:
@@ -227,11 +194,8 @@ class AllReplicas(_Base):
 
     def _held(self) -> dict[str, Any]:
         """The Trainer's modules by its attributes' names, where they stand alone, or together."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in _NOT_HELD and any(True for _ in _modules([value]))
-        }
+        held = {name: value for name, value in vars(self).items() if name not in _NOT_HELD}
+        return {name: value for name, value in held.items() if _modules(value)}
 
     def _compiled(self, model: nn.Module) -> Any:
         """The model, compiled where ``torch_compile`` asks for it."""
@@ -252,19 +216,18 @@ class AllReplicas(_Base):
         for name, value in self._held().items():
             vars(twin)[name] = nested.transform(lambda one: replicas.get(id(one), one), value)
         device = next((p.device for p in model.parameters()), self.args.device)
-        vars(twin).update(model_wrapped=model, accelerator=_Elsewhere(self.accelerator, device))
+        vars(twin).update(model_wrapped=model, accelerator=_Like(self.accelerator, device=device))
         if "_metrics" in vars(self):  # what TRL's trainers collect in compute_loss
             vars(twin)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
         return twin
 
-    def _loss_of(self, work: _Work, batch: Any, items: Any, is_sum: bool) -> dict[str, Any]:
+    def _loss_of(self, work: _Work, batch: Any, items: Any) -> dict[str, Any]:
         """The loss of one batch by the Trainer's own ``compute_loss``, and what that collected.
 
-        A sum is given the window's number of items. A mean gets that of the batch, so that it is
-        the batch's own mean, whatever it does with the number.
+        ``items`` is the window's number of them, for a sum, or ``True``: the batch's own, with
+        which it is the batch's mean, whatever it does with the number.
         """
-        twin = self._twin(work)
-        items = items if is_sum or items is None else self._terms(batch)
+        twin, items = self._twin(work), self._terms(batch) if items is True else items
         loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
         return {"loss": loss, "collected": Collected(twin, self)}
 
@@ -293,28 +256,22 @@ class AllReplicas(_Base):
 
     # How losses combine: what the Trainer says of itself, or what a handful of rows tells.
 
-    def _is_scaled(self) -> bool | None:
-        """Whether ``compute_loss`` divides by the window already, where the Trainer says so."""
-        return getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
-
     def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
         """How the losses of ``pieces`` do, which are the window's batches or cut from them."""
-        scaled = self._is_scaled()
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
         if _is_trl(self) and scaled is not None:
             return SUM if scaled else ROWS
         step = self.state.global_step + 1
         is_turn = step >= _OFTEN and not step & (step - 1) and step != self._turn
         self._turn = step
-        if len(pieces) > 1 and (is_turn or (self._looks < _OFTEN and self._is_open(pieces, items))):
+        if len(pieces) > 1 and (is_turn or (self._looks < _OFTEN and self._is_open(pieces))):
             self._look(window, items)
-            if self._is_open(pieces, items):
-                _say(self, _UNTOLD)
-        return DIVIDED if self._divided and items is not None else self._kinds[0]
+            if self._is_open(pieces):
+                warnings.warn(_UNTOLD, stacklevel=3)
+        return DIVIDED if self._divides and items is not None else self._kinds[0]
 
-    def _is_open(self, pieces: Sequence[Any], items: Any) -> bool:
+    def _is_open(self, pieces: Sequence[Any]) -> bool:
         """Whether it matters for these which of the kinds it is."""
-        if self._divided and items is not None:
-            return False
         found = set()
         for kind in self._kinds:
             counts = [1.0] * len(pieces)
@@ -327,34 +284,29 @@ class AllReplicas(_Base):
     def _look(self, window: Sequence[Any], items: Any) -> None:
         """Strike out what the losses of a handful of rows are not."""
         self._looks += 1
-        batch = next((b for b in window if self._is_open(each_row(b), None)), window[0])
-        self._divided = items is not None and self._divides(batch)
-        if rows_of(batch) == 1:
+        batch = next((b for b in window if self._is_open(each_row(b))), window[0])
+        rows = rows_of(batch)
+        # With twice the number of items, a loss that divides by it is half of it.
+        twice = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
+        self._divides = items is not None and self._off(twice, SUM) == 0
+        if rows == 1:
+            self._kinds = [LABELS] if self._divides else self._kinds
             return
-        self._divided = self._divided and self._off_on(batch, items, DIVIDED) == 0
-        if self._divided:
-            return
-        off = {kind: self._off_on(batch, items, kind) for kind in self._kinds}
+        lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
+        own = {"work": self._loss_of, "items": None if items is None else True}
+        inputs: dict[str, Any] = {**own, "batch": {**batch, **lists}}
+        off = {kind: self._off(inputs, kind) for kind in self._kinds}
         exact = [kind for kind in off if off[kind] == 0]
+        self._divides = self._divides and LABELS in exact
         if exact:
-            self._kinds = exact
-        self._fits = bool(exact) or not any(off.values())
+            self._kinds = [LABELS] if self._divides else exact
+        fitted, self._fits = self._fits, bool(exact) or not any(off.values())
         if not self._fits:
             if _is_trl(self):
                 raise ValueError(_refusal(self, "the losses of batches do not make up that of all"))
             self._kinds = [LABELS]
-            _say(self, _UNKNOWN.format(max(o for o in off.values() if o)))
-
-    def _divides(self, batch: Any) -> bool:
-        """Whether the loss divides by the number of items: with twice that, it is half of it."""
-        inputs = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
-        return self._off(inputs, SUM) == 0
-
-    def _off_on(self, batch: Any, items: Any, kind: str) -> float | None:
-        rows, is_sum = rows_of(batch), kind in (SUM, DIVIDED)
-        lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
-        inputs = {"work": self._loss_of, "items": items, "is_sum": is_sum}
-        return self._off({**inputs, "batch": {**batch, **lists}}, kind)
+            if fitted:
+                warnings.warn(_UNKNOWN.format(max(filter(None, off.values()))), stacklevel=4)
 
     def _halved(self, work: _Work, batch: Sequence[Any], row: Tensor) -> Any:
         """The loss of a batch for two rows, and for one of them that with twice the items."""
@@ -363,9 +315,7 @@ class AllReplicas(_Base):
 
     def _off(self, inputs: dict[str, Any], kind: str) -> float | None:
         """How far a handful of rows are from combining so; ``None`` where they do not tell."""
-        how: Any = {"count": self._count_of(kind)}
-        if kind in (SUM, DIVIDED):
-            how = {"reduction": "sum"}
+        how: Any = {"reduction": "sum"} if kind == SUM else {"count": self._count_of(kind)}
         model = self._module()
         training = model.training
         model.eval()
@@ -381,33 +331,31 @@ class AllReplicas(_Base):
         return self.model
 
 
-class _WholeSteps:
-    """A loader without the batches at its end that make no whole step."""
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        self._loader = loader
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._loader) // self._batches * self._batches
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 def _own(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, transformers.TrainingArguments) else value
+
+
+def _warn_of_overrides(cls: type) -> None:
+    bases = cls.__mro__
+    for base in bases[bases.index(AllReplicas) + 1 : bases.index(transformers.Trainer)]:
+        # TRL's overrides do nothing else than the mixin does, too.
+        if "training_step" in vars(base) and not base.__module__.startswith("trl."):
+            warnings.warn(
+                f"{base.__name__}.training_step is not called: ScatterOnceMixin makes one step "
+                f"of the whole window of batches; move what it does to compute_loss",
+                stacklevel=3,
+            )
 
 
 def _refuse(args: Any, model: Any) -> None:
     """Refuse, by name, what needs other processes, or another owner of the model or gradients."""
     optimizer = str(getattr(args.optim, "value", args.optim))
+    devices = {*(getattr(model, "hf_device_map", None) or {}).values()}
     found = {
         "torchrun (several processes)": args.world_size > 1,
-        "DeepSpeed": bool(args.deepspeed),
-        "FSDP": bool(args.fsdp),
-        "a model spread by device_map": len(set(getattr(model, "hf_device_map", None) or ())) > 1
-        and len(set(model.hf_device_map.values())) > 1,
+        "DeepSpeed": args.deepspeed,
+        "FSDP": args.fsdp,
+        "a model spread by device_map": len(devices) > 1,
         f"the optimizer {optimizer}": "lomo" in optimizer,
     }
     for name, given in found.items():
@@ -417,6 +365,35 @@ def _refuse(args: Any, model: Any) -> None:
                 "in one process, with gradients that are complete before the optimizer's step; use "
                 "the stock Trainer"
             )
+
+
+def _refuse_losses(trainer: Any) -> None:
+    """Refuse, by name, losses of batches that do not make up that of all: detectors', TRL's."""
+    model, name = trainer.model, _owner(trainer).__name__
+    kind = str(getattr(model, "loss_type", None))
+    if "Detection" in kind and trainer.args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"ScatterOnceTrainer does not go together with {type(model).__name__} "
+            f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
+            f"is divided by the boxes of a whole batch; use the stock Trainer"
+        )
+    if not _is_trl(trainer):
+        return
+    types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
+    bad, term = _OF_TRL.get(name, ()), "is a term over a batch"
+    experts, entropy = (
+        getattr(trainer, one, False) for one in ("aux_loss_enabled", "_entropy_bonus_enabled")
+    )
+    found = {
+        "its loss is not known to be made up of its batches'": name not in _OF_TRL,
+        **{f"loss_type={one!r} has terms over a whole batch": one in bad for one in types},
+        f"the auxiliary loss of a mixture of experts {term}": experts,
+        f"an entropy bonus {term}": entropy,
+        f"top_entropy_quantile {term}": getattr(trainer, "top_entropy_quantile", 1.0) < 1.0,
+    }
+    for why, given in found.items():
+        if given:
+            raise ValueError(_refusal(trainer, why))
 
 
 class _Work(nn.Module):
@@ -430,25 +407,25 @@ class _Work(nn.Module):
         return work(self, **kwargs)
 
 
-class _Elsewhere:
-    """An accelerator, as if its device were a replica's."""
+class _Like:
+    """Another object with attributes of its own: an accelerator elsewhere, a shorter loader."""
 
-    def __init__(self, accelerator: Any, device: torch.device) -> None:
-        self._accelerator = accelerator
-        self.device = device
+    def __init__(self, other: Any, **own: Any) -> None:
+        self._other, self._length = other, 1
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
+        return getattr(self._other, name)
+
+    def __len__(self) -> int:
+        return self._length
 
 
 class Collected:
     """What one call of ``compute_loss`` left on its copy of the Trainer.
 
-    No dataclass, which the engine would join field by field.
-
-    Attributes:
-        counted: by how much it raised numbers.
-        measured: the mean of each of TRL's metrics, by mode and name.
+    By how much it raised numbers, and the mean of each of TRL's metrics, by mode and name. No
+    dataclass, which the engine would join field by field.
     """
 
     def __init__(self, twin: Any, trainer: Any) -> None:
@@ -475,28 +452,25 @@ def _joined(name: str, values: Sequence[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in values) / total if total else math.nan
 
 
-def _modules(values: Iterable[Any]) -> Iterable[nn.Module]:
-    """Those among ``values``, and in lists and mappings there."""
-    for value in values:
-        if isinstance(value, nn.Module):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (one for one in value if isinstance(one, nn.Module))
-        elif isinstance(value, dict):
-            yield from (one for one in value.values() if isinstance(one, nn.Module))
+def _modules(value: Any) -> list[nn.Module]:
+    """What it is, or has in a list or dict, of modules."""
+    parts = value.values() if isinstance(value, dict) else value
+    parts = parts if isinstance(value, (list, tuple, dict)) else [value]
+    return [one for one in parts if isinstance(one, nn.Module)]
 
 
 @contextlib.contextmanager
-def standing_in(places: Sequence[tuple[Any, str, nn.Module]]) -> Iterator[None]:
-    """Others in the place of modules' children, each by its parent and name."""
-    before = [(parent, name, parent._modules[name]) for parent, name, _ in places]
-    for parent, name, module in places:
-        parent._modules[name] = module
+def answering(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """A module with other methods, such as ``forward``, and without hooks, while it lasts."""
+    own = vars(module)
+    before = {name: own[name] for name in (*methods, *_HOOKS) if name in own}
+    own.update({**methods, **{name: {} for name in _HOOKS}})
     try:
         yield
     finally:
-        for parent, name, module in before:
-            parent._modules[name] = module
+        for name in methods:
+            own.pop(name, None)
+        own.update(before)
 
 
 def _plain(batch: Any) -> Any:
@@ -510,27 +484,6 @@ def _owner(trainer: Any) -> type:
 
 def _is_trl(trainer: Any) -> bool:
     return _owner(trainer).__module__.startswith("trl.")
-
-
-def _refuse_of_trl(trainer: Any) -> None:
-    """Refuse, by name, TRL's trainers and losses that are no sum of their batches' losses."""
-    if not _is_trl(trainer):
-        return
-    name = _owner(trainer).__name__
-    if name not in _OF_TRL:
-        raise ValueError(_refusal(trainer, "its loss is not known to be made up of its batches'"))
-    types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
-    for one in types:
-        if one in _OF_TRL[name]:
-            raise ValueError(_refusal(trainer, f"loss_type={one!r} has terms over a whole batch"))
-    found = {
-        "the auxiliary loss of a mixture of experts": getattr(trainer, "aux_loss_enabled", False),
-        "an entropy bonus": getattr(trainer, "_entropy_bonus_enabled", False),
-        "top_entropy_quantile": getattr(trainer, "top_entropy_quantile", 1.0) < 1.0,
-    }
-    for what, given in found.items():
-        if given:
-            raise ValueError(_refusal(trainer, f"{what} is a term over a batch"))
 
 
 def _refusal(trainer: Any, why: str) -> str:
@@ -550,10 +503,7 @@ def rows_of(batch: Mapping[str, Any]) -> int:
 def weight_of(inputs: Mapping[str, Any], _: Any = None, *, kind: str, shifts: bool) -> Any:
     """How much the mean of ``inputs["batch"]`` counts: its labels, or rows where there are none.
 
-    Args:
-        inputs: those of one call.
-        kind: how losses combine.
-        shifts: the loss leaves out the first label of each row, and the Trainer knows that.
+    With ``shifts`` without the first of each row, which the Trainer knows that the loss leaves out.
     """
     batch = inputs["batch"]
     labels = batch.get("shift_labels")
@@ -572,14 +522,6 @@ def each_row(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     if any(labels.ndim == 0 or len(labels) != rows for labels in named.values()):
         return []
     return [{"row": [i], **{n: t[i : i + 1] for n, t in named.items()}} for i in range(rows)]
-
-
-def _say(trainer: Any, words: str) -> None:
-    """Warn once."""
-    said = vars(trainer).setdefault("_said", set())
-    if words[:40] not in said:
-        warnings.warn(words, stacklevel=4)
-    said.add(words[:40])
 
 
 _UNTOLD = (

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTrainer
-from sentence_transformers.base.model import BaseModel
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.all_replicas import ROWS, standing_in
+from scatterpar.integrations.all_replicas import ROWS, answering
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
@@ -53,7 +52,7 @@ class _WholeBatch(ScatterOnceMixin):
 
     _output = "sentence_embedding"
     _whole = False
-    _stand_in: _StandIn | None = None
+    _now_asked: _Asked | None = None
     accum_loss_components: dict[str, Any]
 
     def __init__(
@@ -96,9 +95,6 @@ class _WholeBatch(ScatterOnceMixin):
             told["gradient_accumulation_steps"] = 1
         return told
 
-    def _evaluates_on_all(self) -> bool:
-        return False
-
     def _held(self) -> dict[str, Any]:
         return {"model": self.model} if self._whole else super()._held()
 
@@ -109,61 +105,50 @@ class _WholeBatch(ScatterOnceMixin):
         if not self._whole:
             return super()._step_of(window, items)
         (batch,) = window
-        stand_in = _StandIn(self._module(), self._output, self.args.device)
-        columns = self._columns(batch, stand_in)
-        sizes = [_rows_of(column) for column in columns]
+        asked = _Asked(self._module(), self._output)
+        its = self._prepare_inputs(dict(batch))
+        columns, state = self._columns(batch, its, asked)
+        asked.sizes = [_rows_of(column) for column in columns]
         inputs: Any = {"work": self._answers, "columns": columns}
-        if len(set(sizes)) > 1:
+        if len(set(asked.sizes)) > 1:
             each = [{"work": self._answers, "columns": [column]} for column in columns]
             inputs = Rows.from_batches(each)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
-            stand_in.answers = outputs if len(outputs) > 1 else outputs[0].split(sizes)
-            return self._loss_with(stand_in, self._prepare_inputs(dict(batch)))
+            asked.answers = torch.cat(outputs)
+            with _drawing_from(state) if state else contextlib.nullcontext():
+                return self._loss_with(asked, its)
 
-        engine = self._engine_of_the_model()
-        engine.accum = self._asked["gradient_accumulation_steps"]
-        with self.compute_loss_context_manager():
-            loss: Tensor = engine.forward_backward(
-                inputs, None, criterion, scaler=self.accelerator.scaler, whole_batch=True
-            )
-        if not stand_in.was_asked:
+        loss = self._step_of_all_rows(inputs, self._asked["gradient_accumulation_steps"], criterion)
+        if not asked.was_asked:
             raise ValueError(_UNASKED.format(type(self).__name__))
         return loss
 
-    def _columns(self, batch: Mapping[str, Any], stand_in: _StandIn) -> list[Any]:
-        """What the model is to be asked, with the same rows in each: the batch's columns."""
+    def _columns(self, batch: Any, its: Any, asked: _Asked) -> tuple[list[Any], Any]:
+        """What the model is to be asked: the batch's columns; no random state to go back to."""
         features, _ = self.collect_features(dict(batch))
-        return [_divisible(column) for column in features]
+        return [_divisible(column) for column in features], None
 
     def _answers(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
         model = work.parts[0]
         return tuple(model(dict(column))[self._output] for column in columns)
 
-    def _loss_with(self, stand_in: _StandIn, batch: dict[str, Any]) -> Any:
-        """The user's loss, whose model is the stand-in while it runs."""
-        places: list[tuple[Any, str, nn.Module]] = [
-            (part, name, stand_in)
-            for loss in self._losses()
-            for part in loss.modules()
-            for name, child in part._modules.items()
-            if child is self.model or (name == "model" and isinstance(child, BaseModel))
-        ]
-        with standing_in(places), _as_before(stand_in):
-            self._stand_in = stand_in
+    def _loss_with(self, asked: _Asked, batch: Any) -> Any:
+        """The user's loss, whose model gives the answers that there are while it runs."""
+        model = self._module()
+        with answering(model, forward=asked.forward, preprocess=asked.preprocess):
+            self._now_asked = asked
             try:
-                return self.compute_loss(stand_in, batch)
+                return self.compute_loss(model, dict(batch))
             finally:
-                self._stand_in = None
+                self._now_asked = None
 
     def collect_features(self, inputs: Any) -> Any:
-        """The trainer's own; for the stand-in, with what says which of its answers is meant."""
+        """The trainer's own; while answers are given, with what says which of them are meant."""
         features, labels = super().collect_features(inputs)  # type: ignore[misc]
-        if self._stand_in is not None and self._output == "sentence_embedding":
-            for number, column in enumerate(features):
-                answers = self._stand_in.answers[number]
-                column["answer"] = number
-                column["answer_row"] = torch.arange(len(answers), device=answers.device)
+        if self._now_asked is not None and self._output == "sentence_embedding":
+            for column, rows in zip(features, self._now_asked.rows(), strict=True):
+                column["answer"] = rows
         return features, labels
 
 
@@ -206,11 +191,8 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
     the replicas have computed.
 
     Args:
-        args: as in ``CrossEncoderTrainer``. The loss object is yours, unmodified.
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the trainer's
-            own device. By default every visible accelerator, or one CPU replica.
-        whole_batch: as in ``ScatterOnceTrainer``.
-        kwargs: as in ``CrossEncoderTrainer``.
+        args: as in ``CrossEncoderTrainer``, and so are ``kwargs``.
+        device_ids: as in ``ScatterOnceTrainer``, and so is ``whole_batch``.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``; pairs that are others the second time.
@@ -218,73 +200,58 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     _output = "scores"
 
-    def _columns(self, batch: Mapping[str, Any], stand_in: _StandIn) -> list[Any]:
-        """The pairs that the loss makes of the batch, tokenized on the host."""
+    def _columns(self, batch: Any, its: Any, asked: _Asked) -> tuple[list[Any], Any]:
+        """The pairs that the loss makes of the batch, and the random state in which it began."""
         components = copy.deepcopy(self.accum_loss_components)
-        stand_in.before = torch.get_rng_state(), random.getstate()
-        device, stand_in.device = stand_in.device, torch.device("cpu")
+        state = torch.get_rng_state(), random.getstate()
         with torch.no_grad():
-            self._loss_with(stand_in, dict(batch))
+            self._loss_with(asked, its)
         self.accum_loss_components = components
-        stand_in.device = device
-        return stand_in.columns
+        return asked.columns, state
 
 
-class _StandIn(nn.Module):
-    """In the place of a loss's model: it gives the outputs that the replicas have computed.
+class _Asked:
+    """What a loss asks its model, and the answers that the replicas have computed for it.
 
-    Before it has any, it notes what it is asked to tokenize, on the host, and gives zeros.
-
-    Attributes:
-        answers: the outputs of each column.
-        columns: what it has tokenized.
-        device: where the loss computes.
-        before: the random state in which the loss began, so that it asks for the same again.
-        was_asked: whether the loss has called it.
+    ``answers`` are those of all ``columns``, one after the other, of ``sizes`` rows each. Before
+    there are any it notes what is tokenized, on the host, and gives zeros.
     """
 
-    def __init__(self, model: nn.Module, output: str, device: torch.device) -> None:
-        super().__init__()
-        vars(self)["_model"] = model  # not as a part of it
-        self._output = output
-        self._numbers: dict[Any, int] = {}
-        self.answers: Sequence[Tensor] = ()
+    def __init__(self, model: Any, output: str) -> None:
+        self._model, self._output, self._preprocess = model, output, model.preprocess
+        self._numbers: dict[str, int] = {}
+        self.answers: Tensor | None = None
         self.columns: list[Any] = []
-        self.device = device
-        self.before: tuple[Tensor, Any] | None = None
+        self.sizes: list[int] = []
         self.was_asked = False
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(vars(self)["_model"], name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return vars(self)["_model"][index]
+    def rows(self) -> Sequence[Tensor]:
+        """Of each column, where its answers are."""
+        places = torch.arange(sum(self.sizes), device=self._model.device)
+        return torch.split(places, self.sizes)
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
         """The model's own, once; then what says which answers are meant."""
         key = repr((inputs, options))
         if key not in self._numbers:
-            if self.answers:
+            if self.answers is not None:
                 raise ValueError(
                     "the loss asked for the scores of other pairs the second time that it ran: it "
                     "draws from a random generator of its own; use the stock trainer on one device"
                 )
             self._numbers[key] = len(self.columns)
-            self.columns.append(dict(vars(self)["_model"].preprocess(inputs, **options)))
-        number = self._numbers[key]
-        rows = _rows_of(self.columns[number])
-        return {"answer": number, "answer_row": torch.arange(rows, device=self.device)}
+            self.columns.append(dict(self._preprocess(inputs, **options)))
+            self.sizes.append(_rows_of(self.columns[-1]))
+        return {"answer": self.rows()[self._numbers[key]]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-        self.was_asked = True
-        if not self.answers:
-            rows = len(features["answer_row"])
-            return _Answer({self._output: torch.zeros(rows, vars(self)["_model"].num_labels)})
-        answer = self.answers[features["answer"]][features["answer_row"]]
-        return _Answer({**features, self._output: answer})
+        """The model's answers, or zeros."""
+        self.was_asked, rows = True, features["answer"]
+        if self.answers is None:
+            return _Answer(
+                {self._output: rows.new_zeros(len(rows), self._model.num_labels).float()}
+            )
+        return _Answer({**features, self._output: self.answers[rows]})
 
 
 class _Answer(dict[str, Any]):
@@ -296,22 +263,16 @@ class _Answer(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def _as_before(stand_in: _StandIn) -> Iterator[None]:
-    """The random state in which the loss began, where it runs a second time."""
-    if stand_in.before is None or not stand_in.answers:
-        yield
-        return
-    state = torch.get_rng_state(), random.getstate()
-    _set_random(*stand_in.before)
+def _drawing_from(state: Any) -> Iterator[None]:
+    """The random state in which a loss began, where it runs a second time."""
+    now = torch.get_rng_state(), random.getstate()
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
     try:
         yield
     finally:
-        _set_random(*state)
-
-
-def _set_random(of_torch: Tensor, of_python: Any) -> None:
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
+        torch.set_rng_state(now[0])
+        random.setstate(now[1])
 
 
 def _is_of_rows(loss: nn.Module) -> bool:
@@ -354,6 +315,6 @@ def _bags(words: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 _UNASKED = (
-    "{} needs a loss that has the model as an attribute, and calls that: this one did not; pass "
+    "{} needs a loss that calls the model which is trained: this one did not; pass "
     "whole_batch=False, for the mean of the losses of the replicas' batches"
 )

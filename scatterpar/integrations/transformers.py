@@ -10,32 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from scatterpar.devices.verbs import DeviceLike
 from scatterpar.integrations.all_replicas import (
     DIVIDED,
     ROWS,
     SUM,
     AllReplicas,
     Collected,
+    answering,
     each_row,
     rows_of,
-    standing_in,
 )
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.step.markers import Rows
 
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
-
-# Whose overrides of training_step do nothing else than the mixin does, too.
-_KNOWN_STEPS = "trl."
 
 
 class ScatterOnceMixin(AllReplicas):
@@ -50,24 +46,13 @@ class ScatterOnceMixin(AllReplicas):
     Args:
         args: those of the Trainer. Its ``TrainingArguments`` are copied: ``trainer.args`` are those
             of one device that accumulates the batches of all replicas.
-        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
-            own device. By default every visible accelerator, or one CPU replica.
-        shard_optimizer: the optimizer's state lies on all of these devices (``ShardedOptimizer``).
+        device_ids: as in ``ScatterOnceTrainer``, and so is ``shard_optimizer``.
         kwargs: those of the Trainer.
 
     Raises:
         ValueError: as ``ScatterOnceTrainer``; a trainer of TRL, or a loss type of it, whose losses
             of batches do not make up that of all of them, by name.
     """
-
-    def __init__(
-        self, *args: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
-    ) -> None:
-        self._window: list[Any] = []
-        self._window_size = 1
-        self._predicts_alone = False
-        super().__init__(*args, device_ids=device_ids, **kwargs)
-        self._warn_of_overrides()
 
     # The step.
 
@@ -76,7 +61,7 @@ class ScatterOnceMixin(AllReplicas):
     ) -> tuple[list[Any], Any]:
         """The Trainer's own window of batches, of which the last one will make the step."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._window, self._window_size = [], len(batches)
+        self._window, self._window_size = (), len(batches)
         return batches, items
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,12 +80,12 @@ class ScatterOnceMixin(AllReplicas):
             The window's loss, or zero, so that the sum that the Trainer logs is the window's.
         """
         model.train()
-        self._window.append(self._prepared(inputs))
+        self._window = [*self._window, self._prepared(inputs)]
         if hasattr(self, "_step"):
             self._step += 1  # which of their batches TRL's GRPO and RLOO prepare next
         if len(self._window) < self._window_size:
             return torch.zeros((), device=self.args.device)
-        window, self._window = self._window, []
+        window, self._window = self._window, ()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
         if callable(switch):
             switch()
@@ -114,7 +99,7 @@ class ScatterOnceMixin(AllReplicas):
         """One step of a window of batches, which are dealt out to the replicas as they are."""
         if any(batch.get("return_loss") for batch in window) and _towers(self._module()):
             return self._step_of_towers(window)
-        if not self._is_scaled():
+        if not getattr(self, "loss_is_scaled_for_ga", None):
             self.current_gradient_accumulation_steps = 1  # to compute_loss it is one batch
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.compute_loss_context_manager())
@@ -124,14 +109,11 @@ class ScatterOnceMixin(AllReplicas):
             is_sum = kind in (SUM, DIVIDED)
             engine = self._engine_of_the_model()
             engine.accum = len(window)  # each batch is a micro-batch
+            items = items if is_sum or items is None else True
+            batch = Rows(window, operator.itemgetter(0))
             loss: Tensor
             loss, collected = engine.forward_backward(
-                {
-                    "work": self._loss_of,
-                    "batch": Rows(window, operator.itemgetter(0)),
-                    "items": items,
-                    "is_sum": is_sum,
-                },
+                {"work": self._loss_of, "batch": batch, "items": items},
                 reduction="sum" if is_sum else "mean",
                 count=None if is_sum else self._count_of(kind),
                 scaler=self.accelerator.scaler,
@@ -146,22 +128,27 @@ class ScatterOnceMixin(AllReplicas):
 
         Its towers run on the replicas, and the rest of it once, with what they gave.
         """
-        model = self._module()
 
-        def criterion(found: list[dict[str, Tensor]], _: Any) -> Any:
-            gives = [(name, _Gives(torch.cat([one[name] for one in found]))) for name in _TOWERS]
-            with standing_in([(_towers(model), name, tower) for name, tower in gives]):
+        def criterion(found: list[list[Tensor]], _: Any) -> Any:
+            model = self._module()
+            with contextlib.ExitStack() as stack:
+                for tower, parts in zip(_towers(model), zip(*found, strict=True), strict=True):
+                    pooled = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
+                    stack.enter_context(answering(tower, forward=lambda *_, it=pooled, **__: it))
                 return self.compute_loss(model, dict(window[0]))
 
+        inputs = {"work": _pooled, "batch": Rows(window, operator.itemgetter(0))}
+        return self._step_of_all_rows(inputs, len(window), criterion)
+
+    def _step_of_all_rows(
+        self, inputs: Any, accum: int, criterion: Callable[[Any, Any], Any]
+    ) -> Tensor:
+        """One step whose criterion sees what the replicas have computed for all rows."""
         engine = self._engine_of_the_model()
-        engine.accum = len(window)
+        engine.accum = accum
         with self.compute_loss_context_manager():
             loss: Tensor = engine.forward_backward(
-                {"work": _pooled, "batch": Rows(window, operator.itemgetter(0))},
-                None,
-                criterion,
-                scaler=self.accelerator.scaler,
-                whole_batch=True,
+                inputs, None, criterion, scaler=self.accelerator.scaler, whole_batch=True
             )
         return loss
 
@@ -213,17 +200,14 @@ class ScatterOnceMixin(AllReplicas):
                 return None
 
         def part(work: Any, batch: dict[str, Any]) -> Any:
-            twin, rows = self._twin(work), rows_of(batch)
+            twin = self._twin(work)
             vars(twin)["_prepare_inputs"] = dict  # which they are
             weight = torch.as_tensor(1.0 if kind == SUM else self._count_of(kind)({"batch": batch}))
             loss, outputs, labels = alone(twin, twin._module(), batch)
-            collected = Collected(twin, self)
-            if loss is None:
-                return None, None, outputs, labels, collected
-            weight = weight.to(loss.device)
-            loss = torch.where(weight > 0, loss * weight, 0)
-            spread = ((one / rows).expand(rows) for one in (loss, weight))
-            return *spread, outputs, labels, collected
+            if loss is not None:
+                weight = weight.to(loss.device) / rows_of(batch)  # as parts count with their rows
+                loss = torch.where(weight > 0, loss * weight, 0)
+            return loss, weight, outputs, labels, Collected(twin, self)
 
         engine = self._engine_of_the_model()
         engine.accum = 1
@@ -237,7 +221,7 @@ class ScatterOnceMixin(AllReplicas):
         parts = collected if isinstance(collected, list) else [collected]
         self._collect(parts, [1.0] * len(parts))
         if loss is not None:
-            loss = loss.sum() if kind == SUM else loss.sum() / weight.sum()
+            loss = loss * rows_of(batch) if kind == SUM else loss / weight
         return loss, outputs, labels
 
     def _prepared(self, inputs: Any) -> Any:
@@ -245,16 +229,6 @@ class ScatterOnceMixin(AllReplicas):
         if type(self)._prepare_inputs is transformers.Trainer._prepare_inputs:
             return inputs
         return self._prepare_inputs(inputs)
-
-    def _warn_of_overrides(self) -> None:
-        bases = type(self).__mro__
-        for base in bases[bases.index(ScatterOnceMixin) + 1 : bases.index(transformers.Trainer)]:
-            if "training_step" in vars(base) and not base.__module__.startswith(_KNOWN_STEPS):
-                warnings.warn(
-                    f"{base.__name__}.training_step is not called: ScatterOnceMixin makes one step "
-                    f"of the whole window of batches; move what it does to compute_loss",
-                    stacklevel=3,
-                )
 
 
 class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
@@ -295,42 +269,25 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
     """
 
 
-# What a contrastive model has of its own for images and for texts.
-_TOWERS = ("vision_model", "text_model")
+def _towers(model: nn.Module) -> list[nn.Module]:
+    """What a contrastive model has for images and for texts."""
+    names = ("vision_model", "text_model")
+    parts = (dict(part.named_children()) for part in model.modules())
+    return next(([its[n] for n in names] for its in parts if its.keys() >= {*names}), [])
 
 
-def _towers(model: nn.Module) -> nn.Module | None:
-    """The part of a model that has them."""
-    parts = model.modules()
-    return next((part for part in parts if all(name in part._modules for name in _TOWERS)), None)
-
-
-def _pooled(work: Any, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def _pooled(work: Any, batch: Mapping[str, Any]) -> list[list[Tensor]]:
     """What the towers of a replica make of a batch: an entry of the window, and so in a list."""
     model = work.parts[0]
-    found: dict[str, Tensor] = {}
-    owner = _towers(model)
-    assert owner is not None
-    hooks = [
-        owner.get_submodule(name).register_forward_hook(
-            lambda _, __, output, name=name: found.__setitem__(name, output.pooler_output)
-        )
-        for name in _TOWERS
-    ]
+    found: dict[nn.Module, Tensor] = {}
+
+    def note(tower: nn.Module, _: Any, output: Any) -> None:
+        found[tower] = output.pooler_output
+
+    hooks = [tower.register_forward_hook(note) for tower in _towers(model)]
     try:
         model(**{**batch, "return_loss": False})
     finally:
         for hook in hooks:
             hook.remove()
-    return [found]
-
-
-class _Gives(nn.Module):
-    """In a tower's place: what the replicas' towers gave for all rows."""
-
-    def __init__(self, pooled: Tensor) -> None:
-        super().__init__()
-        self._pooled = pooled
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=self._pooled)
+    return [[found[tower] for tower in _towers(model)]]

@@ -27,8 +27,7 @@ from scatterpar.machines.parcels import Parcels, Shown
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
-from scatterpar.step.noise import Spread
-from scatterpar.step.outcome import Outcome
+from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]

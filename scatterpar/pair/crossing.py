@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
-from scatterpar.replicas.buffers import (
-    BufferValue,
-    Registry,
-    registered_by,
-    tied_names,
-    values_after,
-)
+from scatterpar.replicas.broadcast import Broadcast, in_one_storage, version
+from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
@@ -68,9 +62,7 @@ class PassingReplica:
         modules = list(self._survey.modules.values())
         registered = [registered_by(module) for module in modules]
         copies = [registered_by(self.of(module)) for module in modules]
-        for m, place, name, value in values_after(
-            registered, copies, tied_names(registered), self.of
-        ):
+        for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics behind autograd's back.
             before = registered[m].buffers.get(name)
             is_registered_anew = isinstance(place, Registry)
@@ -101,7 +93,6 @@ def replicate(
     originals = list(survey.tensors.values())
     owned = list(map(is_state, originals))
     shared_at = [i for i, is_own in enumerate(owned) if not is_own]
-    groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
@@ -116,10 +107,8 @@ def replicate(
             for replica, device in enumerate(device_ids)
         ]
         for copy, device in zip(copies, device_ids, strict=True):
-            for group in groups:
-                rooms = in_one_storage([originals[i] for i in group], device)
-                for i, room in zip(group, rooms, strict=True):
-                    copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
+            for i, room in in_one_storage(originals, device).items():
+                copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     for i, original in enumerate(originals):
         if original.requires_grad:
             what = tuple(device_ids), original, *(copy[i] for copy in copies)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ahead import Ahead
 from scatterpar.devices.chunks import by_dtype
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, take
@@ -77,6 +76,11 @@ class Arrival:
         self._batch, self._share, self._dim = batch, share, dim
         self._ahead, self._shared = ahead, shared
         self._arrived: dict[int, Any] = {}
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller has all rows in the share's memory."""
+        return self._ahead is None
 
     def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""

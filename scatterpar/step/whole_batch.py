@@ -50,8 +50,6 @@ from scatterpar.threads.generators import Generators, State
 from scatterpar.threads.workers import Workers, note
 from scatterpar.torch_private import nodes_of
 
-__all__ = ["Peers", "WholeBatch", "differences", "output_at", "require_unchanged", "train_whole"]
-
 
 def differences(output: Any, piece: Any) -> list[Tensor]:
     """By how much of the tolerance an output of the second pass is not that of the first.
@@ -175,11 +173,7 @@ class WholeBatch:
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
-        Args:
-            criterion: called once.
-            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
-            scale: the gradient scaler's factor.
-            check_finite: refuse a loss that is NaN or infinite.
+        ``reach`` stashes the leaves that the loss comes from, beside the outputs' nodes.
         """
         try:
             joined = self._joined()
@@ -234,22 +228,13 @@ def _no_leaf(value: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What the first pass leaves of one share.
+    """What the first pass leaves of one share."""
 
-    Attributes:
-        pieces: the outputs of each micro-batch, without their graph, ready to take gradients.
-        joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
-            one is cut into those of its pieces.
-        last: the last micro-batch's output, with its graph.
-        states: where the generators were before each micro-batch.
-        outputs: what is returned of them, where they were asked for.
-    """
-
-    pieces: list[Any]
-    joined: list[Any]
-    last: Any
-    states: list[State]
-    outputs: Any
+    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
+    last: Any  # the last micro-batch's output, with its graph
+    states: list[State]  # where the generators were before each micro-batch
+    outputs: Any  # what is returned of them, where they were asked for
 
 
 def train_whole(
@@ -262,17 +247,8 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    Args:
-        attempt: the step.
-        request: has the whole batch's targets, as the caller gave them.
-        tasks: each replica's share of the inputs.
-        parts: the replicas of the model, and that of the criterion.
-        criterion: as it is on the master.
-        peers: other processes that have rows of the batch.
-
-    Returns:
-        What each replica made of its share. The loss is in the first one's, and in the first
-        process's.
+    The loss is in the first replica's result, and in that of the first process of ``peers``, who
+    have rows of the batch too. ``criterion`` is as it is on the master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
@@ -441,12 +417,9 @@ def _of_each_span(share: Share) -> list[slice]:
 
 def _buffers(replica: Replica) -> list[BufferValue]:
     """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
-    places = [Registry(own, own) for own in replica.registered if own.buffers]
-    return [
-        (place, name, None if buffer is None else buffer.detach().clone())
-        for place in places
-        for name, buffer in place.items()
-    ]
+    named = [(own, *item) for own in replica.registered for item in own.buffers.items()]
+    copies = {id(b): b.detach().clone() for _, _, b in named if b is not None}
+    return [(Registry(own, own), name, copies.get(id(b))) for own, name, b in named]
 
 
 def _leaf(value: Any) -> Any:

@@ -5,7 +5,7 @@ per replica and call, and its threads carry the caller's whole context.
 
 In a free-threaded interpreter (PEP 703) the thread that made an object frees it, when it next runs
 Python; also where another thread dropped it last. So idle threads wake now and then, and whoever
-needs the memory wakes them.
+needs the memory waits for that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-_IDLE_SECONDS = 0.1 if _FREE_THREADED else None
+_IDLE_SECONDS = 0.1
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
@@ -45,7 +45,7 @@ def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     del ready
     while True:
         try:
-            task = queue.get(timeout=_IDLE_SECONDS)
+            task = queue.get(timeout=_IDLE_SECONDS if _FREE_THREADED else None)
         except Empty:
             continue
         if task is None:
@@ -71,11 +71,7 @@ _HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to them
 
 @dataclass
 class _Call:
-    """One replica's part of a job, and what became of it.
-
-    The caller goes on perhaps before the thread that ran it lets go of it: what it leads to is
-    taken out of it by then.
-    """
+    """One replica's part of a job, and what became of it; what it leads to is taken out of it."""
 
     device: torch.device
     work: Callable[[], Any] | None
@@ -87,10 +83,8 @@ class _Call:
 class Job:
     """The calls of all replicas: whose turn it is, and how many have not ended.
 
-    Args:
-        count: how many there are.
-        at_once: how many start at once; each of the others starts when one ends, or soon.
-        cancel: set as soon as one has failed.
+    ``at_once`` of them start at once; each of the others when one ends, or soon. ``cancel`` is set
+    as soon as one has failed.
     """
 
     def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
@@ -151,11 +145,7 @@ class Workers:
 
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
-    intra-op threads.
-
-    Args:
-        count: the number of replicas.
-        owner: what errors call the object that the workers work for.
+    intra-op threads. Errors call the object that they work for ``owner``.
     """
 
     def __init__(self, count: int, owner: str) -> None:
@@ -171,7 +161,6 @@ class Workers:
         self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
-        self._woken = self._wake()  # at a job's end, to let go of what it held
 
     def parallel_apply(
         self,
@@ -210,11 +199,7 @@ class Workers:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Interrupts]:
-        """One job at a time, interrupts deferred; refuses where there is nobody to do it.
-
-        Raises:
-            RuntimeError: inside another job, after ``close()``, or in a forked child.
-        """
+        """One job at a time, interrupts deferred; refuses where there is nobody to do it."""
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -229,14 +214,12 @@ class Workers:
                 )
             try:
                 self.interrupts = interrupts
-                self._woken()
                 if self._failed:
                     self._let_go()
                 self._failed = True
                 yield interrupts
                 self._failed = False
             finally:
-                self._woken = self._wake()
                 self._lock.release()
 
     def release(self) -> None:
@@ -245,25 +228,9 @@ class Workers:
         verbs.release()
 
     def _let_go(self) -> None:
-        """Wait until what the workers made, and others have dropped, is freed."""
-        self._wake()()
-        self._wake()()  # what one of them freed may have held what another made
-
-    def _wake(self) -> Callable[[], None]:
-        """Let the workers, which are idle, free what others have dropped."""
-        awake, queues = threading.Semaphore(0), list[_Queue]()
-        with self._posting:
-            if _FREE_THREADED and self._stop is not None and self._stop.alive and not self._closed:
-                queues = self._queues
-            for queue in queues:
-                queue.put(awake.release)
-
-        def wait() -> None:
-            deadline = time.monotonic() + _LOOK_SECONDS
-            for _ in queues:
-                awake.acquire(timeout=max(0.0, deadline - time.monotonic()))
-
-        return wait
+        """Wait until idle workers have freed what they made, and others have dropped."""
+        if _FREE_THREADED:
+            time.sleep(3 * _IDLE_SECONDS)  # what one of them frees may hold what another made
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""

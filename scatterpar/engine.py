@@ -308,11 +308,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[Interrupts]:
-        """One step that trains the module, in this engine or in another one.
-
-        Raises:
-            RuntimeError: as ``Workers.exclusive``; another engine is training the module.
-        """
+        """One step that trains the module, in this engine or in another one."""
         with self._workers.exclusive() as interrupts, self._claims:
             self._claims.take(self.module)
             yield interrupts

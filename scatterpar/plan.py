@@ -95,10 +95,6 @@ def make_plan(
     share's size relative to an equal one, rounded up, so that none has more rows than with
     equal shares.
 
-    Raises:
-        TypeError: ``rows`` is not an integer.
-        ValueError: ``rows`` is less than 1.
-
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
     [3, 2, 2, 2]
@@ -205,17 +201,8 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 class Pace:
     """The relative sizes of the replicas' shares, as the user says, or learned.
 
-    A card that is three times as fast as its neighbour should have three times the rows. The pace
-    of a device is its rows per second in one step, from the first start to the last end of its
-    replicas.
-
-    Args:
-        shares: one positive number per replica, ``"auto"``, or ``None`` for equal ones.
-        device_ids: one entry per replica; equal entries learn one pace together.
-
-    Raises:
-        TypeError: not a list of numbers, nor ``"auto"``.
-        ValueError: another number of shares than replicas, or one that is not positive.
+    The pace of a device is its rows per second in one step, from the first start to the last end
+    of its replicas; equal entries of ``device_ids`` learn one together.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Fitting:
-    """What fitted last.
-
-    Attributes:
-        accum: so many sub-steps.
-    """
+    """What fitted last: ``accum`` sub-steps."""
 
     def __init__(self) -> None:
         self.accum = 1

@@ -81,11 +81,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def refuse_generators(output: Any) -> None:
-    """Refuse what has not been computed yet: it would run later, in no replica's context.
-
-    Raises:
-        TypeError: a module's output is a generator, a ``map`` or another iterator, or holds one.
-    """
+    """Refuse what has not been computed yet: it would run later, in no replica's context."""
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
@@ -171,9 +167,6 @@ def join_rows(
 
     One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not.
-
-    Raises:
-        ValueError: a tensor without the rows along ``dim``, or of another shape in the others.
     """
     if lists and all(
         isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)

@@ -25,11 +25,9 @@ from scatterpar.step.request import Count, Request, option_of, resolve_reduction
 
 
 class Weights(NamedTuple):
-    """How the losses of micro-batches combine.
+    """The factor of each micro-batch's loss, share by share, in the loss of the whole batch.
 
-    Attributes:
-        of_shares: the factor of each micro-batch's loss in the loss of the whole batch.
-        terms: how many terms the whole batch's loss is a mean of; one for a sum.
+    That is a mean of so many ``terms``; of one, where it is a sum.
     """
 
     of_shares: list[list[float]]
@@ -37,12 +35,7 @@ class Weights(NamedTuple):
 
 
 def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
-    """How the losses of this plan's micro-batches combine.
-
-    Raises:
-        TypeError: a count that is neither a number nor a 0-dim tensor.
-        ValueError: a count below zero, infinite or NaN.
-    """
+    """How the losses of this plan's micro-batches combine."""
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:

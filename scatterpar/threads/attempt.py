@@ -31,20 +31,10 @@ _Result = TypeVar("_Result")
 
 
 class Attempt:
-    """One try at a step, or at a part of one.
+    """One try at a step, or at a part of one: what is drawn from, what is copied, what it takes.
 
     What is raised where it is entered as a context leaves no trace in the random numbers; it may
-    be entered again.
-
-    Args:
-        workers: compute, one replica each.
-        plan: what each replica is given.
-        earlier: how many replicas of other processes are numbered before these.
-
-    Attributes:
-        generators: what is drawn from.
-        ledger: what is copied.
-        clock: what it takes.
+    be entered again. ``earlier`` replicas of other processes are numbered before these.
     """
 
     def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:

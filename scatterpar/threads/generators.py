@@ -158,9 +158,7 @@ State = dict[torch.device, Tensor]  # the state of each generator that a replica
 class Generators:
     """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
 
-    Args:
-        devices: the device of each replica that takes part.
-        earlier: how many replicas of other processes are numbered before these.
+    ``earlier`` replicas of other processes are numbered before these.
     """
 
     def __init__(self, devices: Sequence[torch.device], earlier: int = 0) -> None:
@@ -271,12 +269,7 @@ class Generators:
 
 
 class _Generator:
-    """What one replica draws from on one device.
-
-    Attributes:
-        generator: its own.
-        is_in: its state is in the device's own generator now, and not in this one.
-    """
+    """What one replica draws from on one device; while it ``is_in``, by the device's own."""
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device

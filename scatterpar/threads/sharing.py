@@ -114,11 +114,7 @@ class Claims:
             self._taken.pop(self._things.popitem()[0])
 
     def take(self, *things: object) -> None:
-        """Claim what is not this step's already.
-
-        Raises:
-            RuntimeError: another step has it.
-        """
+        """Claim what is not this step's already."""
         for thing in things:
             key = os.getpid(), id(thing)
             if self._taken.setdefault(key, self) is self:  # no other thread can come between
@@ -189,10 +185,6 @@ class Stash:
 
         What it gives there is the replica's until ``gradients``: else the order of arrival would
         decide how the sum is rounded.
-
-        Raises:
-            RuntimeError: another step has one of these leaves.
-            ValueError: the other ranks could not tell which one it is.
         """
         own = self._of_replicas
         found = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in own]

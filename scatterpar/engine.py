@@ -340,13 +340,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told: dict[str, Any] = {
-            "dim": self.dim,
-            "check_finite": self.check_finite,
-            "verify": self.verify,
-        }
-        told["graphs"] = self._graphs
-        return Request(*asked, **told | options)
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        return replace(Request(*asked), graphs=self._graphs, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.

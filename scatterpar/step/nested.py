@@ -101,20 +101,13 @@ def _alike(values: Sequence[Any]) -> bool:
         return False
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
-    if isinstance(first, Mapping):
-        _require_same_keys(values)
+    if isinstance(first, Mapping) and any(value.keys() != first.keys() for value in values):
+        raise ValueError(
+            f"mappings with different keys cannot be joined: "
+            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; return the same "
+            f"keys for all rows"
+        )
     return True
-
-
-def _require_same_keys(values: Sequence[Mapping[Any, Any]]) -> None:
-    keys = values[0].keys()
-    for number, value in enumerate(values):
-        if value.keys() != keys:
-            raise ValueError(
-                f"mappings with different keys cannot be joined: {sorted(map(str, keys))} in the "
-                f"first, {sorted(map(str, value))} in number {number}, counted from 0; return "
-                f"the same keys for all rows"
-            )
 
 
 def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -71,14 +71,9 @@ def counts_of(
 
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
-    positions = [
-        i for i, count in enumerate(counts) if isinstance(count, Tensor) and not count.ndim
-    ]
-    arrived = Readout().ask([counts[i] for i in positions])()  # type: ignore[misc]
-    fetched = list(counts)
-    for i, count in zip(positions, arrived, strict=True):
-        fetched[i] = count
-    return fetched
+    asked = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
+    arrived = dict(zip(asked, Readout().ask([*asked.values()])(), strict=True))
+    return [arrived.get(i, count) for i, count in enumerate(counts)]
 
 
 def _as_number(count: Any) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +14,9 @@ from torch import Tensor
 from scatterpar import torch_private
 from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
-from scatterpar.plan import Plan, Share
+from scatterpar.plan import Plan
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers
-
-
-class _OfShare(Protocol):
-    """What a replica is given to do."""
-
-    @property
-    def share(self) -> Share:
-        """The rows that it is given."""
-
 
 _Result = TypeVar("_Result")
 
@@ -67,7 +58,7 @@ class Attempt:
             self.ledger.settle()
 
     def run(
-        self, function: Callable[..., _Result], tasks: Sequence[_OfShare], *, timed: bool = True
+        self, function: Callable[..., _Result], tasks: Sequence[Any], *, timed: bool = True
     ) -> list[_Result]:
         """``function(task, proceed=…)`` for every replica's task, each by its worker.
 

@@ -18,8 +18,8 @@ from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-_PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
-_BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
+_CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
+_PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -70,13 +70,12 @@ def turn_of_criteria() -> Turn:
 
     One that waits for the other replicas lets them go beside it.
     """
-    can_tell = hasattr(time, "pthread_getcpuclockid")
-    return Turn(_clock_of, _PATIENCE_SECONDS if can_tell else _BLIND_SECONDS)
+    return Turn(_clock_of, _PATIENCE_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
     """The seconds that a thread has computed; stands still where the system does not tell."""
-    if not hasattr(time, "pthread_getcpuclockid"):
+    if not _CAN_TELL:
         return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 

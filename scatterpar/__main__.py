@@ -77,7 +77,7 @@ def run() -> NoReturn:
     try:
         leave(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        print("interrupted before training began", file=sys.stderr)
+        print("scatterpar: interrupted", file=sys.stderr)
         sys.exit(130)
 
 

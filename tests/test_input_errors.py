@@ -85,6 +85,11 @@ def test_targets_without_a_criterion(devices):
         ),
         (lambda o, t: None, TypeError, "got NoneType"),
         (
+            lambda o, t: {"box": o.sum(), "class": o.mean()},
+            TypeError,
+            r"got dict of losses \(box, class\); return sum\(losses.values\(\)\)",
+        ),
+        (
             None,
             ValueError,
             r"the module must give a 0-dim loss, got shape \(3, 4\);.*pass a criterion",
@@ -96,6 +101,19 @@ def test_losses_that_are_none(devices, criterion, error, words):
         with pytest.raises(error, match=words):
             engine.forward_backward(ROWS, None, criterion)
         assert all(parameter.grad is None for parameter in engine.parameters())
+
+
+def test_a_module_that_returns_several_losses(devices):
+    class Detector(nn.Linear):
+        def forward(self, images):
+            found = super().forward(images)
+            return {"box": found.abs().mean(), "class": (found**2).mean()}
+
+    with ScatterOnceParallel(build(lambda: Detector(FEATURES, 4)), 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match=r"; pass criterion=lambda losses, _: sum\(losses\.v"):
+            engine.forward_backward(ROWS)
+        engine.forward_backward(ROWS, None, lambda losses, _: sum(losses.values()))
+        assert engine.module.weight.grad is not None
 
 
 def test_a_module_that_returns_no_loss(devices):

@@ -45,8 +45,8 @@ class Route:
         if self.error is not None:
             return f"{way} failed: {self.error}"
         wrong = [f"{n} of {size} bytes altered" for size, n in self.altered.items() if n]
-        speed = f"{self.gigabytes_per_second:.2f} GB/s"
-        return f"{way} {speed:>12}  {'WRONG: ' if wrong else 'whole'}{', '.join(wrong)}"
+        result = f"WRONG: {', '.join(wrong)}" if wrong else "whole"
+        return f"{way} {self.gigabytes_per_second:7.2f} GB/s  {result}"
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
@@ -54,52 +54,44 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
     memories = [device for device in dict.fromkeys(devices) if device != torch.device("cpu")]
     found: list[tuple[Place, Place]] = []
     for device in memories:
-        kinds = (HOST,) if device.type == "cpu" else (HOST, PINNED)  # pinned is for accelerators
-        found += [way for kind in kinds for way in ((kind, device), (device, kind))]
+        for host in (HOST,) if device.type == "cpu" else (HOST, PINNED):
+            found += [(host, device), (device, host)]
     return [*found, *permutations(memories, 2)]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     """Every route between these memories, one after the other."""
     DETOURS.clear()  # the direct ways are examined; the next engine looks for itself
-    # Another one for each try, or what an earlier copy left would look right.
-    samples = {size: [pattern(size) ^ (i + 1) for i in range(_TRIES)] for size in SIZES}
     for source, target in routes(devices):
-        altered: dict[int, int] = {}
-        speed, failed = 0.0, None
+        altered, speed, failed = dict.fromkeys(SIZES, 0), 0.0, None
         try:
             for size in SIZES:
-                tries = [_tried(sent, source, target) for sent in samples[size]]
-                altered[size] = max(wrong for wrong, _ in tries)
-                speed = size / min(seconds for _, seconds in tries) / 1e9
+                seconds = []
+                for i in range(_TRIES):
+                    sent = pattern(size) ^ (i + 1)  # others each time, or the last would look right
+                    arrived, spent = carry(sent, source, target)
+                    altered[size] = max(altered[size], int((arrived.cpu() != sent).sum()))
+                    seconds.append(spent)
+                speed = size / min(seconds) / 1e9
         except Exception as error:
-            speed, failed = 0.0, f"{type(error).__name__}: {error}"
+            failed = f"{type(error).__name__}: {error}"
         yield Route(str(source), str(target), altered, speed, failed)
 
 
-def _tried(sent: Tensor, source: Place, target: Place) -> tuple[int, float]:
-    """How many bytes of one copy are wrong, and the seconds that it took."""
-    if source == PINNED:
-        there = sent.pin_memory()
-    else:
-        there = sent if isinstance(source, str) else sent.to(physical(source))
-    arrived, seconds = carry(there, source, target)
-    return int((arrived.cpu() != sent).sum()), seconds
-
-
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
-    """A copy at ``target`` of ``tensor``, by the engine's own verbs, and its seconds."""
-    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True) if target == PINNED else None
+    """``tensor``, copied from ``source`` to ``target`` by the engine's verb, and the seconds."""
+    there, arrived = _at(source, tensor), _at(target, ~tensor)
     settle([source, target])
     start = time.perf_counter()
-    if pinned is None:
-        device = torch.device("cpu") if isinstance(target, str) else target
-        arrived = Ledger().copy(tensor, device, "scatter")
-    else:
-        arrived = pinned
-        Ledger().copy_into(pinned, tensor, "scatter")
+    Ledger().copy_into(arrived, there, "scatter")
     settle([source, target])
     return arrived, max(time.perf_counter() - start, 1e-9)
+
+
+def _at(place: Place, tensor: Tensor) -> Tensor:
+    if isinstance(place, torch.device):
+        return tensor.to(physical(place))
+    return tensor.pin_memory() if place == PINNED else tensor
 
 
 def settle(devices: Sequence[Place]) -> None:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import math
+import contextlib
 import os
 import platform
-import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from json import dumps
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from scatterpar.checkup import copies, training
-from scatterpar.checkup.copies import Route
-from scatterpar.checkup.training import Speed, Step
-from scatterpar.checkup.verdicts import Verdict, judge
+from scatterpar.checkup.copies import Route, examine
+from scatterpar.checkup.training import Speed, Step, measure, take_step
+from scatterpar.checkup.verdicts import Verdict, on_copies, on_speed, on_step
 from scatterpar.devices.verbs import DeviceLike, resolve
 
-_WITHOUT_ACCELERATOR = ("cpu:0", "cpu:1")
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE"),
     *("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
-_SECONDS = 10
 
 
 @dataclass
@@ -36,12 +32,12 @@ class Report:
     """What ``doctor()`` found, in the order of the page; ``print`` shows that again."""
 
     devices: list[str]
-    machine: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str]
     copies: list[Route] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    speeds: list[Speed] = field(default_factory=list)
+    step: Step | None = None
+    speed: Speed | None = None
     verdicts: list[Verdict] = field(default_factory=list)
-    _lines: list[str] = field(default_factory=list)
+    page: str = ""
 
     @property
     def passed(self) -> bool:
@@ -54,7 +50,7 @@ class Report:
         return 0 if self.passed else 1
 
     def __str__(self) -> str:
-        return "\n".join(self._lines).lstrip()
+        return self.page
 
     def __repr__(self) -> str:
         return f"<{'fine' if self.passed else 'WRONG'}: {len(self.verdicts)} verdicts>"
@@ -62,18 +58,8 @@ class Report:
     def show(self, *findings: object) -> None:
         """Print what was found, at once: a broken machine may hang in what comes next."""
         for finding in findings:
-            self._lines.append(str(finding))
+            self.page += f"{finding}\n"
             print(finding, flush=True)
-
-    def title(self, words: str) -> None:
-        """The line above a section."""
-        self.show(f"{chr(10) if self._lines else ''}{words}", "-" * len(words))
-
-    def write(self, path: Path) -> None:
-        """All of it as JSON; NaN and infinity become text, which JSON does not have."""
-        content = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
-        content["exit_code"] = self.exit_code
-        path.write_text(dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
 
 
 def doctor(
@@ -109,74 +95,61 @@ def doctor(
             assert found.passed, found
     """
     if devices is None and not torch.accelerator.is_available():
-        devices = _WITHOUT_ACCELERATOR
+        devices = ("cpu:0", "cpu:1")
     places = resolve(devices)
     if json is not None:
         Path(json).open("ab").close()  # a minute later is late for a name that cannot be written
-    found = Report([str(place) for place in places])
+    load = load_per_core()  # before this adds to it
+    found = Report([str(place) for place in places], _describe(places, load))
+    lines = (f"{name + ':':22} {words}" for name, words in found.machine.items())
+    found.show("what there is", "-------------", *lines)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        _examine(places, found)
+        found.show("\ncopies", "------")
+        for route in examine(places):
+            found.copies.append(route)
+            found.show(route)
+        found.step = take_step(places)
+        found.show("\none exact step", "--------------", found.step)
+        found.speed = measure(places)
+        found.show("\nspeed", "-----", found.speed)
+    found.verdicts = [*on_copies(found.copies), *on_step(found.step)]
+    found.verdicts += on_speed(places, found.speed, load)
+    found.show("\nverdict", "-------", *found.verdicts)
     if json is not None:
-        found.write(Path(json))
+        content = asdict(found) | {"exit_code": found.exit_code}
+        Path(json).write_text(dumps(content, indent=2), encoding="utf-8")
     return found
 
 
-def _examine(places: Sequence[torch.device], found: Report) -> None:
+def _describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
+    """The machine in words, by what is described."""
     from scatterpar import __version__
 
-    load = load_per_core()  # before this adds to it
-    found.title("what there is")
-    found.machine = _describe(places, __version__)
-    found.show(*(f"{name + ':':22} {words}" for name, words in found.machine.items()))
-    found.title("copies")
-    for route in copies.examine(places):
-        found.copies.append(route)
-        found.show(route)
-    found.title("one exact step")
-    for name in training.NETWORKS:
-        found.steps.append(training.take_step(name, places))
-        found.show(found.steps[-1])
-    found.title("speed")
-    for name in training.NETWORKS:
-        found.speeds.append(training.measure(name, places, is_judged=load <= 1))
-        found.show(found.speeds[-1])
-    found.title("verdict")
-    found.verdicts = judge(places, found.copies, found.steps, found.speeds, load)
-    found.show(*found.verdicts)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _describe(devices: Sequence[torch.device], version: str) -> dict[str, str]:
-    """The machine in words, by what is described."""
-    built, cudnn = torch.version, torch.backends.cudnn
     lock = "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    iommu = Path("/sys/class/iommu")
+    built = torch.version
     found = {
-        "scatterpar": version,
-        "torch": f"{built.__version__}, CUDA {built.cuda}, ROCm {built.hip}, "
-        f"cuDNN {cudnn.version() if cudnn.is_available() else None}",
+        "scatterpar": __version__,
+        "torch": f"{built.__version__}, CUDA {built.cuda}, ROCm {built.hip}",
         "Python": f"{platform.python_version()}, interpreter lock {lock}",
-        "system": f"{platform.system()} {platform.release().partition('-')[0]} "
-        f"{platform.machine()}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{cores} cores for this process, {torch.get_num_threads()} torch threads",
-        "host memory": _host_memory(),
-        "load": f"{load_per_core():.1f} processes for each core",
-        "IOMMU": ("on" if any(iommu.iterdir()) else "off") if iommu.is_dir() else "unknown",
+        "load": f"{load:.1f} processes for each core",
+        "IOMMU": "on" if any(Path("/sys/class/iommu").glob("*")) else "off or unknown",
         "variables": ", ".join(f"{n}={os.environ[n]}" for n in _VARIABLES if n in os.environ)
         or "none of those that matter here",
     }
-    different = list(dict.fromkeys(devices))
-    found |= {str(device): _device(device) for device in different}
-    if any(device.type == "cuda" for device in different) and (links := _topology()):
-        found["nvidia-smi topo -m"] = links
+    for device in dict.fromkeys(devices):
+        module = torch.get_device_module(device)
+        found[str(device)] = "in the host's memory" if device.type == "cpu" else device.type
+        if hasattr(module, "mem_get_info"):
+            free = f"{module.mem_get_info(device)[0] / 2**30:.1f} GiB free"
+            found[str(device)] = f"{module.get_device_properties(device)}, {free}"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if any(device.type == "cuda" for device in devices):
+            asked = ["nvidia-smi", "topo", "-m"]
+            run = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+            found["nvidia-smi topo -m"] = "\n" + re.sub(r"\x1b\[\d*m", "", run.stdout).rstrip()
     return found
 
 
@@ -185,63 +158,21 @@ def load_per_core() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
-def _host_memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    except (AttributeError, ValueError, OSError):  # Windows
-        return "unknown"
-
-
-def _device(device: torch.device) -> str:
-    if device.type == "cpu":
-        kind = "the host's memory" if device.index is None else "a virtual device, in host memory"
-        return f"CPU replica, {kind}"
-    module = torch.get_device_module(device)
-    words = [device.type]
-    if hasattr(module, "get_device_properties"):
-        words = [str(module.get_device_properties(device))]
-    if hasattr(module, "mem_get_info"):
-        words.append(f"{module.mem_get_info(device)[0] / 2**30:.1f} GiB free")
-    return ", ".join(words)
-
-
-def _topology() -> str:
-    asked = [shutil.which("nvidia-smi") or "", "topo", "-m"]
-    try:
-        shown = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "\n" + shown.stdout.replace("\x1b[4m", "").replace("\x1b[0m", "").rstrip()
-
-
 def main(arguments: Sequence[str]) -> int:
-    """`python -m scatterpar doctor`; returns the exit code.
-
-    0: nothing is wrong; 1: something is; 2: an argument is wrong, with one line on stderr that
-    says what; 130: interrupted.
-    """
+    """`python -m scatterpar doctor`; returns the exit code: 0, 1, or 2 for a bad argument."""
     parser = argparse.ArgumentParser(
         prog="python -m scatterpar doctor",
-        description="Examine this machine: what it has, whether copies between devices arrive as "
-        "they were sent, whether a step on all devices is exact, how fast it is, and what to do.",
+        description="Examine this machine: devices, copies between them, one exact step, speed.",
         epilog="exit code: 0 nothing is wrong, 1 something is, 2 an argument is wrong",
     )
-    parser.add_argument(
-        "--devices",
-        nargs="+",
-        metavar="DEVICE",
-        help="one for each replica, such as cuda:0,cuda:1 or cpu:0 cpu:1; default: every "
-        "accelerator, or two virtual devices (cpu:0,cpu:1) without any",
-    )
+    devices_help = "one a replica, such as cuda:0,cuda:1 (default: all, else cpu:0,cpu:1)"
+    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help=devices_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
     given = parser.parse_args(arguments)  # ends the process with 2 itself
     names = [name.strip() for words in given.devices or () for name in words.split(",")]
     devices = [int(name) if name.isdecimal() else name for name in names]
     try:
-        return doctor(None if given.devices is None else devices, given.json).exit_code
+        return doctor(devices or None, given.json).exit_code
     except (ValueError, TypeError, OSError) as error:
         print(f"scatterpar doctor: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("scatterpar doctor: interrupted", file=sys.stderr)
-        return 130

@@ -6,10 +6,9 @@ Nothing is pickled: texts travel as UTF-8 bytes, tensors as the bytes of their e
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -28,54 +27,43 @@ _FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in f
 
 
 class Collectives:
-    """What the ranks of a group exchange, all of them each time.
-
-    Args:
-        group: kept by reference alone. Whoever holds a group keeps gloo's threads running after
-            destroy_process_group, and those can abort an interpreter that ends:
-            https://github.com/pytorch/pytorch/issues/190489
-        control: where small tensors are exchanged.
-    """
+    """What the ranks of a group exchange, all of them each time; small tensors on ``control``."""
 
     def __init__(self, group: dist.ProcessGroup, control: torch.device) -> None:
+        # By reference alone. Whoever holds a group keeps gloo's threads running after
+        # destroy_process_group, and those can abort an interpreter that ends:
+        # https://github.com/pytorch/pytorch/issues/190489
         self._group = weakref.ref(group)
         self._control = control
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def require_same(self, module: nn.Module, options: str) -> None:
-        """Make sure that all ranks have the same module, or raise the same error on all.
-
-        Args:
-            module: this rank's.
-            options: those of the engine that all ranks must have alike.
-
-        Raises:
-            ValueError: names, number, shapes or dtypes differ, or something is not initialised, or
-                is sparse.
-        """
-        mine = _description(module, options)
-        if len(set(self._texts(hashlib.sha256(mine.encode()).hexdigest()))) > 1:
-            first, *others = (text.split("\n") for text in self._texts(mine))
-            rank, lines = next((r, own) for r, own in enumerate(others, 1) if own != first)
-            pairs = zip_longest(first, lines, fillvalue="nothing more")
-            line, other = next((line, other) for line, other in pairs if line != other)
-            raise ValueError(
-                f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; make the "
-                f"same module on every rank"
-            )
-        sparse = [n for _, n, t in _named_tensors(module) if t.layout != torch.strided]
-        if sparse:
-            raise ValueError(
-                f"{sparse[0]!r} is a sparse tensor, and rank 0's values cannot be taken over; keep "
-                f"it as a plain attribute, or dense, where you pass a process_group"
-            )
-        lazy = [name for _, name, tensor in _named_tensors(module) if is_lazy(tensor)]
-        if lazy:
-            raise ValueError(
-                f"{lazy[0]!r} is not initialised yet, and rank 0's values cannot be taken over; "
-                f"call the module once before you pass it with a process_group"
-            )
+        """Raise the same ``ValueError`` on all ranks where modules or engines' options differ."""
+        sparse = sparse_weights(module)
+        lines = [
+            f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
+            for kind, name, tensor in _named_tensors(module)
+        ]
+        first, *others = (text.split("\n") for text in self._texts("\n".join([*lines, options])))
+        for rank, its in enumerate(others, 1):
+            for line, other in zip_longest(first, its, fillvalue="nothing more"):
+                if line != other:
+                    raise ValueError(
+                        f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; "
+                        f"make the same module on every rank"
+                    )
+        for _, name, tensor in _named_tensors(module):
+            if tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{name!r} is a sparse tensor, and rank 0's values cannot be taken over; keep "
+                    f"it as a plain attribute, or dense, where you pass a process_group"
+                )
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{name!r} is not initialised yet, and rank 0's values cannot be taken over; "
+                    f"call the module once before you pass it with a process_group"
+                )
 
     def take_over(self, module: nn.Module) -> None:
         """Give ``module`` rank 0's parameters and buffers: one broadcast per dtype, as bytes."""
@@ -96,13 +84,13 @@ class Collectives:
     def agree(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
     ) -> tuple[list[float], list[int]]:
-        """The sums over all ranks of ``mine``, and each rank's ``number``.
+        """The sums over all ranks of ``mine``, four numbers, and each rank's ``number``.
 
         Args:
-            mine: four numbers.
+            mine: this rank's own.
             layout: an integer of ``LAYOUT_BITS`` that has to be the same on all ranks.
             number: this rank's own.
-            otherwise: on what they disagree where it is not.
+            otherwise: on what they disagree where ``layout`` is not the same.
 
         Raises:
             RuntimeError: on every rank alike: one failed, or ``layout`` is not the same on all.
@@ -162,15 +150,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
-        """Around collectives alone: an error of theirs means that a rank is missing.
-
-        Args:
-            what: is waited for, as long as the group's ``timeout=`` says.
-            still: what is as it was, for the error's text.
-
-        Raises:
-            RuntimeError: a rank was lost, or did not come in time; from torch's own error.
-        """
+        """Around collectives alone: an error of theirs means that a rank is missing."""
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -199,27 +179,16 @@ def sparse_weights(module: nn.Module) -> set[int]:
     return sparse - dense
 
 
-def _description(module: nn.Module, options: str) -> str:
-    """A line a tensor, such as ``parameter 'fc.weight' of shape (3, 5), torch.float32``."""
-    sparse = sparse_weights(module)
-    lines = [
-        f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
-        for kind, name, tensor in _named_tensors(module)
-    ]
-    return "\n".join([*lines, options])
-
-
 def _kind_of(tensor: Tensor) -> str:
+    """Such as ``of shape (3, 5), torch.float32``."""
     if is_lazy(tensor):
         return f"not initialised yet, {tensor.dtype}"
     return f"of shape {tuple(tensor.shape)}, {tensor.dtype}"
 
 
-def _named_tensors(module: nn.Module) -> Iterable[tuple[str, str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        yield "parameter", name, parameter
-    for name, buffer in module.named_buffers():
-        yield "buffer", name, buffer
+def _named_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
+    parameters = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
+    return parameters + [("buffer", name, tensor) for name, tensor in module.named_buffers()]
 
 
 def _places(tensor: Tensor) -> tuple[slice, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
-from scatterpar.machines.parcels import Parcels, Shown, pooled_over_ranks, table_of
+from scatterpar.machines.parcels import Parcels, Shown
 from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
@@ -33,6 +33,9 @@ from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
 
+# What is added up, the sparse gradients, which go by themselves, and a checksum of all shapes.
+_Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
+
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 
@@ -41,14 +44,7 @@ class Ranks:
     """The processes that train one module together.
 
     At construction all ranks check that they have the same module, and take over rank 0's
-    parameters and buffers.
-
-    Args:
-        group: a ``torch.distributed`` process group that this process belongs to.
-        module: this rank's module.
-        device: where it lives.
-        policy: ``"mean"``: average floating-point buffers over the ranks; else they are rank 0's.
-        wide: gradients add up in this dtype, where their own is narrower.
+    parameters and buffers. Gradients add up in ``wide``, where their own dtype is narrower.
 
     Raises:
         TypeError: ``group`` is not a process group, or this process is not in it.
@@ -96,12 +92,7 @@ class Ranks:
     def together(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.
 
-        Args:
-            compute: gives this rank's own. If it fails, the other ranks are told.
-
-        Raises:
-            RuntimeError: another rank failed, or has other tensors; nothing was changed on any.
-            Exception: whatever ``compute`` raises.
+        ``compute`` gives this rank's own; if it fails, the other ranks are told, and raise too.
         """
         try:
             outcome = compute()
@@ -114,24 +105,28 @@ class Ranks:
             return self._exchange(outcome, exchange)
 
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
-        terms, loss, rows, spread = self._talk(outcome, exchange.layout)
-        factor = 1.0
+        """What all ranks have, once it is sure that nobody failed."""
+        parcels, sparse, layout = exchange
+        loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
+        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
+        numbers, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
+        terms, loss, squares, replicas = numbers
+        rows, factor = sum(each), 1.0
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        parcels = exchange.parcels
-        parcels.weigh(factor, outcome.plan.rows / rows)
+        parcels.weigh(factor)
         for flat in parcels.flats:
             self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, table = parcels.sums()
-        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in exchange.sparse]
+        gradients, buffers, layers = parcels.of_all([own / rows for own in each])
+        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in sparse]
         return replace(
             outcome,
             loss=loss,
             gradients=gradients,
             buffers=buffers,
-            layers=pooled_over_ranks(outcome.layers, table),
-            spread=spread,
+            layers=layers,
+            spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
@@ -139,47 +134,32 @@ class Ranks:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        table = table_of(outcome.layers, self.rank, self.size)
         parcels = Parcels(
             dense,
             outcome.buffers,
-            table,
-            first=self.rank == 0,
+            outcome.layers,
+            self.rank,
+            self.size,
             mean=self._mean,
             wide=self._wide,
         )
-        layout = [(t.shape, sum_dtype(t, self._wide)) for t, _ in [*dense, *sparse]]
-        layout += [
-            (value.shape, value.dtype) for _, _, value in outcome.buffers if value is not None
-        ]
-        shapes = [f"{tuple(shape)}{dtype}" for shape, dtype in layout]
-        seen = None if table is None else table.shape[1]
-        text = f"{outcome.is_mean} {len(sparse)} {seen} {';'.join(shapes)}"
-        return _Exchange(parcels, sparse, _checksum(text))
+        kind = [(tuple(g.shape), g.dtype) for _, g in sparse]
+        return parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}")
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
         """The outputs and targets of all ranks, for a criterion that sees them all.
 
-        Args:
-            pieces: this rank's outputs in row order, on the master.
-            rows: the rows of each piece.
-            targets: this rank's, on the master.
-            dim: the dimension that holds the rows.
-            seed: this rank's, for what the criterion draws.
-
-        Returns:
-            Pieces in rank order, this rank's own as they are; their rows; all targets; and
-            rank 0's seed.
+        Pieces are in rank order, this rank's own as they are; then their rows, all targets, and
+        rank 0's seed for what the criterion draws.
 
         Raises:
             RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
                 another kind.
         """
-        shown = Shown(pieces, rows, targets, dim)
-        parcel = shown.pack(seed)
-        layout = _checksum(f"outputs {shown.kind}")
+        shown = Shown(pieces, rows, targets, dim, seed)
+        parcel, layout = shown.pack(), _checksum(f"outputs {shown.kind}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
         parcels = self._collectives.show(parcel, sizes, "the outputs and targets of all ranks")
@@ -195,35 +175,10 @@ class Ranks:
             if others := self._collectives.fail():
                 note(error, f"rank {', '.join(map(str, others))} failed in this step too")
 
-    def _talk(self, outcome: Outcome, layout: int) -> tuple[float, float, float, Spread]:
-        """All ranks' terms, losses, rows and spread, once it is sure that nobody failed."""
-        loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
-        mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
-        sums, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
-        terms, total, spread, replicas = sums
-        rows = sum(each)
-        of = terms if outcome.is_mean else rows
-        return terms, total, rows, Spread(spread, replicas, of, rows)
-
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
         total = (gradient * factor).coalesce().to(self._control)
         self._collectives.sum(total, "the sum of all sparse gradients")
         return total.to(tensor.device) if total._nnz() else None
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """What one step exchanges.
-
-    Attributes:
-        parcels: the gradients and buffers, and what each rank's batch normalisations have seen.
-        sparse: tensors and their gradients, which go by themselves.
-        layout: a checksum of all shapes, small, so that its square is exact.
-    """
-
-    parcels: Parcels
-    sparse: list[tuple[Tensor, Tensor]]
-    layout: int
 
 
 def _checksum(text: str) -> int:

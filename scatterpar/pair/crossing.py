@@ -48,16 +48,11 @@ __all__ = [
     "scatter_owned",
 ]
 
-_Copy = Callable[[Tensor, torch.device], Tensor]
+_Copy = Callable[[Tensor, torch.device, str], Tensor]
 
 
 class PassingReplica:
-    """A copy of a module for one forward pass, which lives on in the graph of its outputs.
-
-    Args:
-        survey: what the module holds.
-        copies: the replica's tensor for each of the survey's, in order.
-    """
+    """A copy of a module for one forward pass, which lives on in the graph of its outputs."""
 
     def __init__(self, survey: Survey, copies: Sequence[Tensor]) -> None:
         self._survey = survey
@@ -96,16 +91,8 @@ def replicate(
     What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
     device once, in few messages, and are shared by the replicas there; buffers are each
     replica's own. A backward pass through the copies adds up their gradients, in the same order
-    every time, on the master.
-
-    Args:
-        module: a module on ``device_ids[0]``.
-        device_ids: one entry per replica.
-        proven: modes in which a pass has shown that it writes no parameters.
-
-    Returns:
-        A replica per entry: ``replica.of(module)`` is the copy. And what is to be around their
-        forward passes, which refuses that they write parameters.
+    every time, on the master. Around forward passes is to be what is returned beside the replicas:
+    it refuses that they write parameters, but for the modes that are ``proven``.
     """
     check_placement((module,), device_ids)
     survey = Survey((module,))
@@ -113,6 +100,7 @@ def replicate(
     survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
     originals = list(survey.tensors.values())
     owned = list(map(is_state, originals))
+    shared_at = [i for i, is_own in enumerate(owned) if not is_own]
     groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
@@ -142,7 +130,7 @@ def replicate(
             _take_class(original, copy[i])
 
     def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor for tensor, is_own in zip(tensors, owned, strict=True) if not is_own]
+        return [tensors[i] for i in shared_at]
 
     shared = Shared(
         (module,),
@@ -168,14 +156,8 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
 
 
 def require_eager(module: Any) -> None:
-    """Refuse compiled modules: a copy is made for every call, and would run without compiling.
-
-    Raises:
-        TypeError: ``module``, or a part of it, was compiled.
-    """
-    if not isinstance(module, nn.Module):
-        return
-    for name, child in module.named_modules():
+    """Refuse compiled modules: a copy is made for every call, and would run without compiling."""
+    for name, child in module.named_modules() if isinstance(module, nn.Module) else ():
         if is_compiled_module(child) or child._compiled_call_impl is not None:
             which = f"the child {name!r}" if name else "the module"
             raise TypeError(
@@ -189,8 +171,6 @@ NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class _Call(NamedTuple):
-    """What one replica is given to do."""
-
     share: Share
     function: Callable[..., Any]
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -203,10 +183,7 @@ def run_each(
     calls: Sequence[Any],
     around: contextlib.AbstractContextManager[object] = NOTHING,
 ) -> list[Any]:
-    """Call each share's function on its device, all at once; what is raised names the replica.
-
-    What ``around`` raises at its end ends the call likewise, without a trace.
-    """
+    """Call each share's function on its device, all at once; what is raised leaves no trace."""
 
     def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
         args, kwargs = call.inputs
@@ -224,21 +201,16 @@ def combine(
     losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
 ) -> Tensor:
     """The weighted sum on the first device; weight zero takes out even NaN."""
-    terms = [
-        weight * _to_master(loss, device, devices[0])
-        for loss, weight, device in zip(losses, weights, devices, strict=True)
-        if weight
-    ]
+    master, terms = devices[0], []
+    for loss, weight, device in zip(losses, weights, devices, strict=True):
+        if weight:
+            origin = device if loss.device == physical(device) else loss.device
+            here = loss if origin == master else _cross(loss, origin, master, Ledger().copy)
+            terms.append(weight * here)
     if not terms:
-        zero = torch.zeros_like(losses[0], device=physical(devices[0]))
+        zero = torch.zeros_like(losses[0], device=physical(master))
         return zero.requires_grad_(torch.is_grad_enabled())
     return torch.stack(terms).sum()
-
-
-def _to_master(loss: Tensor, device: torch.device, master: torch.device) -> Tensor:
-    """The loss on the master, from wherever the criterion made it."""
-    origin = device if loss.device == physical(device) else loss.device
-    return loss if origin == master else _cross(loss, origin, master, Ledger(), "reduce")
 
 
 class Crossing(Ledger):
@@ -248,15 +220,11 @@ class Crossing(Ledger):
         """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        return _cross(tensor, tensor.device, device, super(), phase)
+        return _cross(tensor, tensor.device, device, super().copy)
 
 
-def _cross(
-    tensor: Tensor, origin: torch.device, device: torch.device, ledger: Any, phase: str
-) -> Tensor:
-    crossed: Tensor = _Cross.apply(  # type: ignore[no-untyped-call]
-        tensor, origin, device, partial(ledger.copy, phase=phase)
-    )
+def _cross(tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy) -> Tensor:
+    crossed: Tensor = _Cross.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
     return crossed
 
 
@@ -269,10 +237,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        device_ids: tuple[torch.device, ...],
-        _original: Tensor,
-        *copies: Tensor,
+        ctx: Any, device_ids: tuple[torch.device, ...], _: Tensor, *copies: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.device_ids = device_ids
         ctx.streams = current_streams()
@@ -296,9 +261,9 @@ class _Cross(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
     ) -> Tensor:
-        ctx.way_back = (device, origin, partial(Ledger().copy, phase="reduce"))
+        ctx.way_back = device, origin, Ledger().copy
         ctx.streams = current_streams()
-        return copy(tensor, device)
+        return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -50,10 +50,7 @@ def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str
 
 
 def brought_along(function: Any) -> list[Tensor | nn.Module]:
-    """The tensors and modules that a criterion brings along, in an order that is its own.
-
-    It may close over a second module, or be a method of an object that has one.
-    """
+    """The tensors and modules that a criterion brings along, in an order that is its own."""
     found: list[Tensor | nn.Module] = []
     with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
         _find(function, _DEPTH, found, set())
@@ -130,16 +127,9 @@ def set_by_forward(function: Any, module: nn.Module, replica: nn.Module) -> str 
 
     A replica's attributes stay the replica's: of the module that a criterion closes over, it
     reads what was there before.
-
-    Args:
-        function: the criterion.
-        module: the user's.
-        replica: a replica of it whose forward pass has run.
     """
-    if not may_read(function, module):
-        return None
-    names = _code_of(function).co_names
-    for part in replica.modules():
+    names = _code_of(function).co_names if may_read(function, module) else ()
+    for part in replica.modules() if names else ():
         for name, value in vars(part).items():
             if name in names and isinstance(value, Tensor) and value.grad_fn is not None:
                 return name
@@ -148,10 +138,10 @@ def set_by_forward(function: Any, module: nn.Module, replica: nn.Module) -> str 
 
 def may_read(function: Any, module: nn.Module) -> bool:
     """Whether ``function`` brings along ``module`` or a part of it, by whatever name."""
-    own = [v for v in _captured(function).values() if isinstance(v, nn.Module)]
+    own = {id(v) for v in _captured(function).values() if isinstance(v, nn.Module)}
     if _code_of(function) is None or not own:
         return False
-    return not set(map(id, own)).isdisjoint(map(id, module.modules()))
+    return not own.isdisjoint(map(id, module.modules()))
 
 
 def _code_of(function: Any) -> Any:

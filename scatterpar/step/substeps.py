@@ -256,15 +256,19 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
 def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a real 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
+        by_criterion, found = source == "the criterion", type(loss).__name__
         instead = (
             "return the loss tensor alone"
-            if source == "the criterion"
+            if by_criterion
             else "pass a criterion, such as lambda output, _: output[0], or return the loss, .loss "
             "or ['loss'] from the module"
         )
-        raise TypeError(
-            f"{source} must give the loss as a 0-dim tensor, got {type(loss).__name__}; {instead}"
-        )
+        numbers = loss.values() if isinstance(loss, Mapping) else [None]
+        if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
+            found += f" of losses ({', '.join(map(str, loss))})"
+            instead = "return" if by_criterion else "pass criterion=lambda losses, _:"
+            instead += " sum(losses.values())"
+        raise TypeError(f"{source} must give the loss as a 0-dim tensor, got {found}; {instead}")
     if loss.ndim:
         raise ValueError(
             f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "

@@ -163,25 +163,18 @@ def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = 
 
 
 def _count(inputs: Any, targets: Any, *, ignore_index: int, shifted: bool, key: str) -> Tensor:
-    labels = _labels(inputs, targets, key)
-    if shifted:
-        if labels.ndim < 2:
-            raise ValueError(
-                f"shifted=True leaves out the first position of dimension 1, but the labels have "
-                f"shape {tuple(labels.shape)}"
-            )
-        labels = labels[:, 1:]
-    return (labels != ignore_index).sum()
-
-
-def _labels(inputs: Any, targets: Any, key: str) -> Tensor:
-    if isinstance(targets, Tensor):
-        return targets
-    for part in (targets, inputs):
-        if isinstance(part, Mapping) and isinstance(part.get(key), Tensor):
-            labels: Tensor = part[key]
-            return labels
-    raise TypeError(
-        f"count_labels found no labels: targets is {type(targets).__name__}, and neither it nor "
-        f"inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they are with key="
-    )
+    named = [part.get(key) for part in (targets, inputs) if isinstance(part, Mapping)]
+    labels = next((value for value in (targets, *named) if isinstance(value, Tensor)), None)
+    if labels is None:
+        raise TypeError(
+            f"count_labels found no labels: targets is {type(targets).__name__}, and neither it "
+            f"nor inputs ({type(inputs).__name__}) has a tensor {key!r}; say where they are with "
+            f"key="
+        )
+    if shifted and labels.ndim < 2:
+        raise ValueError(
+            f"shifted=True leaves out the first position of dimension 1, but the labels have "
+            f"shape {tuple(labels.shape)}"
+        )
+    counted: Tensor = (labels[:, 1:] if shifted else labels) != ignore_index
+    return counted.sum()

@@ -73,20 +73,10 @@ def compare(
     workers: Workers,
     attempt: Callable[[], Outcome],
 ) -> GradientCheck:
-    """Compare, and leave no trace.
+    """Compare ``attempt``, a step without its commit, with a plain one, and leave no trace.
 
     ``autograd.grad`` is used, since ``backward()`` would write ``.grad`` and run hooks on
     parameters, which may step an optimizer.
-
-    Args:
-        module: the user's.
-        request: what is to be compared, checked.
-        device: where the module is.
-        workers: who lets interrupts through.
-        attempt: a step of the engine without its commit.
-
-    Raises:
-        ValueError: several batches in one.
     """
     if len(request.sizes) > 1:
         raise ValueError(

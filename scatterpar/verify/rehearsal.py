@@ -54,13 +54,7 @@ Gradients = Mapping[tuple[Any, int | None], Tensor]
 
 
 class Unsure(Exception):
-    """It cannot be told.
-
-    Args:
-        why: in words.
-        lasting: nor will it be in the next step, because of what the module or criterion is.
-        rows: so few rows may tell it.
-    """
+    """It cannot be told: in no step, if that is ``lasting``; or by so few ``rows`` alone."""
 
     def __init__(self, why: str, *, lasting: bool = False, rows: int = 0) -> None:
         super().__init__(why)
@@ -79,35 +73,21 @@ class _NeedsParameters(Unsure):
 class Finding:
     """How far the engine's arithmetic is off, and what the loss of all is of that of the parts.
 
-    Attributes:
-        off: the relative difference; zero for what is right.
-        parts: the rows.
-        factors: what the engine multiplies the parts' losses with.
-        weights: what they have to be multiplied with; ``None`` where no numbers do.
-        of_losses: the losses differ, and no gradient does.
-        certain: it was computed as the step computes.
-        tolerance: what rounding may do.
-        stale: an attribute that the criterion reads where no forward pass sets it.
+    ``off`` is the relative difference, zero for what is right.
     """
 
     off: float = 0.0
     parts: Parts = ()
-    factors: Sequence[float] = ()
-    weights: Sequence[float] | None = None
-    of_losses: bool = False
-    certain: bool = True
-    tolerance: float = 0.0
-    stale: str | None = None
+    factors: Sequence[float] = ()  # what the engine multiplies the parts' losses with
+    weights: Sequence[float] | None = None  # what it has to; ``None`` where no numbers do
+    of_losses: bool = False  # the losses differ, and no gradient does
+    certain: bool = True  # it was computed as the step computes
+    tolerance: float = 0.0  # what rounding may do
+    stale: str | None = None  # an attribute that is read where no forward pass sets it
 
 
 class Rehearsal:
-    """One look at a handful of rows, by one replica.
-
-    Args:
-        request: the step's.
-        task: what the replica is given to do.
-        parts: the replicas of the model, and those of the criterion.
-    """
+    """One look at a handful of the request's rows, by the replica that is given the task."""
 
     def __init__(self, request: Request, task: Task, parts: Sequence[Replicas]) -> None:
         self._request, self._task, self._parts = request, task, parts
@@ -119,10 +99,8 @@ class Rehearsal:
     def run(self, *choices: Parts) -> Finding:
         """What the rows of the first choice say and, if that is anything, those of the second.
 
-        Without any, only whether the criterion reads what no forward pass sets.
-
-        Raises:
-            Unsure: it cannot be told.
+        Without any, only whether the criterion reads what no forward pass sets. ``Unsure``: it
+        cannot be told.
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
@@ -215,7 +193,7 @@ class Rehearsal:
 
         def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
             nonlocal certain
-            draws = _SameNumbers() if draws_same else None
+            draws = _SameNumbers() if draws_same else None  # type: ignore[no-untyped-call]
             with draws or contextlib.nullcontext():
                 value, leaves = loss(rows)
                 found = _gradients(value, leaves, dtypes)
@@ -311,7 +289,6 @@ class Rehearsal:
 
 
 def _verdict(by: Callable[[Parts], Finding], parts: Parts) -> Finding | Unsure:
-    """What these rows say, or that they say nothing."""
     try:
         return by(parts)
     except Unsure as error:
@@ -326,24 +303,16 @@ def _require_at_most(rows: int, parts: Parts) -> None:
 
 
 class _Outputs:
-    """A module's outputs for all rows, to be cut.
+    """A module's outputs for all ``rows``, to be cut.
 
-    Args:
-        whole: for all of them, without a graph.
-        part: for some of them, with one: that tells what trains, and where rows are.
-        rows: which they are.
-        few: how many the part has.
-        dim: the dimension that holds rows.
-
-    Attributes:
-        halved: some are in half precision; the leaves are in single precision then.
-        are_tied: some that have no rows train.
+    ``whole`` has no graph. ``part``, of the last ``few`` rows, has one: that tells what trains, and
+    where rows are. Of outputs in half precision the leaves are in single precision.
     """
 
     def __init__(self, whole: Any, part: Any, rows: Sequence[int], few: int, dim: int) -> None:
         self._rows, self._few, self._dim = rows, few, dim
         self._leaves: Leaves = {}
-        self.halved = self.are_tied = False
+        self.halved = self.are_tied = False  # whether some are; whether some without rows train
         self._cuts = nested.merge(self._cut, [whole, part])
 
     def of(self, rows: Sequence[int], wide: bool) -> Any:
@@ -387,14 +356,9 @@ class _SameNumbers(TorchDispatchMode):
     """Random numbers that do not depend on the rows: each operator draws one for all places.
 
     Dropout keeps everything: one number for all would keep all or nothing.
-
-    Attributes:
-        calls: how many operators drew.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0
+    calls = 0  # how many operators drew
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

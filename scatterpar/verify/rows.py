@@ -87,14 +87,11 @@ def _roughly(value: float) -> float:
 
 
 def choose(
-    tensors: Sequence[Tensor],
-    rows: int,
-    most: int,
-    ignored: Iterable[int],
-    turn: int,
-    again: bool,
-) -> Parts:
-    """A handful of rows in parts of different sizes, which differ as much as they can.
+    tensors: Sequence[Tensor], rows: int, most: int, ignored: Iterable[int] = (), turn: int = 0
+) -> list[Parts]:
+    """A handful of rows in parts of different sizes, which differ as much as they can; twice.
+
+    The second time other rows, as far as others are as telling.
 
     Args:
         tensors: those that tell something.
@@ -102,18 +99,21 @@ def choose(
         most: so many rows at most.
         ignored: labels that may be left out.
         turn: each starts from something else that tells rows apart.
-        again: the same with other rows, as far as others are as telling.
     """
     if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
-        return [[0], [0]]
-    wanted = min(len(_SIZES) - 1, most, rows)
-    generator = torch.Generator().manual_seed(2 * turn + again)
-    jitter = torch.rand(rows, generator=generator, dtype=torch.float64)
+        return [[[0], [0]]] * 2
     each = [[n for n in _features(t, ignored) if n.max() > n.min()] for t in tensors]
     numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
-    turn %= max(1, len(numbers))
-    numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[turn:] + numbers[:turn]]
-    score = jitter * 1e-9
+    first = turn % max(1, len(numbers))
+    numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[first:] + numbers[:first]]
+    wanted = min(len(_SIZES) - 1, most, rows)
+    return [_chosen(numbers, rows, wanted, 2 * turn + again) for again in range(2)]
+
+
+def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
+    """The rows at the ends of each of the numbers that tell them apart, then those between."""
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(rows, generator=generator, dtype=torch.float64) * 1e-9
     for position, n in enumerate(numbers[:8]):
         score += n / 10**position
     order = score.argsort().tolist()
@@ -125,7 +125,7 @@ def choose(
     spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
     place = {row: k for k, row in enumerate(order)}
-    taken.sort(key=place.__getitem__, reverse=again)
+    taken.sort(key=place.__getitem__, reverse=bool(seed % 2))
     remaining = iter(taken)
     return [[next(remaining) for _ in range(size)] for size in _SIZES[wanted]]
 

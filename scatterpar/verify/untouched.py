@@ -22,6 +22,7 @@ __all__ = ["untouched"]
 
 _MOST = 1000  # entries of a container; longer ones are data
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
+_LOCKS = {"_thread", "threading", "queue"}
 
 Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
 
@@ -29,14 +30,9 @@ Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and s
 class untouched:
     """Put back, after the body and whenever it is asked for, what the user's code has changed.
 
-    Args:
-        roots: modules, and functions with all that they lead to: what they close over or name of
-            their file, objects, containers, modules.
-        devices: those whose random numbers may be drawn.
-        parameters: put back parameters too; takes a copy of them.
-
-    Attributes:
-        drawn: whether a generator of torch's had moved when it was last put back.
+    That is what ``roots`` lead to, modules and functions: what they close over or name of their
+    file, objects, containers, modules; and what is drawn from. ``drawn`` says whether a generator
+    of torch's had moved. Parameters are put back if it is asked for; that takes a copy of them.
     """
 
     def __init__(
@@ -48,10 +44,10 @@ class untouched:
         own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
         self._kept = [(tensor, tensor.detach().clone()) for tensor in own]
         self._places = [(put, get, get()) for get, put in reach.variables]
-        own_of_torch = _generators_of_torch(devices)
-        generators = own_of_torch + _generators_of_others() + reach.generators
+        of_torch = _generators_of_torch(devices)
+        self._of_torch = len(of_torch)
+        generators = of_torch + _generators_of_others() + reach.generators
         self._states = [(put, get, get()) for get, put in generators]
-        self._of_torch = len(own_of_torch)
         self._stance: Any = None
 
     def __enter__(self) -> Self:
@@ -112,29 +108,23 @@ class _Reach(Survey):
             source = value.bit_generator
             self.generators.append((lambda: source.state, partial(setattr, source, "state")))
         elif isinstance(home, str) and home.split(".")[0] not in _FOREIGN:
+            own = getattr(value, "__dict__", {})
             if isinstance(value, types.FunctionType):
                 self._visit_function(value)
-            elif not _has_lock(value):  # else other threads use it too
-                self._visit(getattr(value, "__dict__", None))
+            elif _LOCKS.isdisjoint({type(each).__module__ for each in own.values()}):
+                self._visit(own)  # else other threads use it too
 
     def _visit_function(self, function: types.FunctionType) -> None:
         own, of_file = surroundings(function)
         space = function.__globals__
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
-                self.variables.append((partial(contents, cell), partial(setattr, cell, _CONTENTS)))
+                put = partial(setattr, cell, "cell_contents")
+                self.variables.append((partial(contents, cell), put))
         for name, value in of_file.items():
             if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
                 self.variables.append((partial(space.get, name), partial(space.__setitem__, name)))
         self._visit((*own.values(), *of_file.values(), vars(function)))
-
-
-_CONTENTS = "cell_contents"
-
-
-def _has_lock(value: Any) -> bool:
-    kinds = {type(v).__module__ for v in getattr(value, "__dict__", {}).values()}
-    return not kinds.isdisjoint({"_thread", "threading", "queue"})
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -152,7 +142,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _generators_of_torch(devices: Sequence[torch.device]) -> list[Variable]:
     found: list[Variable] = [(torch.default_generator.get_state, torch.default_generator.set_state)]
-    for device in dict.fromkeys(device for device in devices if device.type != "cpu"):
+    for device in {device for device in devices if device.type != "cpu"}:
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
         found.append((partial(get, device), partial(put, device=device)))

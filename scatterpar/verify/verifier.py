@@ -1,12 +1,9 @@
-"""Exact, or told: when the engine looks whether losses combine as it is about to combine them.
+"""When the engine looks whether losses combine as it is about to combine them, and what it says.
 
-The engine takes the whole batch's loss for the weighted mean (or the sum) of the micro-batches'
-losses, and whether that is so lies in the user's criterion. So before the first step of each kind
-of criterion and batch a handful of rows is rehearsed; then before steps 8, 16, 32 … with other
-rows, and before one whose labels go beyond those that were met so far.
-
-A look never fails a step, except with what it is for: the ``ValueError`` that says what the
-criterion seems to do. What could not be told is said once.
+Before the first step of each kind of criterion and batch; then before steps 8, 16, 32 … with other
+rows, and before one whose labels go beyond those that were met so far. A look never fails a step,
+except with what it is for: the ``ValueError`` that says what the criterion seems to do. What could
+not be told is said once.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -35,7 +32,7 @@ from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.attempt import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
-from scatterpar.verify.rows import choose, is_label, range_of, telling
+from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
 __all__ = ["Verifier", "difference"]
 
@@ -47,23 +44,14 @@ _PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before t
 
 @dataclass
 class _Kind:
-    """What is known of one kind of criterion and batch.
-
-    Attributes:
-        steps: how many there were.
-        unsure: how many looks in a row told nothing.
-        most: look at so many rows at most, where that is known.
-        met: how far the labels went with which it agreed; ``None`` where it never did.
-        refused: it was refused, and has not agreed since.
-        told: what was said already.
-    """
+    """What is known of one kind of criterion and batch."""
 
     steps: int = 0
-    unsure: int = 0
-    most: int = 0
-    met: list[float] | None = None
-    refused: bool = False
-    told: set[str] = field(default_factory=set)
+    unsure: int = 0  # how many looks in a row told nothing
+    most: int = 0  # look at so many rows at most, where that is known
+    met: list[float] | None = None  # how far the labels went with which it agreed
+    refused: bool = False  # and has not agreed since
+    told: set[str] = field(default_factory=set)  # how what was said begins
 
     def wants(self, ranges: list[float]) -> bool:
         """Whether to look at this step."""
@@ -84,6 +72,12 @@ class _Kind:
         same = self.met is not None and len(self.met) == len(ranges)
         self.met = [*map(max, self.met or (), ranges)] if same else ranges
 
+    def say(self, text: str) -> None:
+        """Warn, once."""
+        if text[:60] not in self.told:
+            warn(text)
+            self.told.add(text[:60])
+
 
 class Verifier:
     """Remembers which kinds of criterion and batch agreed, and rehearses the others."""
@@ -100,13 +94,6 @@ class Verifier:
         peers: object,
     ) -> None:
         """Before the sub-steps: rehearse a few rows, if they are new or it is their turn.
-
-        Args:
-            attempt: the step.
-            request: what the user asked for.
-            tasks: what each replica is given to do.
-            parts: the replicas of the model, and those of the criterion.
-            peers: other processes that have rows of the batch.
 
         Raises:
             ValueError: losses do not combine as the engine's do, or the criterion reads what
@@ -131,14 +118,18 @@ class Verifier:
         ignored = {*ignored_values(computes), *ignored_values(request.count)}
         name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
         if name is not None:
-            _say(kind, _of_shared(request, name))
+            kind.say(
+                f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
+                f"the same time, so what the criterion finds there may be another replica's. "
+                f"Return it from forward, and take it from the output that the criterion is given; "
+                f"verify=False silences this"
+            )
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
 
         def rehearse(most: int) -> Finding:
-            choose_some = partial(choose, tensors, few.rows, most, ignored, turn)
-            choices = [] if alone else [choose_some(again) for again in (False, True)]
-            return _together(attempt, tasks, lambda task: Rehearsal(few, task, parts).run(*choices))
+            choices = [] if alone else choose(tensors, few.rows, most, ignored, turn)
+            return _rehearsed(attempt, few, tasks, parts, choices)
 
         try:
             try:
@@ -153,21 +144,27 @@ class Verifier:
             lasting = not isinstance(error, Unsure) or error.lasting
             if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
                 kind.unsure = _OFTEN
-                _say(kind, _unchecked(request, error))
+                kind.say(_unchecked(request, error))
             return
         finally:
             for part in parts:
                 part.forget_step()
         if found.stale is not None:
-            raise ValueError(_of_attribute(request, found.stale))
+            raise ValueError(
+                f"{_name_of(request)} reads {found.stale!r} of a module that it closes over, and "
+                f"the forward pass sets it, on each replica alone: what the criterion finds is "
+                f"old. Return it from forward, and take it from the output that the criterion is "
+                f"given. {_OFF}"
+            )
         if not found.off:
             kind.agreed(ranges)
-        elif found.certain:
+            return
+        text = _refusal(request, found, tensors, ignored)
+        if found.certain:
             kind.refused = True
-            raise ValueError(_refusal(request, found, tensors, ignored))
-        else:
-            _say(kind, _refusal(request, found, tensors, ignored))
-            kind.unsure = _OFTEN
+            raise ValueError(text)
+        kind.say(text)
+        kind.unsure = _OFTEN
 
 
 def difference(
@@ -179,19 +176,13 @@ def difference(
     tasks = hand_out(request, attempt.plan, copies, arrivals)
     prepare_autograd()
 
-    def rehearse(most: int) -> Finding:
-        few = partial(choose, telling(request), request.rows, most, (), 0)
-        choices = [few(again) for again in (False, True)]
-        return _together(
-            attempt, tasks, lambda task: Rehearsal(request, task, copies.parts).run(*choices)
-        )
-
     most = request.rows
     try:
         with guarded(copies.parts):
             while most:
+                choices = choose(telling(request), request.rows, most)
                 try:
-                    return rehearse(most).off
+                    return _rehearsed(attempt, request, tasks, copies.parts, choices).off
                 except Unsure as error:
                     most = error.rows if error.rows < most else 0
         return None
@@ -203,37 +194,32 @@ def difference(
         attempt.undo()
 
 
-def _say(kind: _Kind, text: str) -> None:
-    """Warn once of each kind."""
-    start = text[:60]
-    if start not in kind.told:
-        warn(text)
-        kind.told.add(start)
-
-
-def _together(
-    attempt: Attempt, tasks: Sequence[Task], function: Callable[[Task], Finding]
+def _rehearsed(
+    attempt: Attempt,
+    request: Request,
+    tasks: Sequence[Task],
+    parts: Sequence[Replicas],
+    choices: Sequence[Parts],
 ) -> Finding:
-    """What the function makes of the first replica's task.
+    """What the first replica finds.
 
     The user's code may wait for the other replicas, as a loss across them does at a barrier. So
     when it takes long, the others do the same, each with its own.
     """
     ended = threading.Event()
 
-    def first() -> Finding:
+    def look(task: Task) -> Any:
+        if task is not tasks[0]:
+            waited = ended.wait(_PATIENCE_SECONDS)
+            return None if waited else Rehearsal(request, task, parts).run(*choices)
         try:
-            return function(tasks[0])
+            return Rehearsal(request, task, parts).run(*choices)
         finally:
             ended.set()
 
-    def follow(task: Task) -> None:
-        if not ended.wait(_PATIENCE_SECONDS):
-            function(task)
-
-    calls: list[Callable[[], Any]] = [first, *(partial(follow, task) for task in tasks[1:])]
     devices = [task.share.device for task in tasks]
-    found: Finding = attempt.workers.parallel_apply(calls, [()] * len(calls), devices=devices)[0]
+    looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
+    found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
     return found
 
 
@@ -348,25 +334,6 @@ def _hint(found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> 
                 f"{_listed(terms)}: count=scatterpar.count_labels({said})"
             )
     return ""
-
-
-def _of_attribute(request: Request, name: str) -> str:
-    """That the criterion reads an attribute of a module whose forward pass never ran."""
-    return (
-        f"{_name_of(request)} reads {name!r} of a module that it closes over, and the forward "
-        f"pass sets it, on each replica alone: what the criterion finds is old. Return it from "
-        f"forward, and take it from the output that the criterion is given. {_OFF}"
-    )
-
-
-def _of_shared(request: Request, name: str) -> str:
-    """That replicas write and read one container at the same time."""
-    return (
-        f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at the "
-        f"same time, so what the criterion finds there may be another replica's. Return it "
-        f"from forward, and take it from the output that the criterion is given; verify=False "
-        f"silences this"
-    )
 
 
 def _unchecked(request: Request, error: Exception) -> str:

@@ -141,10 +141,9 @@ class Launched:
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
-        task, output_kept = self._task, None
+        task = self._task
         output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
-        if self._keep:
-            output_kept = kept(output, self._keep)
+        output_kept = kept(output, self._keep) if self._keep else None
         del output
         if weight:
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)

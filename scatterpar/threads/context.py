@@ -6,8 +6,7 @@ import contextlib
 import contextvars
 import signal
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -15,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from scatterpar.devices import verbs
+from scatterpar.report import warn
 from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
@@ -51,7 +51,12 @@ class Context:
     """
 
     def __init__(self) -> None:
-        _tell_of(modes())
+        if names := modes():
+            warn(
+                f"{', '.join(names)}: active in the caller's thread, and sees nothing of what "
+                f"replicas compute in threads of their own; enter it in the module's forward, or "
+                f"use one replica, which computes in the caller's thread"
+            )
         self._variables = contextvars.copy_context()
         self._streams = verbs.current_streams()
         self._default = torch.get_default_device()
@@ -78,16 +83,6 @@ class Context:
             for make in self._makers:
                 stack.enter_context(make())
             return work()
-
-
-def _tell_of(names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"{', '.join(names)}: active in the caller's thread, and sees nothing of what replicas "
-            f"compute in threads of their own; enter it in the module's forward, or use one "
-            f"replica, which computes in the caller's thread",
-            stacklevel=2,
-        )
 
 
 class Interrupts:

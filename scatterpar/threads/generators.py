@@ -41,35 +41,32 @@ _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-class followed:
+@contextlib.contextmanager
+def followed(roots: Sequence[Tensor]) -> Iterator[None]:
     """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
     """
+    make = getattr(_thread, "generator", None)
+    if make is None or not _thread.has_helpers:
+        yield
+        return
+    tasks = set()
 
-    def __init__(self, roots: Sequence[Tensor]) -> None:
-        self._roots = roots
-        self._tasks: set[int] = set()
-        self._handles: list[Any] = []
+    def adopt(_: Tensor) -> None:
+        task = torch_private.current_graph_task()
+        tasks.add(task)
+        _graph_tasks[task] = make
 
-    def __enter__(self) -> None:
-        make = getattr(_thread, "generator", None)
-        if make is None or not _thread.has_helpers:
-            return
-
-        def adopt(_: Tensor) -> None:
-            task = torch_private.current_graph_task()
-            self._tasks.add(task)
-            _graph_tasks[task] = make
-
-        # Each root: what a node draws comes after the hook of some root above it.
-        self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    # Each root: what a node draws comes after the hook of some root above it.
+    handles = [root.register_hook(adopt) for root in roots if root.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for task in self._tasks:
+        for task in tasks:
             del _graph_tasks[task]
 
 
@@ -171,18 +168,18 @@ class Generators:
             for device in self._before:
                 self._generator(0, device).is_in = True
 
-    @contextlib.contextmanager
-    def of(self, replica: int) -> Iterator[None]:
+    def of(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """Let the current thread draw from the generators of ``replica``."""
         if self._alone:
-            yield
-            return
-        with self._drawing(replica, self._devices[replica]):
-            yield
+            return contextlib.nullcontext()
+        return self._drawing(replica, self._devices[replica])
 
     @contextlib.contextmanager
     def of_criterion(self, seed: int | None) -> Iterator[None]:
-        """Let the current thread draw what a criterion draws that sees all outputs."""
+        """Let the current thread draw what a criterion draws that sees all outputs.
+
+        It goes on with the generators of replica 0, or from a ``seed`` that all processes have.
+        """
         if seed is None:
             with self.of(0):
                 yield

@@ -53,10 +53,9 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier, difference
 

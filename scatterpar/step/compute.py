@@ -33,9 +33,9 @@ from scatterpar.step.scatter import Arrival, scatter
 from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Claims, Stash
+from scatterpar.threads.workers import Attempt
 
 Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
 

@@ -13,7 +13,7 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BufferValue, Layer
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.noise import Spread, estimate
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 
 __all__ = ["Computed", "Gradient", "Outcome", "Result"]
 

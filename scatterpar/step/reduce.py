@@ -31,7 +31,7 @@ from scatterpar.step.noise import Spread, measure
 from scatterpar.step.outcome import Computed, Gradient, Outcome
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
 
 __all__ = [

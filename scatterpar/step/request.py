@@ -20,11 +20,6 @@ from scatterpar.step.markers import batches_of
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
-_ORDER = (
-    "It is forward_backward(inputs, targets, criterion), with criterion= by name where there are "
-    "no targets"
-)
-
 
 @dataclass(frozen=True)
 class Request:
@@ -117,15 +112,11 @@ class Request:
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""
-        if callable(self.targets):
+        if callable(self.targets) or isinstance(self.criterion, Tensor):
             raise TypeError(
-                f"targets is {_shown(self.targets)}, which looks like a criterion: argument "
-                f"order? {_ORDER}"
-            )
-        if isinstance(self.criterion, Tensor):
-            raise TypeError(
-                f"criterion must be callable, got a tensor of shape {tuple(self.criterion.shape)}: "
-                f"argument order? {_ORDER}"
+                f"targets is {_shown(self.targets)} and criterion is {_shown(self.criterion)}: "
+                f"argument order? It is forward_backward(inputs, targets, criterion), with "
+                f"criterion= by name where there are no targets"
             )
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None:
@@ -152,9 +143,11 @@ class Request:
                 )
 
 
-def _shown(function: Any) -> str:
-    name = getattr(function, "__name__", None)
-    return name if isinstance(name, str) else repr(function)
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else repr(value)
 
 
 def check_options(

@@ -21,13 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
+from scatterpar import torch_private
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import copy_each
+from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.plan import Plan
 from scatterpar.threads.context import Context, Interrupts, uncached
-from scatterpar.torch_private import renew_engine
+from scatterpar.threads.generators import Generators
 
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
@@ -326,7 +331,7 @@ class Workers:
             if all(thread.is_alive() for thread in self._threads):
                 return self._queues
             self._abandon()
-        renew_engine()
+        torch_private.renew_engine()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]
@@ -350,3 +355,76 @@ def _described(error: BaseException) -> str:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
+
+
+_Result = TypeVar("_Result")
+
+
+class Attempt:
+    """One try at a step, or at a part of one: what is drawn from, what is copied, what it takes.
+
+    What is raised where it is entered as a context leaves no trace in the random numbers; it may
+    be entered again. ``earlier`` replicas of other processes are numbered before these.
+    """
+
+    def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
+        self.workers = workers
+        self.plan = plan
+        self.generators = Generators([share.device for share in plan.shares], earlier)
+        self.ledger = Ledger()
+        self.clock = Clock()
+        self._kept: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.undo()
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Take a copy of what user code may write meanwhile, to be put back by ``undo``."""
+        self._kept = [tensor.detach() for tensor in tensors]
+        self._copies = [torch.empty_like(tensor) for tensor in self._kept]
+        copy_each(self._copies, self._kept)
+
+    def undo(self) -> None:
+        """Leave no trace; what is copied may be written again."""
+        self.generators.rollback()
+        copy_each(self._kept, self._copies)
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            self.ledger.settle()
+
+    def run(
+        self, function: Callable[..., _Result], tasks: Sequence[Any], *, timed: bool = True
+    ) -> list[_Result]:
+        """``function(task, proceed=…)`` for every replica's task, each by its worker.
+
+        Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
+        once another has failed: the function calls it wherever it can stop. When each started
+        and ended is noted, if it is ``timed``.
+        """
+        cancel = threading.Event()
+        spans = {task.share.replica: (0.0, 0.0) for task in tasks}
+        if timed:
+            self.clock.passes.append(spans)
+
+        def proceed() -> None:
+            if cancel.is_set():
+                raise Cancelled
+
+        def work(task: Any) -> _Result:
+            start = time.perf_counter()
+            with self.generators.of(task.share.replica):
+                result = function(task, proceed=proceed)
+            spans[task.share.replica] = (start, time.perf_counter())
+            return result
+
+        with torch_private.node_metadata_kept():
+            return self.workers.parallel_apply(
+                [work] * len(tasks),
+                [(task,) for task in tasks],
+                devices=[task.share.device for task in tasks],
+                cancel=cancel,
+            )

@@ -8,9 +8,8 @@ after replica, each in its own worker, without a trace. The step then finds ever
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,15 +158,20 @@ def warm_up(
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
-        with _after(done[:replica], done[replica]), torch_private.many_graphs():
+        for earlier in done[:replica]:  # or beside one that waits for this replica
+            while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
+                pass
+        try:
             for number in sorted(new[replica].values()):
                 proceed()
-                with noted(task.share, number):
+                with noted(task.share, number), torch_private.many_graphs():
                     rows = task.arrival.rows_of(number, keep=True)  # the step will ask for them
                     output = forward(task, rows)
                     roots = [t for t in nested.tensors(output) if t.requires_grad]
                     if roots:
                         pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
+        finally:
+            done[replica].set()
 
     generators = attempt.generators
     before = [generators.get_state(task.share.replica) for task in tasks]
@@ -195,15 +199,3 @@ def _outline(rows: Any) -> Hashable:
         else (leaf if isinstance(leaf, plain) else None, type(leaf))
         for leaf in leaves
     )
-
-
-@contextlib.contextmanager
-def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator[None]:
-    """The body comes after the earlier replicas', or beside one that waits for this replica."""
-    for event in earlier:
-        while not event.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
-            pass
-    try:
-        yield
-    finally:
-        own.set()

@@ -201,12 +201,10 @@ _ALONE = "return the rows along that dimension, or call engine.module itself"
 
 def _all_same(leaves: list[Any]) -> bool:
     first = leaves[0]
-    if any(type(leaf) is not type(first) for leaf in leaves):
-        return False
-    if all(leaf is first for leaf in leaves):
-        return True
-    return isinstance(first, (bool, int, float, complex, str, bytes)) and all(
-        leaf == first for leaf in leaves
+    is_plain = isinstance(first, (bool, int, float, complex, str, bytes))
+    return all(
+        leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
+        for leaf in leaves
     )
 
 

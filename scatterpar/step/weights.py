@@ -91,16 +91,11 @@ def _as_number(count: Any) -> float:
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
     """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
-    if not _averages_classes(criterion):
+    if not _averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
         return False
-    owner = owner_of(criterion)
-    return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
-        criterion, None
-    )
-
-
-def _is_torchs_own(loss: nn.Module) -> bool:
-    """Whether its forward is torch's, with nothing around it."""
+    loss = owner_of(criterion)
+    if loss is None:
+        return True
     hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
     return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 

@@ -35,8 +35,6 @@ from torch.library import Library
 from scatterpar import torch_private
 from scatterpar.devices.verbs import physical
 
-_SWITCH = "SCATTERPAR_RANDOM_STREAMS"
-
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
@@ -198,7 +196,7 @@ class Generators:
         with contextlib.ExitStack() as stack:
             if device != _CPU:
                 stack.enter_context(self._generator(number, device).put_in())
-            if os.environ.get(_SWITCH) != "0":
+            if os.environ.get("SCATTERPAR_RANDOM_STREAMS") != "0":
                 _install_kernels()
                 stack.enter_context(_thread_aware_default_generator())
                 stack.enter_context(torch_private.switched_on())

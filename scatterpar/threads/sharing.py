@@ -134,11 +134,8 @@ class Stash:
     sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
     the graph of the loss tells, before a backward pass comes to them.
 
-    Args:
-        claims: the step's.
-        parts: the replicas of the model, and those of the criterion.
-        named: with ranks, the leaves that the criterion may reach beside those, in an order that
-            is every rank's: without it none could tell which gradient is whose.
+    With ranks ``named`` are the leaves that it may reach, in an order that is every rank's: without
+    it none could tell which gradient is whose.
     """
 
     def __init__(

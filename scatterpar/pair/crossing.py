@@ -28,8 +28,7 @@ from scatterpar.step.markers import Replicated, all_tensors, opened, take
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import noted
-from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module
 
 __all__ = [

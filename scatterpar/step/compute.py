@@ -8,9 +8,8 @@ after replica, each in its own worker, without a trace. The step then finds ever
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,9 +32,9 @@ from scatterpar.step.scatter import Arrival, scatter
 from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Claims, Stash
+from scatterpar.threads.workers import Attempt
 
 Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
 
@@ -159,15 +158,20 @@ def warm_up(
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
-        with _after(done[:replica], done[replica]), torch_private.many_graphs():
+        for earlier in done[:replica]:  # or beside one that waits for this replica
+            while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
+                pass
+        try:
             for number in sorted(new[replica].values()):
                 proceed()
-                with noted(task.share, number):
+                with noted(task.share, number), torch_private.many_graphs():
                     rows = task.arrival.rows_of(number, keep=True)  # the step will ask for them
                     output = forward(task, rows)
                     roots = [t for t in nested.tensors(output) if t.requires_grad]
                     if roots:
                         pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
+        finally:
+            done[replica].set()
 
     generators = attempt.generators
     before = [generators.get_state(task.share.replica) for task in tasks]
@@ -195,15 +199,3 @@ def _outline(rows: Any) -> Hashable:
         else (leaf if isinstance(leaf, plain) else None, type(leaf))
         for leaf in leaves
     )
-
-
-@contextlib.contextmanager
-def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator[None]:
-    """The body comes after the earlier replicas', or beside one that waits for this replica."""
-    for event in earlier:
-        while not event.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
-            pass
-    try:
-        yield
-    finally:
-        own.set()

@@ -143,11 +143,7 @@ class Batches:
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """The inputs and targets of each batch that a step is made of, and its rows.
-
-    Raises:
-        ValueError: as ``count_rows``; several batches whose inputs and targets disagree in rows.
-    """
+    """The inputs and targets of each batch that a step is made of, and its rows."""
     parts = {"inputs": inputs, "targets": targets}
     if not any(isinstance(part, Batches) for part in parts.values()):
         return [(inputs, targets)], [count_rows(parts, dim)]
@@ -225,11 +221,6 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
 
     ``Rows`` count by their entries, and what is ``Replicated`` has no rows. Parts of the batch go
     by what errors call them; where they are data, no tensor may require grad.
-
-    Raises:
-        ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad; what would be split along
-            something else than rows, or not at all.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():

@@ -81,11 +81,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def refuse_generators(output: Any) -> None:
-    """Refuse what has not been computed yet: it would run later, in no replica's context.
-
-    Raises:
-        TypeError: a module's output is a generator, a ``map`` or another iterator, or holds one.
-    """
+    """Refuse what has not been computed yet: it would run later, in no replica's context."""
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
@@ -105,20 +101,13 @@ def _alike(values: Sequence[Any]) -> bool:
         return False
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
-    if isinstance(first, Mapping):
-        _require_same_keys(values)
+    if isinstance(first, Mapping) and any(value.keys() != first.keys() for value in values):
+        raise ValueError(
+            f"mappings with different keys cannot be joined: "
+            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; return the same "
+            f"keys for all rows"
+        )
     return True
-
-
-def _require_same_keys(values: Sequence[Mapping[Any, Any]]) -> None:
-    keys = values[0].keys()
-    for number, value in enumerate(values):
-        if value.keys() != keys:
-            raise ValueError(
-                f"mappings with different keys cannot be joined: {sorted(map(str, keys))} in the "
-                f"first, {sorted(map(str, value))} in number {number}, counted from 0; return "
-                f"the same keys for all rows"
-            )
 
 
 def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -171,9 +160,6 @@ def join_rows(
 
     One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not.
-
-    Raises:
-        ValueError: a tensor without the rows along ``dim``, or of another shape in the others.
     """
     if lists and all(
         isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
@@ -215,12 +201,10 @@ _ALONE = "return the rows along that dimension, or call engine.module itself"
 
 def _all_same(leaves: list[Any]) -> bool:
     first = leaves[0]
-    if any(type(leaf) is not type(first) for leaf in leaves):
-        return False
-    if all(leaf is first for leaf in leaves):
-        return True
-    return isinstance(first, (bool, int, float, complex, str, bytes)) and all(
-        leaf == first for leaf in leaves
+    is_plain = isinstance(first, (bool, int, float, complex, str, bytes))
+    return all(
+        leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
+        for leaf in leaves
     )
 
 

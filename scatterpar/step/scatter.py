@@ -60,14 +60,8 @@ class Arrival:
     """The rows of one share, which come to its device as they are asked for.
 
     Each micro-batch is the sub-step's own: it begins where its memory does, and may be written.
-
-    Args:
-        batch: the whole batch, where the caller has it.
-        share: which rows these are, and how they are cut into micro-batches.
-        dim: the dimension that holds the rows.
-        ahead: copies them; ``None`` where all of them are in the share's memory already.
-        shared: what arrives is not the sub-step's own: some of it was here, or is replicated, or
-            entries that travelled together begin anywhere in one memory.
+    What is ``shared`` is copied for that: some of it was here before, or is replicated, or entries
+    that travelled together begin anywhere in one memory. Without ``ahead`` all of it is here.
     """
 
     def __init__(

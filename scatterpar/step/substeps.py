@@ -79,12 +79,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class noted:
-    """Note on whatever is raised in the body where it happened.
-
-    Args:
-        share: the replica's share.
-        number: the sub-step, where there are any.
-    """
+    """Note on whatever is raised in the body where it happened."""
 
     def __init__(self, share: Share, number: int | None = None) -> None:
         self._share = share
@@ -136,12 +131,7 @@ def prepare_autograd() -> None:
 
 
 class Launched:
-    """Sub-steps of one replica in one step: operators as Python comes to them.
-
-    Args:
-        task: the replica, its rows and their weights.
-        request: which outputs to keep.
-    """
+    """Sub-steps of one replica in one step: operators as Python comes to them."""
 
     def __init__(self, task: Task, request: Request) -> None:
         self._task, self._request = task, request
@@ -151,10 +141,9 @@ class Launched:
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
-        task, output_kept = self._task, None
+        task = self._task
         output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
-        if self._keep:
-            output_kept = kept(output, self._keep)
+        output_kept = kept(output, self._keep) if self._keep else None
         del output
         if weight:
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)

@@ -44,10 +44,9 @@ from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators, State
-from scatterpar.threads.workers import Workers, note
+from scatterpar.threads.workers import Attempt, Workers, note
 from scatterpar.torch_private import nodes_of
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import bring, in_memory_order
+from scatterpar.devices.chunks import bring
 from scatterpar.devices.ledger import Ledger
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.replicas.replicas import Lent, parameter_like
@@ -173,22 +172,10 @@ class ShardedOptimizer(Optimizer):
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         """Each owner gets those of what it owns, chunk by chunk."""
         for device in self._memories[1:]:
-            flats: dict[int, Tensor] = {}
-            rooms: dict[int, Tensor] = {}
-            for i, (p, stand_in) in enumerate(stand_ins.items()):
-                if self._owners[p] != device or p.grad is None:
-                    continue
-                gradient = p.grad.detach()
-                flat = in_memory_order(gradient)
-                if flat is None:  # a sparse one, or one with gaps
-                    stand_in.grad = self._ledger.copy(gradient, device, "reduce")
-                    continue
-                flats[i] = flat
-                rooms[i] = verbs.empty(flat.numel(), flat.dtype, device)
-                stand_in.grad = rooms[i].as_strided(gradient.shape, gradient.stride())
-            for message, arrived in bring(flats, device, self._ledger, "reduce"):
-                torch._foreach_copy_(message.of(rooms), list(arrived))
-                del arrived
+            owned = [p for p in stand_ins if self._owners[p] == device]
+            gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
+            for i, gradient in bring(gradients, device, self._ledger, "reduce").items():
+                stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
     def _undone(self, moving: Sequence[Tensor], lent: Lent) -> Iterator[None]:

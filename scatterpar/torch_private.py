@@ -18,39 +18,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import traceback as fx_traceback
 from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
-
-__all__ = [
-    "backward",
-    "current_graph_task",
-    "default_generator",
-    "edges_to_leaves",
-    "flatten",
-    "has_dynamo",
-    "has_gradient_hooks",
-    "held_nodes",
-    "hooks_taken_off",
-    "loading_hooks",
-    "modes",
-    "nodes_of",
-    "private_accelerator",
-    "random_operators",
-    "renew_engine",
-    "route",
-    "saved_tensors_hooks",
-    "step_without_hooks",
-    "switched_off",
-    "switched_on",
-    "uncompiled",
-    "unflatten",
-]
 
 
 class Missing(RuntimeError):
@@ -65,39 +41,30 @@ def _require(what: str, why: str, found: bool) -> None:
         )
 
 
+def _has(path: str) -> bool:
+    try:
+        attrgetter(path)(torch)
+    except AttributeError:
+        return False
+    return True
+
+
 for _name, _why in {
     "_foreach_copy_": "to refresh replicas",
     "_foreach_add": "to add up gradients",
     "_foreach_add_": "to add up gradients",
     "_foreach_norm": "to measure the gradient's noise",
+    "Tensor._version": "to see what was written",
+    "nn.Module._replicate_for_data_parallel": "to make replicas",
+    "optim.Optimizer.profile_hook_step": "to step",
+    "_C._len_torch_dispatch_stack": "to tell of modes that replicas lack",
+    "_C._len_torch_function_stack": "to tell of modes that replicas lack",
+    "autograd.graph._engine_run_backward": "for its backward passes",
+    "autograd.Variable._execution_engine.is_checkpoint_valid": "to compute in forked processes",
+    "fx.traceback.preserve_node_meta": "to compile",
+    "fx.traceback.has_preserved_node_meta": "to compile",
 }.items():
-    _require(f"torch.{_name}", _why, hasattr(torch, _name))
-_require("Tensor._version", "to see what was written", hasattr(Tensor, "_version"))
-_require(
-    "Module._replicate_for_data_parallel",
-    "to make replicas",
-    hasattr(nn.Module, "_replicate_for_data_parallel"),
-)
-
-
-# --- flat tensors: what torch's own DistributedDataParallel flattens with --------------------
-
-try:
-    from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-except ImportError:  # pragma: no cover
-    _require("torch._utils._flatten_dense_tensors", "to send gradients in one message", False)
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat copy of dense tensors of one dtype."""
-    flat: Tensor = _flatten_dense_tensors(tensors)
-    return flat
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of ``flat`` in the shapes of ``like``."""
-    views: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)
-    return views
+    _require(f"torch.{_name}", _why, _has(_name))
 
 
 # --- an optimizer within another: its hooks are the other's, and run once ----------------------
@@ -106,7 +73,6 @@ _HOOKS_OF_LOADING = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_require("Optimizer.profile_hook_step", "to step", hasattr(Optimizer, "profile_hook_step"))
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
@@ -121,9 +87,6 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------
-
-for _name in ("_len_torch_dispatch_stack", "_len_torch_function_stack"):
-    _require(f"torch._C.{_name}", "to tell of modes that replicas lack", hasattr(torch._C, _name))
 
 _VISITED = "scatterpar, visited"
 
@@ -162,14 +125,15 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def held_nodes(leaves: Sequence[Tensor]) -> list[bool]:
-    """For each leaf whether somebody keeps the node that accumulates its gradient.
+def are_held(leaves: Sequence[Tensor]) -> bool:
+    """Whether somebody keeps a node that accumulates one of these leaves' gradients.
 
     Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
     """
     for metadata in _metadata_of_nodes(leaves):
         metadata[_VISITED] = True
-    return [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
+    kept = [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
+    return any(kept)
 
 
 def _metadata_of_nodes(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -213,14 +177,8 @@ def edges_to_leaves(loss: Tensor, nodes: Sequence[Any]) -> list[tuple[Tensor, An
     return found
 
 
-try:
-    from torch.autograd.graph import _engine_run_backward
-except ImportError:  # pragma: no cover
-    _require("torch.autograd.graph._engine_run_backward", "for its backward passes", False)
-
-_ENGINE = torch.autograd.Variable._execution_engine
-_name, _why = "is_checkpoint_valid", "to compute in forked processes"
-_require(f"{_name} of autograd's engine", _why, hasattr(_ENGINE, _name))
+_ENGINE: Any = torch.autograd.Variable._execution_engine
+_GRAPH: Any = torch.autograd.graph
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -232,7 +190,7 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     if has_torch_function(tuple(roots)):
         torch.autograd.backward(roots, gradients)
         return
-    _engine_run_backward(
+    _GRAPH._engine_run_backward(
         tuple(roots),
         tuple(gradients),
         False,  # retain_graph
@@ -288,10 +246,6 @@ def many_graphs() -> Iterator[None]:
     in_all = max(config.accumulated_recompile_limit, 4 * more)
     with config.patch(recompile_limit=more, accumulated_recompile_limit=in_all):
         yield
-
-
-for _name in ("preserve_node_meta", "has_preserved_node_meta"):
-    _require(f"torch.fx.traceback.{_name}", "to compile", hasattr(fx_traceback, _name))
 
 
 def node_metadata_kept() -> contextlib.AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
 from scatterpar.devices import chunks, fingerprints
-from scatterpar.devices.ahead import Ahead
+from scatterpar.devices.ledger import Ahead
 
 pytestmark = [
     pytest.mark.cuda,
@@ -176,6 +176,25 @@ def test_an_error_that_surfaces_late_names_its_replica(late):
         with pytest.raises(RuntimeError, match="illegal memory access") as caught:
             engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         assert any(f"in replica 1 on {SECOND}" in note for note in caught.value.__notes__)
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad.cpu(), gradient.cpu())
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_kernel_that_fails_around_a_captured_sub_step_leaves_no_trace(late, number):
+    """Before the launch of a graph, in it, or after it."""
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], graphs=True, verify=False) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        before = [p.grad.clone() for p in model.parameters()]
+        control.fail_kernel(1, number)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
         for parameter, gradient in zip(model.parameters(), before, strict=True):
             assert torch.equal(parameter.grad.cpu(), gradient.cpu())
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())

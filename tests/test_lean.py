@@ -15,8 +15,8 @@ from torch import nn
 
 import scatterpar.engine
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.devices import chunks, fingerprints, links
-from scatterpar.devices.fingerprints import Fingerprints
+from scatterpar.devices import chunks, fingerprints
+from scatterpar.devices.fingerprints import Fingerprints, LinkCheck
 from scatterpar.devices.ledger import Ledger
 from scatterpar.step.reduce import sum_in_order
 
@@ -182,9 +182,9 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
         looked_at.add((source.index, target.index))
         return True
 
-    monkeypatch.setattr(links, "_arrives", arrives)
+    monkeypatch.setattr(fingerprints, "_arrives", arrives)
     places = (0, 1, 2, 3, 4, 1, 0, 2)
-    links.check_links([torch.device(f"cpu:{i}") for i in places])
+    LinkCheck([torch.device(f"cpu:{i}") for i in places])()
     out = {pair for pairs in chunks.rounds(5) for pair in pairs}
     back = {(places[near], places[far]) for pairs in chunks.rounds(8) for near, far in pairs}
     used = {(one, other) for one, other in out | back if one != other}

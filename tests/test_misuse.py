@@ -328,11 +328,16 @@ def frozen():
     return nn.Sequential(torch.jit.freeze(script), nn.Linear(3, 3))
 
 
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (lambda: Slotted(4, 3), r"a Slotted cannot be replicated, .* keeps 'scale' in __slots__; "),
         (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
         (frozen, r"since its child '0' is a TorchScript module that torch.jit.freeze made"),

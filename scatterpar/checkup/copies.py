@@ -10,8 +10,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from scatterpar.devices.fingerprints import pattern
 from scatterpar.devices.ledger import DETOURS, Ledger
-from scatterpar.devices.links import pattern
 from scatterpar.devices.verbs import physical
 
 HOST, PINNED = "host", "pinned host"

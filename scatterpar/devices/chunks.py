@@ -19,27 +19,6 @@ from torch import Tensor, nn
 from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 
-__all__ = [
-    "ALONE_BYTES",
-    "CHUNK_BYTES",
-    "FlatCopy",
-    "Message",
-    "Pairs",
-    "Piece",
-    "add_each",
-    "bring",
-    "by_dtype",
-    "copy_each",
-    "copy_lists",
-    "grouped",
-    "in_chunks",
-    "in_memory_order",
-    "is_in_memory_order",
-    "messages",
-    "packed",
-    "rounds",
-]
-
 CHUNK_BYTES = 2**26
 
 ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one
@@ -81,10 +60,7 @@ def messages(
 
     How a tensor is cut depends on its own size alone.
 
-    Args:
-        sizes: the key and the number of elements of each.
-        most: elements of a message.
-        alone: tensors of so many elements go before the others, and nothing goes with them.
+    Tensors of ``alone`` elements or more go before the others, and nothing goes with them.
 
     >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
     [(2,), (4,), (3,)]
@@ -104,34 +80,26 @@ def messages(
     return tuple(Message(tuple(group), tuple(p.stop - p.start for p in group)) for group in groups)
 
 
-def in_chunks(tensors: Mapping[int, Tensor]) -> Iterator[Message]:
-    """1-D tensors as messages of one dtype each, in which no more than a chunk travels."""
-    for dtype, keys in by_dtype(tensors.items()).items():
-        sizes = tuple([(key, tensors[key].numel()) for key in keys])
-        most, alone = CHUNK_BYTES // dtype.itemsize, ALONE_BYTES // dtype.itemsize
-        yield from messages(sizes, most, alone)
-
-
 def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
-    """1-D tensors as messages: one, or a piece of one, as it is; several as a copy.
+    """1-D tensors as messages of one dtype: one, or a piece of one, as it is; several as a copy.
 
     There is room for one message at a time: be done with it before asking for the next.
     """
-    for message in in_chunks(tensors):
-        parts = message.of(tensors)
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        del parts
-        yield message, flat
-        del flat
+    for dtype, keys in by_dtype(tensors.items()).items():
+        sizes = tuple([(key, tensors[key].numel()) for key in keys])
+        most, alone = CHUNK_BYTES // dtype.itemsize, ALONE_BYTES // dtype.itemsize
+        for message in messages(sizes, most, alone):
+            parts = message.of(tensors)
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+            del parts
+            yield message, flat
+            del flat
 
 
-def bring(
+def arriving(
     tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
 ) -> Iterator[tuple[Message, tuple[Tensor, ...]]]:
-    """1-D tensors in the memory of ``device``, message by message, and what each piece holds.
-
-    There is room for one message at a time, as in ``packed``.
-    """
+    """1-D tensors in the memory of ``device``: messages as in ``packed``, and what pieces hold."""
     for message, flat in packed(tensors):
         arrived = ledger.copy(flat, device, phase)
         del flat
@@ -139,6 +107,27 @@ def bring(
         del arrived
         yield message, parts
         del parts
+
+
+def bring(
+    tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
+) -> dict[int, Tensor]:
+    """Copies of ``tensors`` in the memory of ``device``, dense ones in few messages."""
+    found: dict[int, Tensor] = {}
+    flats: dict[int, Tensor] = {}
+    for i, tensor in tensors.items():
+        flat = in_memory_order(tensor)
+        if flat is None:
+            found[i] = ledger.copy(tensor, device, phase)
+        else:
+            flats[i] = flat
+            room = verbs.empty(flat.numel(), flat.dtype, device)
+            found[i] = room.as_strided(tensor.shape, tensor.stride())
+    rooms = {i: found[i].as_strided((flat.numel(),), (1,)) for i, flat in flats.items()}
+    for message, parts in arriving(flats, device, ledger, phase):
+        torch._foreach_copy_(message.of(rooms), parts)
+        del parts
+    return found
 
 
 def in_memory_order(tensor: Tensor) -> Tensor | None:
@@ -201,24 +190,14 @@ class FlatCopy:
     another order. Tensors that lie one after the other in one storage do so here, from the start
     of a storage of its own: so cuDNN takes the weights of a recurrent layer as they are.
 
-    Args:
-        like: the tensors.
-        device: whose memory this is in.
-
-    Attributes:
-        order: positions of the tensors in the order in which they lie.
-        views: every tensor's view.
-        pieces: the same memory, 1-D.
-        flats: the buffer of each dtype.
-        offsets: where in it each tensor begins.
     """
 
     def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        self.order: list[int] = []
+        self.order: list[int] = []  # positions of the tensors in the order in which they lie
         self.views = list(like)
-        self.pieces = list(like)
-        self.flats: dict[torch.dtype, Tensor] = {}
-        self.offsets = [0] * len(like)
+        self.pieces = list(like)  # the same memory, 1-D
+        self.flats: dict[torch.dtype, Tensor] = {}  # the buffer of each dtype
+        self.offsets = [0] * len(like)  # where in it each tensor begins
         runs = _runs(like)
         for dtype, firsts in by_dtype((run, like[run[0]]) for run in runs).items():
             self._lay(firsts, like, dtype, device)

@@ -1,4 +1,4 @@
-"""Whether tensors hold the bits that others hold, or that they held; and how the host learns it.
+"""Whether tensors hold the bits that others hold, or that they held; whether copies bring them.
 
 -0.0 is not 0.0, and a NaN is equal to itself. Fingerprints stand in place of a copy: each word of
 32 bits is multiplied by an odd number of 64 bits that belongs to its position, and
@@ -9,24 +9,19 @@ always shows; several do but for about one case in 2**60.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import by_dtype, in_memory_order, messages
-
-__all__ = [
-    "Fingerprint",
-    "Fingerprints",
-    "Readout",
-    "changed",
-    "changes",
-    "differing",
-]
+from scatterpar.devices.chunks import by_dtype, in_memory_order, messages, rounds
+from scatterpar.devices.ledger import DETOURS, Ledger
+from scatterpar.devices.verbs import physical
+from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
 
@@ -34,19 +29,14 @@ _WORDS = 2**21  # at a time: what is in between needs some 40 bytes for each
 
 _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd, and without regularity
 
+_BYTES = 2**20
+_BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprints:
-    """Those of dense tensors in one memory, computed there.
-
-    Args:
-        tensors: of any dtypes.
-        device: whose memory they are in.
-
-    Attributes:
-        values: what ``read`` takes, once it is on the host.
-    """
+    """Those of dense tensors in one memory, computed there; the host reads ``values``."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._count = len(tensors)
@@ -144,14 +134,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 class Readout:
-    """Tensors that the host wants to know: all that were asked for arrive when one is needed.
-
-    >>> readout = Readout()
-    >>> flags = readout.ask([torch.tensor(True)])
-    >>> counts = readout.ask([torch.tensor(3), torch.tensor(4)])
-    >>> flags(), counts()
-    ([tensor(True)], [tensor(3), tensor(4)])
-    """
+    """Tensors that the host wants to know: all that were asked for arrive when one is needed."""
 
     def __init__(self) -> None:
         self._asked: list[Tensor] = []
@@ -187,3 +170,75 @@ def _on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+class LinkCheck:
+    """Looks once, when it is first called, whether copies between these devices arrive as sent.
+
+    Copies between two cards go past the host, by peer access, and on some machines they bring
+    other bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access
+    control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
+    https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
+    """
+
+    def __init__(self, device_ids: Sequence[torch.device]) -> None:
+        self._device_ids = device_ids
+        self._done = False
+
+    def __call__(self) -> None:
+        """Send known bytes each way that the engine's copies go, and compare; counted nowhere.
+
+        Where bytes changed, copies from that device to that other one go through the host's memory
+        from now on, and a warning says so.
+
+        Raises:
+            RuntimeError: bytes change on the way through the host's memory too.
+        """
+        if self._done:
+            return
+        memories = list(dict.fromkeys(self._device_ids))
+        ways = [(memories[0], other) for other in memories[1:]]
+        for places in (memories, self._device_ids):  # the trees of parameters, and of gradients
+            ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
+        with torch.inference_mode(False), torch.no_grad():
+            for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
+                _find_detour(one, other)
+                _find_detour(other, one)
+        self._done = True
+
+
+def _find_detour(source: torch.device, target: torch.device) -> None:
+    pair = physical(source), physical(target)
+    in_the_host = {device.type for device in pair} == {"cpu"}
+    size = _BYTES_IN_THE_HOST if in_the_host else _BYTES
+    DETOURS.discard(pair)
+    if _arrives(source, target, size):
+        return
+    what = f"a copy of {size} bytes from {source} to {target} brought other bytes than were sent"
+    DETOURS.add(pair)
+    if not _arrives(source, target, size):
+        DETOURS.discard(pair)
+        raise RuntimeError(
+            f"{what}, and so it did through the host's memory; nothing that is computed here can "
+            f"be trusted. Run: python -m scatterpar doctor"
+        )
+    warn(
+        f"{what}: copies between them go through the host's memory from now on, which is slower, "
+        f"and exact. To find the reason, run: python -m scatterpar doctor"
+    )
+
+
+@functools.cache
+def pattern(size: int) -> Tensor:
+    """``size`` bytes on the host that have no regularity; not to be written."""
+    numbers = torch.arange(size, dtype=torch.int64, device="cpu")
+    return (numbers * 0x9E3779B1 >> 13).to(torch.uint8)
+
+
+def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
+    """Whether a copy by the engine's own verb brings every byte, and not what was there before."""
+    sent = pattern(size)
+    there = physical(target)
+    arrived = (~sent).to(there)
+    Ledger().copy_into(arrived, sent.to(physical(source)), "replicate")
+    return torch.equal(arrived, sent.to(there))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import mark, physical, reads_late
-
-__all__ = ["DETOURS", "PHASES", "Clock", "Ledger", "Span", "passable"]
+from scatterpar.devices.verbs import mark, on, physical, reads_late
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
-# From which device to which copies go through the host's memory: see ``check_links``.
+# From which device to which copies go through the host's memory: see ``LinkCheck``.
 DETOURS: set[tuple[torch.device, torch.device]] = set()
 
 Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()
+
+_STAGED = 2  # parcels that may lie in the host's pinned memory at once
 
 
 class Ledger:
@@ -91,31 +95,109 @@ def passable(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.cpu() if (tensor.device, device) in DETOURS else tensor
 
 
-class Clock:
-    """Wall time by phase, and when each replica was at work.
+class Ahead(Ledger):
+    """Copies to one device, asked for before they are needed, by the thread that computes there.
 
-    Attributes:
-        seconds: by phase.
-        passes: for each time that the replicas ran: when each of them started and ended.
+    What is asked for between two calls of ``depart`` is a parcel. On an accelerator parcels have a
+    stream of their own, and one on each card that they come from, so that neither end's computation
+    waits for them: torch puts a copy between cards on the current streams of both. Their memory is
+    that of the stream which computes, so a parcel waits for what that was given before, which may
+    still read what the memory held. It does not wait for what comes later, and that does not wait
+    for it, until it is to ``arrive``. Memory of the host that is not pinned is staged in memory
+    that is, of at most two parcels.
+
+    What the streams of ``sources``, where tensors to be copied are, were given before this is made
+    comes before the copies.
     """
+
+    def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
+        super().__init__()
+        self._asked: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
+        # The targets of each parcel: freed earlier, they would be written after their time.
+        self._targets: dict[int, list[Tensor]] = {}
+        self._copied: dict[int, torch.Event] = {}
+        self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
+        self._asking = threading.Lock()  # a worker that was left behind asks while others settle
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._senders: list[torch.Stream] = []
+        for source in sources if self._stream is not None else ():
+            if source.type != "cpu" and source != device:
+                sender = torch.Stream(source)
+                sender.wait_stream(torch.accelerator.current_stream(source))
+                self._senders.append(sender)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # nobody is there to be told
+            if self._targets:
+                self.settle()
+
+    def settle(self) -> None:
+        """Wait until nothing that was copied is read any more."""
+        super().settle()
+        if self._stream is not None:
+            device = self._stream.device
+            # The device first: else torch, leaving the stream, enters the caller's own card.
+            with self._asking, on(device, ()), self._stream:
+                copied = mark(device)
+                targets, self._targets = self._targets, {}
+            copied.synchronize()  # MPS can wait for events alone
+            del targets
+
+    def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
+        """A copy of ``tensor`` in the memory of ``device``, to be read once it may ``arrive``."""
+        if self._stream is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return super().copy(tensor, device, phase)
+        self.count(tensor, phase)
+        target = torch.empty_like(tensor, device=device)
+        self._asked.append((tensor, target))
+        return target
+
+    def depart(self, number: int) -> None:
+        """What was asked for since the last time sets out, as the parcel of this number."""
+        if self._stream is None or not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        with self._asking, contextlib.ExitStack() as current:
+            self._targets[number] = [target for _, target in asked]
+            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+            for stream in (*self._senders, self._stream):
+                current.enter_context(stream)
+            for tensor, target in asked:
+                source = self._readable_late(passable(tensor, target.device), target)
+                target.copy_(source, non_blocking=True)
+            self._copied[number] = self._stream.record_event()
+            self._staged.append(mark(self._stream.device))
+
+    def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
+        """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""
+        if tensor.device.type != "cpu":
+            return tensor
+        if tensor.is_pinned() and tensor.stride() == target.stride():
+            return tensor
+        if len(self._staged) == _STAGED:
+            self._staged[0].synchronize()
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+    def arrive(self, number: int) -> None:
+        """What the current stream is given from now on comes after the parcel of this number."""
+        if self._stream is not None and number in self._copied:
+            current = torch.accelerator.current_stream(self._stream.device)
+            current.wait_event(self._copied.pop(number))
+            self._targets.pop(number, None)
+
+
+class Clock:
+    """Wall time by phase, and when each replica was at work, for each time that they ran."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.passes: list[dict[int, Span]] = []
 
-    def phase(self, name: str) -> _Phase:
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Time the body as part of phase ``name``."""
-        return _Phase(self.seconds, name)
-
-
-class _Phase:
-    """Adds the time that its body takes to ``seconds[name]``."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += time.perf_counter() - self._start
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start

@@ -20,26 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DeviceLike",
-    "another_stream",
-    "at_once",
-    "beside",
-    "can_capture",
-    "capture",
-    "current_streams",
-    "empty",
-    "finish",
-    "keep_memory",
-    "launches",
-    "mark",
-    "on",
-    "physical",
-    "reads_late",
-    "release",
-    "resolve",
-]
-
 DeviceLike = int | str | torch.device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h

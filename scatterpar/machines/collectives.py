@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.chunks import by_dtype, copy_each
-from scatterpar.torch_private import flatten, unflatten
 
 __all__ = ["LAYOUT_BITS", "Collectives", "sparse_weights"]
 
@@ -71,10 +70,12 @@ class Collectives:
         with torch.no_grad():
             for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
                 # Conjugates and negatives have no bytes of their own.
-                flat = flatten([t.detach().resolve_conj().resolve_neg() for t in tensors])
+                plain = [t.detach().resolve_conj().resolve_neg() for t in tensors]
+                flat = torch.cat([tensor.reshape(-1) for tensor in plain])
                 with self._waiting_for("rank 0's parameters and buffers") as group:
                     dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-                values = unflatten(flat, tensors)
+                pieces = flat.split([tensor.numel() for tensor in tensors])
+                values = [v.view(t.shape) for v, t in zip(pieces, tensors, strict=True)]
                 places = [_places(tensor) for tensor in tensors]
                 copy_each(
                     [tensor[place] for tensor, place in zip(tensors, places, strict=True)],

@@ -17,25 +17,18 @@ from torch import Tensor, nn
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.broadcast import Broadcast, in_one_storage, overlapping, version
-from scatterpar.replicas.buffers import (
-    BufferValue,
-    Registry,
-    registered_by,
-    tied_names,
-    values_after,
-)
+from scatterpar.replicas.broadcast import Broadcast, in_one_storage, version
+from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import all_tensors, take
+from scatterpar.step.markers import Replicated, all_tensors, opened, take
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery, copied, opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import noted
-from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module
 
 __all__ = [
@@ -68,9 +61,7 @@ class PassingReplica:
         modules = list(self._survey.modules.values())
         registered = [registered_by(module) for module in modules]
         copies = [registered_by(self.of(module)) for module in modules]
-        for m, place, name, value in values_after(
-            registered, copies, tied_names(registered), self.of
-        ):
+        for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics behind autograd's back.
             before = registered[m].buffers.get(name)
             is_registered_anew = isinstance(place, Registry)
@@ -101,7 +92,6 @@ def replicate(
     originals = list(survey.tensors.values())
     owned = list(map(is_state, originals))
     shared_at = [i for i, is_own in enumerate(owned) if not is_own]
-    groups = overlapping(originals)
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
@@ -116,10 +106,8 @@ def replicate(
             for replica, device in enumerate(device_ids)
         ]
         for copy, device in zip(copies, device_ids, strict=True):
-            for group in groups:
-                rooms = in_one_storage([originals[i] for i in group], device)
-                for i, room in zip(group, rooms, strict=True):
-                    copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
+            for i, room in in_one_storage(originals, device).items():
+                copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     for i, original in enumerate(originals):
         if original.requires_grad:
             what = tuple(device_ids), original, *(copy[i] for copy in copies)
@@ -146,12 +134,12 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
+    is_shared = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         rows = take(batch, share.start, share.stop, dim)
         here = nested.transform(partial(delivery.bring, share.device), rows)
-        is_view = share.device in came_from
-        shares.append(opened(copied(here)) if is_view else opened(here, copy=True))
+        shares.append(opened(here, copy=is_shared or share.device in came_from))
     return shares
 
 

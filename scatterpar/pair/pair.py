@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.links import LinkCheck
+from scatterpar.devices.fingerprints import LinkCheck
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
     NOTHING,

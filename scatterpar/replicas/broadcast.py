@@ -6,6 +6,7 @@ forward pass writes to one it reads in the other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -16,16 +17,7 @@ from scatterpar.devices.chunks import FlatCopy, Message, in_memory_order, packed
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Readout
 from scatterpar.devices.ledger import Ledger
 
-__all__ = [
-    "Broadcast",
-    "in_one_storage",
-    "like_memory",
-    "overlapping",
-    "version",
-    "versions",
-]
-
-_ALIGNMENT = 16  # bytes: the largest element, a complex128
+_ALIGNMENT = 64  # bytes, as of allocations: elsewhere other kernels are taken
 
 
 def version(tensor: Tensor) -> int:
@@ -42,7 +34,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Broadcast:
-    """Copies of ``tensors`` on every device of ``device_ids`` but the first, their own.
+    """Copies of dense ``tensors`` on every device of ``device_ids`` but the first, their own.
 
     A parameter travels when its version has moved since it was sent last: an optimizer has
     stepped. Writes through ``.data``, a NumPy view or another storage leave the version as it
@@ -51,10 +43,6 @@ class Broadcast:
 
     What travels takes the same tree every time: the master sends to one device, then both to
     two others, and so on, chunk by chunk.
-
-    Args:
-        tensors: dense tensors on the master, whose objects stay the same.
-        device_ids: the memories, the master's first; entries may repeat.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
@@ -193,63 +181,51 @@ def _stretch(message: Message, offsets: Sequence[int]) -> slice | None:
 
 
 def like_memory(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Room on ``device`` for ``tensors``: one like each, and those that overlap do so there too.
+    """Room on ``device`` for ``tensors``; those of one storage lie in one there too."""
+    shared = in_one_storage(tensors, device)
+    alone = [i for i in range(len(tensors)) if i not in shared]
+    views = zip(alone, FlatCopy([tensors[i] for i in alone], device).views, strict=True)
+    found = shared | dict(views)
+    return [found[i] for i in range(len(tensors))]
+
+
+def in_one_storage(tensors: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Room for those that share a storage, by position: they lie in another as they do there.
 
     A module may register ``table`` and ``table[0]``. Copies apart from each other would let it
     read a row that it has just written in the table, as it was before.
     """
-    groups = overlapping(tensors)
-    together = {i for group in groups for i in group}
-    alone = [i for i in range(len(tensors)) if i not in together]
-    views = dict(zip(alone, FlatCopy([tensors[i] for i in alone], device).views, strict=True))
-    for group in groups:
-        views.update(zip(group, in_one_storage([tensors[i] for i in group], device), strict=True))
-    return [views[i] for i in range(len(tensors))]
-
-
-def overlapping(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of those that overlap, group by group."""
-    groups: list[list[int]] = []
-    reached = 0
-    for start, stop, i in sorted((*_span(t), i) for i, t in enumerate(tensors) if _is_plain(t)):
-        if groups and start < reached:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-        reached = max(reached, stop)
-    return [group for group in groups if len(group) > 1]
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        if type(tensor) is Tensor and tensor.layout == torch.strided and _is_plain(tensor):
+            groups[tensor.untyped_storage().data_ptr()].append(i)
+    found = {}
+    for group in groups.values():
+        if len(group) > 1:
+            spans = {i: _span(tensors[i]) for i in group}
+            first = min(start for start, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
+            size = max(stop for _, stop in spans.values()) - first
+            room = verbs.empty(size, torch.uint8, device).untyped_storage()
+            for i, (start, _) in spans.items():
+                like, offset = tensors[i], (start - first) // tensors[i].element_size()
+                view = verbs.empty(0, like.dtype, device)
+                view.set_(room, offset, like.shape, like.stride())
+                found[i] = view.conj() if like.is_conj() else view
+    return found
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether each of its elements has a place of its own that can be written."""
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
-    return plain and tensor.numel() > 0 and 0 not in _steps(tensor) and not tensor.is_neg()
-
-
-def _steps(tensor: Tensor) -> list[int]:
-    """The strides of the dimensions that have more than one element."""
-    return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    if tensor.is_quantized or tensor.is_neg() or not tensor.numel():
+        return False
+    return all(
+        stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Where its memory begins, and where it ends."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()
-
-
-def in_one_storage(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors that lie in a new storage as ``tensors``, which overlap, lie in theirs."""
-    spans = [_span(tensor) for tensor in tensors]
-    first, stop = min(start for start, _ in spans), max(stop for _, stop in spans)
-    first -= first % _ALIGNMENT  # dtypes may differ
-    room = verbs.empty(stop - first, torch.uint8, device).untyped_storage()
-    views = [
-        verbs.empty(0, tensor.dtype, device).set_(
-            room, (start - first) // tensor.element_size(), tensor.shape, tensor.stride()
-        )
-        for tensor, (start, _) in zip(tensors, spans, strict=True)
-    ]
-    return [v.conj() if t.is_conj() else v for v, t in zip(views, tensors, strict=True)]

@@ -1,6 +1,6 @@
 """What becomes of buffers in a step: which a module has then, and what running statistics are.
 
-A forward pass may register buffers, delete them, or part what was one tensor.
+A forward pass may register buffers, or delete them.
 
 Running statistics of batch normalisation may move once a step, from all of its rows: with sub-steps
 they would move at each, from few rows. Instead replicas note what each call sees,
@@ -11,16 +11,8 @@ once. After torchgpipe's DeferredBatchNorm.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -28,27 +20,9 @@ from torch import Tensor, nn
 from scatterpar.replicas.kinds import buffers_of, is_script
 from scatterpar.torch_private import current_graph_task
 
-__all__ = [
-    "RUNNING",
-    "BufferValue",
-    "Buffers",
-    "Layer",
-    "Moments",
-    "Registered",
-    "Registry",
-    "Seen",
-    "Tied",
-    "batch_norms",
-    "listening",
-    "pooled",
-    "registered_by",
-    "running",
-    "tied_names",
-    "values_after",
-]
 Buffers = MutableMapping[str, "Tensor | None"]
-BufferValue = tuple[Buffers, str, "Tensor | None"]  # the dict that holds it, its name, its value
-Tied = list[list[tuple[int, str]]]
+Place = Union[Buffers, "Registry"]  # gets and sets buffers by name
+BufferValue = tuple[Place, str, "Tensor | None"]  # where it is, its name, its value
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -67,22 +41,13 @@ def registered_by(module: nn.Module) -> Registered:
     return Registered(buffers_of(module), left_out)
 
 
-class Registry(MutableMapping[str, "Tensor | None"]):
-    """The buffers of a module that a forward pass registered in another way on a copy.
+class Registry:
+    """The buffers of a module that a forward pass registered in another way on a copy."""
 
-    Args:
-        module: the user's.
-        copy: what the forward pass ran on, as it is now.
-        parted: buffers that were one tensor, and are tensors of their own on the copy.
-    """
-
-    def __init__(self, module: Registered, copy: Registered, parted: Collection[str] = ()) -> None:
+    def __init__(self, module: Registered, copy: Registered) -> None:
         self._buffers, self._left_out = module
         self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
-        self.parted = parted
-
-    def __getitem__(self, name: str) -> Tensor | None:
-        return self._buffers[name]
+        self.get = self._buffers.get
 
     def __setitem__(self, name: str, value: Tensor | None) -> None:
         """Have this buffer or not, and in state dicts or not, as the copy does."""
@@ -95,66 +60,29 @@ class Registry(MutableMapping[str, "Tensor | None"]):
         else:
             self._left_out.discard(name)
 
-    def __delitem__(self, name: str) -> None:
-        del self._buffers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._buffers)
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
 
 def values_after(
-    modules: Sequence[Registered],
-    copies: Sequence[Registered],
-    tied: Tied,
-    of: Callable[[Any], Any],
-) -> Iterator[tuple[int, Buffers, str, Tensor | None]]:
+    modules: Sequence[Registered], copies: Sequence[Registered], of: Callable[[Any], Any]
+) -> Iterator[tuple[int, Place, str, Tensor | None]]:
     """What the copies' buffers are: the module's number, where to write it, its name, the value.
 
-    Args:
-        modules: the user's.
-        copies: what a forward pass ran on.
-        tied: the names of buffers that are one tensor.
-        of: the copy of a tensor, as it was before the forward pass.
+    ``of`` gives the copy of a tensor, as it was before the forward pass.
     """
-    parted = _parted_names(tied, modules, copies, of) if tied else {}
+    told: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
         holder, own = module.buffers, copy.buffers
-        if holder or own:
-            place, names = holder, own
-            if m in parted or module.left_out != copy.left_out or holder.keys() != own.keys():
-                place, names = Registry(module, copy, parted.get(m, ())), {**holder, **own}
-            for name in names:
+        if module.left_out != copy.left_out or holder.keys() != own.keys():
+            place = Registry(module, copy)
+            for name in {**holder, **own}:
                 yield m, place, name, own.get(name)
-
-
-def tied_names(modules: Sequence[Registered]) -> Tied:
-    """The names, as (module, name), of each tensor that is a buffer under several of them."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for m, (buffers, _) in enumerate(modules):
-        for name, tensor in buffers.items():
-            if tensor is not None and isinstance(buffers, dict):
-                places.setdefault(id(tensor), []).append((m, name))
-    return [names for names in places.values() if len(names) > 1]
-
-
-def _parted_names(
-    tied: Tied,
-    modules: Sequence[Registered],
-    copies: Sequence[Registered],
-    of: Callable[[Any], Any],
-) -> dict[int, set[str]]:
-    """By module, the tied buffers of which a forward pass made tensors of their own."""
-    found: dict[int, set[str]] = {}
-    for names in tied:
-        values = [copies[m].buffers.get(name) for m, name in names]
-        if any(value is not values[0] for value in values):
-            for (m, name), value in zip(names, values, strict=True):
-                if value is not of(modules[m].buffers.get(name)):
-                    found.setdefault(m, set()).add(name)
-    return found
+            continue
+        for name, value in own.items():
+            before = holder.get(name)
+            if value is None or value is not of(before):
+                yield m, holder, name, value
+            elif id(before) not in told:
+                told.add(id(before))
+                yield m, holder, name, value
 
 
 class Moments(NamedTuple):

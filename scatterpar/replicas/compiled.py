@@ -18,20 +18,13 @@ from torch import nn
 
 from scatterpar import torch_private
 
-__all__ = ["Compiler", "How", "checked_how", "unwrapped"]
-
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # compiles a function, as torch.compile
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Compiler:
-    """Makes the compiled calls of replicas.
-
-    Args:
-        how: compiles the modules that are replicated; ``None``: only those compile that the
-            user compiled.
-    """
+    """Makes the compiled calls of replicas: all compile by ``how``, or what the user compiled."""
 
     def __init__(self, how: How | None = None) -> None:
         self._how = how
@@ -43,14 +36,7 @@ class Compiler:
     ) -> Callable[..., Any] | None:
         """The compiled call of a replica; ``None`` where it is not to be compiled.
 
-        Args:
-            module: the user's.
-            replica: its copy.
-            is_root: it is what the user asked to be compiled as a whole.
-            how: the user's own compiled module says how.
-
-        Raises:
-            ValueError: with CUDA graphs, where there is an accelerator.
+        ``how`` is that of the user's own compiled module; ``is_root``: all of it is to be compiled.
         """
         own = module._compiled_call_impl
         if own is not None:

@@ -14,21 +14,12 @@ from scatterpar.replicas.compiled import Compiler, How
 from scatterpar.replicas.mirror import Bound, Survey, holder_of
 from scatterpar.replicas.replicas import Replicas
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """The replicas of a module and of the criterion that it is trained with.
 
-    Args:
-        device_ids: one entry per replica.
-        accumulate_dtype: gradients add up in this dtype, where their own is narrower.
-        compile_how: compiles the replicas of the module.
-        pools: running statistics of batch normalisation move once a step.
-
-    Attributes:
-        parts: the replicas of the model and, where it has any, those of the criterion.
-        criteria: the criterion of each replica.
+    ``parts`` are those of the model and, where it has any, of the criterion; ``criteria`` has the
+    criterion of each replica.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -15,21 +14,6 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
-
-__all__ = [
-    "assembled",
-    "buffers_of",
-    "check_placement",
-    "is_script",
-    "is_sparse",
-    "new_like",
-    "pieces_of",
-    "rebind_script",
-    "script_state",
-    "script_tensors",
-    "slots_of",
-    "zero_grad_has_no_effect",
-]
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -106,15 +90,15 @@ def zero_grad_has_no_effect(set_to_none: bool = True) -> None:
     )
 
 
-@functools.cache
-def slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
-    """What the classes of a module keep in ``__slots__`` instead of its ``__dict__``."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        for member in vars(base).values()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+def _refuse_slots(kind: type) -> None:
+    """Replicas copy a module's dictionary."""
+    for base in kind.__mro__:
+        for member in vars(base).values():
+            if isinstance(member, types.MemberDescriptorType):
+                raise TypeError(
+                    f"a {kind.__name__} cannot be replicated, since {base.__name__} keeps "
+                    f"{member.__name__!r} in __slots__; let modules have plain attributes"
+                )
 
 
 class _ScriptBuffers(MutableMapping[str, "Tensor | None"]):
@@ -194,27 +178,27 @@ def check_placement(
     expected = verbs.physical(device_ids[0])
     for root in roots:
         _refuse_frozen(root)
+        for kind in {type(module) for module in root.modules()}:
+            _refuse_slots(kind)
         _refuse_renormalised(root)
-        for kind, named in (
-            ("parameter", root.named_parameters()),
-            ("buffer", root.named_buffers()),
-        ):
-            for name, tensor in named:
-                what = f"{type(root).__name__} has the {kind} {name!r}"
-                if is_lazy(tensor):
-                    if lazy:
-                        continue
-                    raise RuntimeError(
-                        f"{type(root).__name__} has an uninitialised lazy {kind}, {name!r}: "
-                        f"call the module once on one micro-batch before the first step"
-                    )
-                if tensor.device != expected:
-                    raise ValueError(
-                        f"{type(root).__name__} must be on device_ids[0], which is "
-                        f"{device_ids[0]}, but its {kind} {name!r} is on {tensor.device}; "
-                        f"call .to({str(expected)!r})"
-                    )
-                _refuse_packed(what, tensor, len(set(device_ids)))
+        owner = type(root).__name__
+        tensors: list[tuple[str, str, Tensor]]
+        tensors = [("parameter", *one) for one in root.named_parameters()]
+        tensors += [("buffer", *one) for one in root.named_buffers()]
+        for what, name, tensor in tensors:
+            if is_lazy(tensor):
+                if lazy:
+                    continue
+                raise RuntimeError(
+                    f"{owner} has an uninitialised lazy {what}, {name!r}: call the module once on "
+                    f"one micro-batch before the first step"
+                )
+            if tensor.device != expected:
+                raise ValueError(
+                    f"{owner} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
+                    f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
+                )
+            _refuse_packed(f"{owner} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
 def _refuse_frozen(root: nn.Module) -> None:

@@ -16,7 +16,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -32,24 +32,9 @@ from scatterpar.replicas.kinds import (
     pieces_of,
     rebind_script,
     script_tensors,
-    slots_of,
 )
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
-
-__all__ = [
-    "Bound",
-    "Cells",
-    "Mirror",
-    "Snapshot",
-    "Survey",
-    "contents",
-    "holder_of",
-    "leads_to",
-    "names_leading",
-    "owner_of",
-    "twin_of",
-]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
@@ -58,8 +43,6 @@ _SWITCHES = {bool, str, bytes, type(None)}
 _PLAIN = _SWITCHES | {int, float, complex}
 
 Turned = tuple[int, Any, Any]  # the number of a container, a key, the value there
-
-Cells = list[tuple[types.CellType, Any]]
 
 
 class Survey:
@@ -75,7 +58,6 @@ class Survey:
         self.tensors: dict[int, Tensor] = {}
         self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
-        self.slots: list[tuple[nn.Module, types.MemberDescriptorType, Any]] = []
         self.told: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
         self.roots = tuple(roots)
@@ -99,7 +81,6 @@ class Survey:
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
                 self._visit_container(vars(value))
-                self._visit_slots(value)
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
@@ -132,14 +113,6 @@ class Survey:
             if isinstance(tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__")
         ]
 
-    def _visit_slots(self, module: nn.Module) -> None:
-        kind: Any = type(module)
-        for member in slots_of(kind):
-            if hasattr(module, member.__name__):
-                value = member.__get__(module)
-                self.slots.append((module, member, value))
-                self._visit(value)
-
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
         self.containers.append(container)
@@ -151,8 +124,7 @@ class Survey:
 class Snapshot:
     """What was in some containers, by identity, and whether it still is.
 
-    The comparison runs in the interpreter's own C loops: a tree of 287 modules has about
-    eight thousand entries, and every step asks.
+    The comparison runs in C loops: a tree of 287 modules has eight thousand entries.
     """
 
     def __init__(self, containers: Iterable[Any]) -> None:
@@ -247,12 +219,7 @@ class Mirror:
 
     Modules, containers, bound methods, partials, weak references and functions that close over any
     of these are made anew and point to each other inside the copy; everything else is shared with
-    the original.
-
-    Args:
-        survey: what there is to copy.
-        tensors: the copy's tensor for the ``id`` of each original one.
-        compiler: makes the compiled calls of copies of compiled modules.
+    the original. ``tensors`` has the copy's tensor for the ``id`` of each original one.
     """
 
     def __init__(
@@ -263,7 +230,8 @@ class Mirror:
         self._made: dict[int, Any] = dict(tensors)
         self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
         self._inside.update(survey.modules)
-        self.cells: Cells = []  # of the originals: what the copies' functions do not see change
+        # Of the originals, and what is in them: the copies' functions do not see that change.
+        self.cells: list[tuple[types.CellType, Any]] = []
         self._kept: list[Any] = []  # so that no id in _made is used again
         self.sparse: list[tuple[Tensor, list[Tensor]]] = []
         self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
@@ -273,7 +241,6 @@ class Mirror:
             self.sparse.append((self._made[id(original)], own))
         for module in survey.modules.values():
             self.of(module)
-        self._slots = [(self.of(m), member, self.of(value)) for m, member, value in survey.slots]
         self.rebind()
         self.containers = [self.of(container) for container in survey.containers]
         for original, attributes in survey.attributes:
@@ -311,17 +278,12 @@ class Mirror:
             )
         if type(value) is weakref.ref:
             target = value()
-            return (
-                value
-                if target is None or self.of(target) is target
-                else weakref.ref(self.of(target))
-            )
+            own = self.of(target)
+            return value if own is target else weakref.ref(own)
         return value
 
     def rebind(self) -> None:
         """Undo what a forward pass rebound where no snapshot sees it."""
-        for module, member, value in self._slots:
-            member.__set__(module, value)
         for script, tensors in self._scripts:
             rebind_script(script, tensors)
 
@@ -343,24 +305,54 @@ class Mirror:
         state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)
         return replica
 
-    def _function(self, function: types.FunctionType) -> types.FunctionType:
-        leads = functools.partial(leads_to, is_inside=lambda value: id(value) in self._inside)
-        for name in names_leading(function, leads):
-            text = (
-                f"the function {function.__qualname__}, which the module holds, names {name!r} of "
-                f"its file: replicas that call it use the user's own module there, and what it "
-                f"writes or reads there is not the replica's; define it inside a function, so that "
-                f"it closes over {name!r}, or bind {name!r} with functools.partial"
-            )
-            if text not in self._survey.told:
-                self._survey.told.add(text)
-                warn(text)
-        if not leads(function):
+    def _function(self, function: types.FunctionType) -> Any:
+        """A twin of a function that leads to what is replicated: there it leads to the copy."""
+        of_file = function.__globals__
+        for name in function.__code__.co_names:
+            if name in of_file and self._leads(of_file[name]):
+                self._tell(function, name)
+        if not self._leads(function):
             return function
         self._kept.append(function)
-        twin, cells = twin_of(function, leads, self.of, self._made)
-        self.cells += cells
+        cells = function.__closure__ or ()
+        new = tuple(types.CellType() if self._leads(contents(cell)) else cell for cell in cells)
+        twin: Any = types.FunctionType(function.__code__, of_file, closure=new)
+        self._made[id(function)] = twin  # before its cells are filled: it may call itself
+        defaults, named = function.__defaults__, function.__kwdefaults__
+        twin.__defaults__ = defaults and tuple(map(self._led, defaults))
+        twin.__kwdefaults__ = named and {name: self._led(value) for name, value in named.items()}
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(twin, name, getattr(function, name))
+        vars(twin).update(vars(function))
+        for cell, own in zip(cells, new, strict=True):
+            if own is not cell:
+                own.cell_contents = self.of(cell.cell_contents)
+                self.cells.append((cell, cell.cell_contents))
         return twin
+
+    def _leads(self, value: Any, seen: set[int] | None = None) -> bool:
+        """Whether ``value`` is inside of what is replicated, or something that leads there."""
+        if id(value) in self._inside:
+            return True
+        seen = set() if seen is None else seen
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        return any(self._leads(one, seen) for one in _next(value))
+
+    def _led(self, value: Any) -> Any:
+        return self.of(value) if self._leads(value) else value
+
+    def _tell(self, function: types.FunctionType, name: str) -> None:
+        text = (
+            f"the function {function.__qualname__}, which the module holds, names {name!r} of "
+            f"its file: replicas that call it use the user's own module there, and what it "
+            f"writes or reads there is not the replica's; define it inside a function, so that "
+            f"it closes over {name!r}, or bind {name!r} with functools.partial"
+        )
+        if text not in self._survey.told:
+            self._survey.told.add(text)
+            warn(text)
 
     def _container(self, value: Any) -> Any:
         self._kept.append(value)
@@ -386,24 +378,7 @@ def contents(cell: types.CellType) -> Any:
         return cell
 
 
-def leads_to(value: Any, is_inside: Callable[[Any], bool], seen: set[int] | None = None) -> bool:
-    """Whether ``value`` is inside of what is replicated, or a function or method that leads there.
-
-    Args:
-        value: anything.
-        is_inside: whether something is.
-        seen: what was asked for already.
-    """
-    if is_inside(value):
-        return True
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(leads_to(one, is_inside, seen) for one in _brought(value))
-
-
-def _brought(value: Any) -> Iterable[Any]:
+def _next(value: Any) -> Iterable[Any]:
     """What a function, or something like one, leads to."""
     if isinstance(value, types.MethodType):
         return (value.__self__,)
@@ -417,49 +392,6 @@ def _brought(value: Any) -> Iterable[Any]:
         cells = map(contents, value.__closure__ or ())
         return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     return ()
-
-
-def names_leading(function: types.FunctionType, leads: Callable[[Any], bool]) -> list[str]:
-    """Names of its file by which ``function`` comes to what is replicated: its twin would, too."""
-    of_file = function.__globals__
-    return [n for n in function.__code__.co_names if n in of_file and leads(of_file[n])]
-
-
-def twin_of(
-    function: types.FunctionType,
-    leads: Callable[[Any], bool],
-    of: Callable[[Any], Any],
-    made: dict[int, Any],
-) -> tuple[types.FunctionType, Cells]:
-    """A twin of ``function`` that leads to a copy, and the cells that do not lead there any more.
-
-    Args:
-        function: leads to what is replicated.
-        leads: whether a value does.
-        of: the copy's counterpart of a value.
-        made: has the twin before its cells are filled, for functions that call themselves.
-    """
-
-    def brought(value: Any) -> Any:
-        return of(value) if leads(value) else value
-
-    old = function.__closure__ or ()
-    new = tuple(types.CellType() if leads(contents(cell)) else cell for cell in old)
-    twin: Any = types.FunctionType(function.__code__, function.__globals__, closure=new)
-    made[id(function)] = twin
-    twin.__defaults__ = function.__defaults__ and tuple(map(brought, function.__defaults__))
-    twin.__kwdefaults__ = function.__kwdefaults__ and {
-        name: brought(value) for name, value in function.__kwdefaults__.items()
-    }
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        setattr(twin, name, getattr(function, name))
-    vars(twin).update(vars(function))
-    changed: Cells = []
-    for cell, own in zip(old, new, strict=True):
-        if own is not cell:
-            own.cell_contents = of(cell.cell_contents)
-            changed.append((cell, cell.cell_contents))
-    return twin, changed
 
 
 def owner_of(function: Any) -> nn.Module | None:

@@ -16,28 +16,11 @@ from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast, like_memory
-from scatterpar.replicas.buffers import (
-    Registered,
-    Tied,
-    batch_norms,
-    listening,
-    registered_by,
-    tied_names,
-)
+from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents
-
-__all__ = [
-    "Lent",
-    "Replica",
-    "Replicas",
-    "guarded",
-    "is_state",
-    "parameter_like",
-    "sum_dtype",
-]
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
@@ -58,17 +41,6 @@ class Replicas:
         wide: gradients add up in this dtype, where their own is narrower.
         compiler: makes the compiled calls of the replicas.
         pools: running statistics of batch normalisation move once a step.
-
-    Attributes:
-        tensors: the master's.
-        registered: the buffers of each of its modules.
-        batch_norms: those of the modules whose statistics move once a step, by number.
-        tied: names of buffers that are one tensor.
-        shared: the parameters, which replicas in one memory share.
-        trained: positions of what a backward pass gives gradients: ``leaves`` and ``kept``.
-        leaves: positions of those that keep the gradient.
-        kept: positions of what the module made of leaves before the step.
-        changes: how often the modules changed in more than the values of tensors.
     """
 
     def __init__(
@@ -80,20 +52,19 @@ class Replicas:
         pools: bool = False,
     ) -> None:
         self._pools = pools
-        self.batch_norms: dict[int, Any] = {}
         self.compiler = compiler or Compiler()
-        self.changes = 0
+        self.changes = 0  # how often the modules changed in more than the values of tensors
         self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
         self.roots = tuple(roots)
         self.device_ids = tuple(device_ids)
         self.replicas: list[Replica] = []
-        self.tensors: list[Tensor] = []
-        self.registered: list[Registered] = []
-        self.tied: Tied = []
+        self.tensors: list[Tensor] = []  # the master's
+        self.registered: list[Registered] = []  # the buffers of each of its modules
+        self.batch_norms: dict[int, Any] = {}  # whose statistics move once a step, by number
         self.shared = Shared((), (), {}, ())
-        self.trained: list[int] = []
-        self.leaves: list[int] = []
-        self.kept: list[int] = []
+        self.trained: list[int] = []  # positions of what gets gradients: of both kinds below
+        self.leaves: list[int] = []  # those that keep the gradient
+        self.kept: list[int] = []  # what the module made of leaves before the step
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._trained_as: list[Any] | None = None
@@ -220,26 +191,17 @@ class Replicas:
         before, self.tensors = self.tensors, list(survey.tensors.values())
         self._modules = survey.modules
         self._sparse = list(survey.sparse.values())
-        self._slots = survey.slots
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
-        self.tied = tied_names(self.registered)
         self.batch_norms = batch_norms(modules) if self._pools else {}
         kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
         if kinds != self._kinds or not all(map(is_, self.tensors, before)):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
             self.shared.spoilt.clear()
         sources = {device: self._broadcast.at(device) for device in self.device_ids}
+        common = self.roots, survey, self.compiler, self.batch_norms
         self.replicas = [
-            Replica(
-                index,
-                device,
-                self.roots,
-                survey,
-                sources[device],
-                self.compiler,
-                self.batch_norms,
-            )
+            Replica(index, device, sources[device], *common)
             for index, device in enumerate(self.device_ids)
         ]
         self._share(sources)
@@ -274,8 +236,6 @@ class Replicas:
             facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
         for script in self._scripts:
             facts += script_state(script)
-        for module, member, _ in self._slots:  # the values are kept, so that ids stay theirs
-            facts.append(id(getattr(module, member.__name__, None)))
         return facts
 
     def _are_like_before(self) -> bool:
@@ -299,12 +259,7 @@ class Replicas:
 
 @contextlib.contextmanager
 def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Leave the parameters of all parts as they are, whatever the body's forward passes do.
-
-    Raises:
-        ValueError: one was written; all are as they were.
-        RuntimeError: likewise, but its earlier values are lost.
-    """
+    """Refuse forward passes in the body that write parameters: see ``read_only``."""
     with contextlib.ExitStack() as stack:
         for part in parts:
             if part.shared.originals:
@@ -338,26 +293,15 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 class Replica:
-    """One working copy: its modules, and its tensors in the order of the master's.
-
-    Attributes:
-        index: the number of the replica.
-        device: where it lives.
-        roots: the copies of the modules that were replicated.
-        tensors: this copy's tensors; those that are trained are leaves.
-        registered: the buffers of each of its modules.
-        of: this copy's counterpart of a module of the master's, or of a method of one.
-        cells: of the user's functions, and what was in them when twins of these were made.
-        seen: by its batch normalisations since the refresh, where statistics move once a step.
-    """
+    """One working copy: its modules, and its tensors in the order of the master's."""
 
     def __init__(
         self,
         index: int,
         device: torch.device,
+        sources: Sequence[Tensor],
         roots: Sequence[nn.Module],
         survey: Survey,
-        sources: Sequence[Tensor],
         compiler: Compiler,
         batch_norms: Mapping[int, nn.Module],
     ) -> None:
@@ -377,9 +321,8 @@ class Replica:
                 self.tensors[i] = parameter_like(original, self.tensors[i])
         self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
         copies = dict(zip(survey.tensors, self.tensors, strict=True))
-        mirror = Mirror(survey, copies, compiler)
-        self._mirror = mirror
-        self.of = mirror.of
+        self._mirror = mirror = Mirror(survey, copies, compiler)
+        self.of = mirror.of  # the counterpart of a module of the master's, or of a method of one
         self.roots = tuple(mirror.of(root) for root in roots)
         self.cells = mirror.cells
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]

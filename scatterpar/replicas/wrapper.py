@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Wrapper", "to_own_keys"]
-
 _PREFIX = "module."
 
 

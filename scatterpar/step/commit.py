@@ -4,76 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.devices.chunks import (
     Pairs,
-    add_each,
     copy_lists,
     grouped,
-    in_memory_order,
-    is_in_memory_order,
 )
 from scatterpar.devices.fingerprints import changed
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import backward, has_gradient_hooks, held_nodes
-
-__all__ = ["commit", "commit_buffers"]
+from scatterpar.torch_private import are_held, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
-
-_HOOKS = attrgetter("_backward_hooks")
+_Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
 
 
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    Where anything hangs on parameters, autograd itself hands them their gradients: so hooks run as
-    under a plain ``backward()``, once and on the whole gradient. A parameter without a gradient
-    takes the memory of the one that it is given. In this order:
-
-    1. What takes memory is made. Nothing of the user's is written.
-    2. Gradients that somebody may look at, such as a hook, are handed over. If that fails, as a
-       hook may, they are put back.
-    3. All else is written, where it is. That neither takes memory nor runs the user's code, and
-       interrupts wait.
-
-    Args:
-        outcome: what the step computed. Its gradients are the parameters' afterwards.
+    What takes memory is made first. Then autograd itself hands parameters their gradients: so
+    hooks run as under a plain ``backward()``, once and on the whole gradient; if one fails,
+    gradients are put back. The rest takes no memory, and runs no code of the user's.
     """
     with outcome.attempt:  # random numbers as before, also where memory ends before the try
-        gradients = [(root, g) for root, g in outcome.gradients if g is not None]
+        pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
         outcome.gradients.clear()
-        quiet, observed = _unobserved(gradients)
-        del gradients
         moments = [value for layer in outcome.layers for value in running(layer)]
         write_buffers = _planned([*outcome.buffers, *moments])
-        undo = _remember([root for root, _ in observed])
+        undo = _remember(pairs)
         try:
-            _hand_over(observed)
+            _hand_over(pairs)
         except BaseException as error:
             _put_back(undo, error)
             raise
-        _give(quiet)
         write_buffers()
         outcome.attempt.generators.commit()
-
-
-def _put_back(undo: Iterable[Callable[[], object]], error: BaseException) -> None:
-    """Everything as it was; where one thing cannot be put back, the others are all the same."""
-    with torch.no_grad():
-        for put_back in undo:
-            try:
-                put_back()
-            except Exception as another:
-                note(error, f"after that, something could not be put back: {another!r}")
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:
@@ -89,31 +60,32 @@ def _planned(buffers: Iterable[BufferValue]) -> Callable[[], None]:
 
     Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
     """
-    into: list[Tensor] = []
-    values: list[Tensor] = []
+    into: dict[int, _Pair] = {}
     anew: list[BufferValue] = []
-    for holder, name, value in buffers:
-        registry = holder if isinstance(holder, Registry) else None
-        target = None if registry is not None and name in registry.parted else holder.get(name)
+    for place, name, value in buffers:
+        target = place.get(name)
         if value is None or target is None or not _fits(target, value):
-            anew.append((holder, name, value if value is None else value.detach()))
+            anew.append((place, name, value if value is None else value.detach()))
             continue
-        if _can_be_written(target):
-            into.append(target)
-            values.append(value)
+        if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
+            target = value.detach()
+            anew.append((place, name, target))
+        elif _can_be_written(target):
+            into[id(target)] = target, value
         elif not _same(target, value):
             target = value.detach().clone()
-            anew.append((holder, name, target))
-        if registry is not None:
-            anew.append((holder, name, target))
-    return partial(_write, grouped(into, values), anew)
+            anew.append((place, name, target))
+        if isinstance(place, Registry):
+            anew.append((place, name, target))
+    targets, values = [target for target, _ in into.values()], [v for _, v in into.values()]
+    return partial(_write, grouped(targets, values), anew)
 
 
 def _write(pairs: Sequence[Pairs], anew: Sequence[BufferValue]) -> None:
     with torch.no_grad():
         copy_lists(pairs)
-    for holder, name, value in anew:
-        holder[name] = value
+    for place, name, value in anew:
+        place[name] = value
 
 
 def _can_be_written(tensor: Tensor) -> bool:
@@ -141,28 +113,39 @@ def _same(target: Tensor, value: Tensor) -> bool:
     return fit and not any(changed(*zip(*pairs, strict=True)))
 
 
-def _remember(roots: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """How to put back each ``.grad``, and each parameter that a hook of its own may update."""
+def _remember(pairs: Sequence[_Pair]) -> list[_Before]:
+    """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
+    after = [has_gradient_hooks(leaf) for leaf, _ in pairs]
+    added = [(leaf, leaf.grad, g) for leaf, g in pairs if leaf.grad is not None]
+    may_fail = (
+        any(after)
+        or any(leaf._backward_hooks for leaf, _ in pairs)
+        or any(old.layout != torch.strided or old.dtype != g.dtype for _, old, g in added)
+        or are_held([leaf for leaf, *_ in added])
+    )
     return [
-        partial(
-            _put_back_one,
-            root,
-            root.grad,
-            None if root.grad is None else root.grad.clone(),
-            root.detach().clone() if has_gradient_hooks(root) else None,
+        (
+            leaf,
+            leaf.grad,
+            leaf.grad.clone() if may_fail and leaf.grad is not None else None,
+            leaf.detach().clone() if steps else None,
         )
-        for root in roots
+        for (leaf, _), steps in zip(pairs, after, strict=True)
     ]
 
 
-def _put_back_one(
-    root: Tensor, gradient: Tensor | None, kept: Tensor | None, value: Tensor | None
-) -> None:
-    root.grad = gradient
-    if gradient is not None and kept is not None:
-        gradient.copy_(kept)
-    if value is not None:
-        root.copy_(value)
+def _put_back(undo: Iterable[_Before], error: BaseException) -> None:
+    """Everything as it was; where one thing cannot be put back, the others are all the same."""
+    with torch.no_grad():
+        for leaf, gradient, kept, value in undo:
+            try:
+                leaf.grad = gradient
+                if gradient is not None and kept is not None:
+                    gradient.copy_(kept)
+                if value is not None:
+                    leaf.copy_(value)
+            except Exception as another:
+                note(error, f"after that, something could not be put back: {another!r}")
 
 
 def _hand_over(pairs: list[_Pair]) -> None:
@@ -203,49 +186,3 @@ def _of_its_own(gradient: Tensor) -> Tensor:
     if gradient.layout != torch.strided:
         return gradient
     return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
-
-
-def _unobserved(pairs: list[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-    """Those whose leaf can be given its gradient in silence, as autograd would, and the others.
-
-    They are of one device, since they are added in few messages. A hook may look at any gradient,
-    and may raise: where there is one, nothing is silent.
-    """
-    leaves = [leaf for leaf, _ in pairs]
-    if any(map(_HOOKS, leaves)) or any(map(has_gradient_hooks, leaves)):
-        return [], pairs
-    quiet = [(t, g) for t, g in pairs if t.device == leaves[0].device and _is_plain(t, g)]
-    held = held_nodes([leaf for leaf, _ in quiet])
-    quiet = [pair for pair, is_held in zip(quiet, held, strict=True) if not is_held]
-    silent = {id(leaf) for leaf, _ in quiet}
-    fresh = {id(leaf) for leaf, _ in quiet if leaf.grad is None}
-    quiet = [(leaf, _of_its_own(g) if id(leaf) in fresh else g) for leaf, g in quiet]
-    return quiet, [pair for pair in pairs if id(pair[0]) not in silent]
-
-
-def _is_plain(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether autograd would keep the gradient as it is, or add it where one is."""
-    there = leaf.grad
-    if type(leaf) not in (Tensor, nn.Parameter) or gradient.layout != torch.strided:
-        return False
-    if there is None:
-        return leaf.grad_dtype == gradient.dtype and leaf.stride() == gradient.stride()
-    if there.requires_grad or not is_in_memory_order(there) or not is_in_memory_order(gradient):
-        return False
-    return there.dtype == gradient.dtype and there.stride() == gradient.stride()
-
-
-def _give(pairs: Sequence[_Pair]) -> None:
-    """Set the gradients of leaves that have none, add to those of the others."""
-    sums = [(leaf.grad, gradient) for leaf, gradient in pairs if leaf.grad is not None]
-    for leaf, gradient in pairs:
-        if leaf.grad is None:
-            leaf.grad = gradient
-    with torch.no_grad():
-        add_each([_flat(there) for there, _ in sums], [_flat(added) for _, added in sums])
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    flat = in_memory_order(tensor)
-    assert flat is not None
-    return flat

@@ -1,7 +1,9 @@
-"""What a step computed, before anything of the user's is touched."""
+"""What a step computed, before anything of the user's is touched; the gradient's noise in it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,82 +13,65 @@ from torch import Tensor
 from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BufferValue, Layer
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import GradientNoise, StepReport
-from scatterpar.step.noise import Spread, estimate
-from scatterpar.threads.attempt import Attempt
-
-__all__ = ["Computed", "Gradient", "Outcome", "Result"]
+from scatterpar.step.request import Request
+from scatterpar.step.weights import Weights
+from scatterpar.threads.workers import Attempt
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 
 
 @dataclass
 class Result:
-    """What one replica made of its share.
+    """What one replica made of its share."""
 
-    Attributes:
-        loss: its part of the whole batch's loss: the weighted sum over its micro-batches.
-        dtype: the dtype of the losses.
-        outputs: the module's outputs, detached and joined, where they were asked for.
-    """
-
-    loss: float = 0.0
-    dtype: torch.dtype = torch.float32
-    outputs: Any = None
+    loss: float = 0.0  # its part of the batch's: the weighted sum over its micro-batches
+    dtype: torch.dtype = torch.float32  # of the losses
+    outputs: Any = None  # the module's, detached and joined, where they were asked for
 
 
 class Computed(NamedTuple):
-    """What the replicas made of their shares, beside the gradients that they hold.
-
-    Attributes:
-        results: of each replica.
-        past: leaves of the user's that gradients came to past the replicas, and these.
-    """
+    """What the replicas made of their shares, beside the gradients that they hold."""
 
     results: list[Result]
-    past: list[Gradient]
+    past: list[Gradient]  # what came to leaves of the user's past the replicas
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the replicas' gradients lie apart."""
+
+    squares: float = 0.0  # the sum of terms times the squared norm of their mean; NaN: unknown
+    replicas: float = 0  # how many had terms
+    terms: float = 0  # how many all of them had; rows, where the loss is a sum
+    rows: float = 0  # of the batch
 
 
 @dataclass
 class Outcome:
-    """What a step computed: everything that is to be committed, and its report.
-
-    Attributes:
-        plan: the shares and micro-batches.
-        loss: the loss of the whole batch.
-        dtype: the dtype of the losses.
-        is_mean: the loss is a mean of ``terms``, not a sum.
-        terms: how many terms the loss is made of.
-        scale: the gradient scaler's factor.
-        spread: how far the replicas' gradients lie apart, where that was asked for.
-        outputs: one entry per replica, where they were asked for.
-        gradients: every trained tensor of the user's, and its gradient if any replica used it.
-        buffers: the dict that holds a buffer of the user's, its name, and its new value.
-        layers: the batch normalisations whose statistics move once a step.
-        attempt: the random numbers of the step, what was copied, and what it took.
-        retries: how many tries before it ran out of memory.
-    """
+    """What a step computed: everything that is to be committed, and its report."""
 
     plan: Plan
-    loss: float
-    dtype: torch.dtype
-    is_mean: bool
-    terms: float
-    scale: float
-    spread: Spread
-    outputs: tuple[Any, ...]
-    gradients: list[Gradient]
+    loss: float  # of the whole batch
+    dtype: torch.dtype  # of the losses
+    is_mean: bool  # the loss is a mean of the terms, not a sum
+    terms: float  # how many there are
+    scale: float  # the gradient scaler's factor
+    spread: Spread  # of the replicas' gradients, where that was asked for
+    outputs: tuple[Any, ...]  # of each replica, where they were asked for
+    gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
-    layers: list[Layer]
+    layers: list[Layer]  # batch normalisations whose statistics move once a step
     attempt: Attempt
-    retries: int = 0
+    retries: int = 0  # tries before it that ran out of memory
 
     def noise(self) -> GradientNoise:
         """What the spread of the replicas' gradients says, before the commit uses these up."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
         with self.attempt:
-            return estimate(self.spread, gradients, factor)
+            return _estimate(self.spread, gradients, factor)
 
     def returned(self) -> Tensor:
         """The loss on the master: filled in, not copied, since the host waits for a copy."""
@@ -97,12 +82,78 @@ class Outcome:
     def report(self, noise: GradientNoise | None) -> StepReport:
         """What the step did, in numbers."""
         clock, ledger = self.attempt.clock, self.attempt.ledger
-        return StepReport(
-            self.plan,
-            self.loss,
-            clock.seconds,
-            ledger.bytes,
-            ledger.messages,
-            self.retries,
-            noise,
-        )
+        counted = clock.seconds, ledger.bytes, ledger.messages
+        return StepReport(self.plan, self.loss, *counted, self.retries, noise)
+
+
+def measure(
+    request: Request,
+    parts: Sequence[Replicas],
+    plan: Plan,
+    weights: Weights,
+    past: Sequence[Gradient],
+) -> Spread:
+    """The spread of the replicas' gradients, before they are added up."""
+    terms = weights.terms
+    if request.is_mean:
+        counts = [sum(own) * terms for own in weights.of_shares]
+        added = [request.scale * sum(own) for own in weights.of_shares]
+    else:
+        counts = [float(share.rows) for share in plan.shares]
+        added = [request.scale * count for count in counts]
+        terms = sum(counts)
+    squares = [
+        count * _squared_norm(_gradients_of(parts, replica)) / factor**2
+        for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
+        if count
+    ]
+    # A criterion that closes over parameters writes past the replicas, and what the module keeps
+    # that was made of them passes its gradient on later.
+    kept = [r.tensors[i].grad for part in parts for r in part.replicas for i in part.kept]
+    is_whole = all(gradient is None for gradient in (*kept, *(g for _, g in past)))
+    return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
+
+
+def _gradients_of(parts: Sequence[Replicas], replica: int) -> list[Tensor]:
+    """What one replica added up; once for a tensor that model and criterion share."""
+    found: dict[int, Tensor] = {}
+    for part in parts:
+        for i in part.trained:
+            gradient = part.replicas[replica].tensors[i].grad
+            if gradient is not None:
+                shared = found.get(id(part.tensors[i]))
+                found[id(part.tensors[i])] = gradient if shared is None else shared + gradient
+    return list(found.values())
+
+
+def _estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> GradientNoise:
+    """The signal and the noise of one step's gradient; NaN where there is nothing to compare.
+
+    ``gradients`` are the whole batch's: the mean of the terms' ones, times ``factor``.
+    """
+    if spread.replicas < 2 or not spread.terms:
+        return GradientNoise(math.nan, math.nan)
+    square = _squared_norm(gradients) / factor**2
+    if not math.isfinite(spread.squares) or not math.isfinite(square):
+        return GradientNoise(math.nan, math.nan)
+    variance = (spread.squares - spread.terms * square) / (spread.replicas - 1)
+    signal, noise = square - variance / spread.terms, variance * spread.rows / spread.terms
+    return GradientNoise(signal, noise)
+
+
+def _squared_norm(tensors: Sequence[Tensor]) -> float:
+    """The sum of the squares of all elements, with one look at the device."""
+    values = [_reals(tensor.detach()) for tensor in tensors]
+    exact = [value for value in values if value.dtype == torch.float64]
+    others = [value for value in values if value.dtype != torch.float64]
+    norms: list[float] = []
+    for group, dtype in ((exact, torch.float64), (others, torch.float32)):
+        if group:
+            norms += torch.stack(torch._foreach_norm(group, 2, dtype)).tolist()
+    return sum(norm**2 for norm in norms)
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """All elements; of complex ones, the real and the imaginary parts."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

@@ -19,30 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import add_each, bring, by_dtype, in_memory_order, rounds
+from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
-from scatterpar.step.noise import Spread, measure
-from scatterpar.step.outcome import Computed, Gradient, Outcome
+from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
-from scatterpar.threads.attempt import Attempt
-from scatterpar.torch_private import flatten, hooks_taken_off, unflatten
-
-__all__ = [
-    "collect",
-    "mean_buffers",
-    "reduce",
-    "reduce_buffers",
-    "reduce_gradients",
-    "reduce_moments",
-    "sum_in_order",
-]
+from scatterpar.threads.workers import Attempt
+from scatterpar.torch_private import hooks_taken_off
 
 
 def reduce(
@@ -54,17 +42,7 @@ def reduce(
     policy: str,
     measures_noise: bool,
 ) -> Outcome:
-    """What the step computed, in the master's memory.
-
-    Args:
-        attempt: the step.
-        request: what the user asked for.
-        parts: the replicas of the model, and those of the criterion.
-        computed: what the replicas made of their shares.
-        weights: of the micro-batches' losses.
-        policy: whose buffers the module has afterwards.
-        measures_noise: compare the replicas' gradients, unless they share one loss.
-    """
+    """What the step computed, in the master's memory; ``policy`` says whose buffers."""
     plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
@@ -97,40 +75,37 @@ def reduce_gradients(
         past: leaves of the master's that gradients came to past the replicas, and these.
 
     Returns:
-        Every trained leaf of the master's with its gradient; ``None`` for one that no
-        replica used, and zero stands in where only some did. Whichever finished first, the sum
-        has the same bits.
+        Every trained leaf of the master's with its gradient; ``None`` for one that no replica used,
+        and zero stands in where only some did.
     """
     total: dict[int, Gradient] = {}
     kept: list[tuple[Tensor, Tensor]] = []
     own: list[Gradient] = []
     for part in parts:
-        found = _sum(part.replicas[:active], part.trained, ledger)
+        replicas = part.replicas[:active]
+        gradients = [
+            {i: g for i in part.trained if (g := replica.tensors[i].grad) is not None}
+            for replica in replicas
+        ]
+        found = sum_in_order(gradients, [r.device for r in replicas], ledger, in_place=True)
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
         own += [(part.tensors[i], found.get(i)) for i in part.leaves]
     for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
         _, other = total.get(id(leaf), (leaf, None))
         total[id(leaf)] = leaf, _both(other, gradient)
-    return pass_on(kept, list(total.values()))
+    return _pass_on(kept, list(total.values()))
 
 
 def reduce_buffers(
     parts: Sequence[Replicas], shares: Sequence[Share], policy: str, ledger: Ledger
 ) -> list[BufferValue]:
-    """Where each buffer of the master's is, its name, and its value after the step.
-
-    Args:
-        parts: the replicas of the model, and those of the criterion.
-        shares: the shares of those that took part.
-        policy: ``"mean"`` for means where they exist; else replica 0's buffers.
-        ledger: copies, and counts what it copied.
-    """
+    """Where each buffer of the master's is, its name, and its value after the step."""
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
         means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
-        after = values_after(part.registered, replicas[0].registered, part.tied, replicas[0].of)
+        after = values_after(part.registered, replicas[0].registered, replicas[0].of)
         values += [
             (place, name, means.get((m, name), value) if means else value)
             for m, place, name, value in after
@@ -140,13 +115,7 @@ def reduce_buffers(
 
 
 def reduce_moments(parts: Sequence[Replicas], active: int, ledger: Ledger) -> list[Layer]:
-    """What each batch normalisation whose statistics move once a step has seen in it.
-
-    Args:
-        parts: the replicas of the model, and those of the criterion.
-        active: how many of them took part, the master's own first.
-        ledger: copies, and counts what it copied.
-    """
+    """What each batch normalisation whose statistics move once a step has seen in it."""
     layers = []
     for part in parts:
         replicas = part.replicas[:active]
@@ -164,21 +133,11 @@ def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[
     if replica.device == device or not found:
         return found
     tensors = dict(enumerate(t for moments in found.values() for t in moments[1:]))
-    here = _bring(tensors, device, ledger)
+    here = bring(tensors, device, ledger, "reduce")
     return {
         m: Moments(moments.values, here[2 * i], here[2 * i + 1])
         for i, (m, moments) in enumerate(found.items())
     }
-
-
-def _sum(
-    replicas: Sequence[Replica], positions: Sequence[int], ledger: Ledger
-) -> dict[int, Tensor]:
-    gradients = [
-        {i: g for i in positions if (g := replica.tensors[i].grad) is not None}
-        for replica in replicas
-    ]
-    return sum_in_order(gradients, [replica.device for replica in replicas], ledger, in_place=True)
 
 
 def sum_in_order(
@@ -201,7 +160,8 @@ def sum_in_order(
         elif in_place:
             _take_in(sums[near], found, devices[near], ledger)
         else:
-            _add(sums[near], _bring(found, devices[near], ledger), in_place)
+            copies = {i: ledger.copy(t, devices[near], "reduce") for i, t in found.items()}
+            _add(sums[near], copies, in_place)
     return sums[0]
 
 
@@ -209,27 +169,18 @@ def _take_in(
     total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, ledger: Ledger
 ) -> None:
     """Add, in place, what another memory has, with room for one chunk."""
-    both: dict[int, Tensor] = {}
-    fresh: dict[int, Tensor] = {}
-    here: dict[int, Tensor] = {}  # 1-D, in the order of memory, as the two above
-    for i, tensor in found.items():
-        flat = in_memory_order(tensor)
-        if flat is None or (i in total and _layout(total[i]) != _layout(tensor)):
-            _add(total, {i: ledger.copy(tensor, device, "reduce")}, in_place=True)
-            continue
-        if i in total:
-            both[i] = flat
-        else:
-            fresh[i] = flat
-            room = verbs.empty(flat.numel(), flat.dtype, device)
-            total[i] = room.as_strided(tensor.shape, tensor.stride(), 0)
-        here[i] = total[i].as_strided((flat.numel(),), (1,))
-    for message, arrived in bring(both, device, ledger, "reduce"):
-        torch._foreach_add_(message.of(here), arrived)
-        del arrived
-    for message, arrived in bring(fresh, device, ledger, "reduce"):
-        torch._foreach_copy_(message.of(here), arrived)
-        del arrived
+    flats = {i: in_memory_order(t) for i, t in found.items() if i in total}
+    alike = {
+        i: flat
+        for i, flat in flats.items()
+        if flat is not None and _layout(total[i]) == _layout(found[i])
+    }
+    sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
+    for message, parts in arriving(alike, device, ledger, "reduce"):
+        torch._foreach_add_(message.of(sums), parts)
+        del parts
+    others = {i: tensor for i, tensor in found.items() if i not in alike}
+    _add(total, bring(others, device, ledger, "reduce"), in_place=True)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -242,11 +193,10 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 def mean_buffers(
     replicas: Sequence[Replica], shares: Sequence[Share], ledger: Ledger
 ) -> dict[tuple[int, str], Tensor]:
-    """Floating-point buffers averaged over the replicas, weighted by their rows.
+    """Floating-point buffers, by (module, name), averaged over the replicas, weighted by rows.
 
-    Returns:
-        The mean by (module, name), in the master's memory, for buffers that all have in one
-        shape. Where all are equal the mean is exactly that, infinities included.
+    Of those that all have in one shape; where all are equal the mean is exactly that, infinities
+    included.
     """
     first, *others = replicas
     rows = sum(share.rows for share in shares)
@@ -263,7 +213,7 @@ def mean_buffers(
             if (buffer := replica.registered[m].buffers.get(name)) is not None
         }
         if replica.device != first.device:
-            found = _bring(found, first.device, ledger)
+            found = bring(found, first.device, ledger, "reduce")
         for number, (m, name) in enumerate(means):
             own = first.registered[m].buffers[name]
             assert own is not None
@@ -278,34 +228,16 @@ def collect(
 ) -> Any:
     """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
     master = plan.shares[0].device
+
+    def home(leaf: Any) -> Any:
+        return ledger.copy(leaf, master, "reduce") if isinstance(leaf, Tensor) else leaf
+
     here = [
-        output if share.device == master else _moved(output, master, ledger)
+        output if share.device == master else nested.transform(home, output)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
     return join_rows(here, dim, rows, rows, lists=lists)
-
-
-def _moved(value: Any, device: torch.device, ledger: Ledger) -> Any:
-    def one(leaf: Any) -> Any:
-        return ledger.copy(leaf, device, "reduce") if isinstance(leaf, Tensor) else leaf
-
-    return nested.transform(one, value)
-
-
-def _bring(tensors: dict[int, Tensor], device: torch.device, ledger: Ledger) -> dict[int, Tensor]:
-    """Copies of ``tensors`` on ``device``: the dense ones in one message per dtype."""
-    dense_ones = {i: tensor for i, tensor in tensors.items() if tensor.layout == torch.strided}
-    brought = {
-        i: ledger.copy(tensor, device, "reduce")
-        for i, tensor in tensors.items()
-        if i not in dense_ones
-    }
-    for positions in by_dtype(dense_ones.items()).values():
-        dense = [tensors[i] for i in positions]
-        flat = ledger.copy(flatten(dense), device, "reduce")
-        brought.update(zip(positions, unflatten(flat, dense), strict=True))
-    return brought
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
@@ -325,18 +257,12 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
         total.update(zip(both, sums, strict=True))
 
 
-def pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
+def _pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
     """The leaves' gradients, to which those of tensors made of leaves were added.
 
     A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and
     so a gradient of its own for it. That belongs to the parameter, as a plain backward pass has it.
-
-    The user's graph from the leaves to these tensors stays. Hooks on leaves run later, when they
-    are handed the whole gradient.
-
-    Args:
-        kept: tensors made of leaves, and their gradients.
-        gradients: the leaves, and theirs.
+    The user's graph from the leaves to these tensors stays, and hooks on leaves run later.
 
     Raises:
         RuntimeError: torch's own: part of that graph is gone, or what it needs was written since.

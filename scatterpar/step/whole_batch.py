@@ -38,19 +38,16 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import all_tensors, has_entries
+from scatterpar.step.markers import all_tensors, has_entries, opened
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery, copied, opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators, State
-from scatterpar.threads.workers import Workers, note
+from scatterpar.threads.workers import Attempt, Workers, note
 from scatterpar.torch_private import nodes_of
-
-__all__ = ["Peers", "WholeBatch", "differences", "output_at", "require_unchanged", "train_whole"]
 
 
 def differences(output: Any, piece: Any) -> list[Tensor]:
@@ -175,11 +172,7 @@ class WholeBatch:
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
-        Args:
-            criterion: called once.
-            reach: stashes the leaves that the loss comes from, beside the outputs' nodes.
-            scale: the gradient scaler's factor.
-            check_finite: refuse a loss that is NaN or infinite.
+        ``reach`` stashes the leaves that the loss comes from, beside the outputs' nodes.
         """
         try:
             joined = self._joined()
@@ -220,7 +213,7 @@ class WholeBatch:
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        return join(opened(copied(here) if is_home else here), self._dim, sizes)
+        return join(opened(here, copy=is_home), self._dim, sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:
@@ -234,22 +227,13 @@ def _no_leaf(value: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What the first pass leaves of one share.
+    """What the first pass leaves of one share."""
 
-    Attributes:
-        pieces: the outputs of each micro-batch, without their graph, ready to take gradients.
-        joined: the pieces of each of the share's spans, joined, so that the gradient of a joined
-            one is cut into those of its pieces.
-        last: the last micro-batch's output, with its graph.
-        states: where the generators were before each micro-batch.
-        outputs: what is returned of them, where they were asked for.
-    """
-
-    pieces: list[Any]
-    joined: list[Any]
-    last: Any
-    states: list[State]
-    outputs: Any
+    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
+    last: Any  # the last micro-batch's output, with its graph
+    states: list[State]  # where the generators were before each micro-batch
+    outputs: Any  # what is returned of them, where they were asked for
 
 
 def train_whole(
@@ -262,17 +246,8 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    Args:
-        attempt: the step.
-        request: has the whole batch's targets, as the caller gave them.
-        tasks: each replica's share of the inputs.
-        parts: the replicas of the model, and that of the criterion.
-        criterion: as it is on the master.
-        peers: other processes that have rows of the batch.
-
-    Returns:
-        What each replica made of its share. The loss is in the first one's, and in the first
-        process's.
+    The loss is in the first replica's result, and in that of the first process of ``peers``, who
+    have rows of the batch too. ``criterion`` is as it is on the master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
@@ -303,11 +278,10 @@ def train_whole(
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, number: int) -> Any:
-    """The module's output for one micro-batch."""
-    inputs, _ = task.rows_of(number)
+def output_at(task: Task, rows: Any) -> Any:
+    """The module's output for the rows of one micro-batch."""
     with task.in_turn():
-        return task.output_of(inputs)
+        return task.output_of(rows[0])
 
 
 def first_pass(
@@ -317,7 +291,8 @@ def first_pass(
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
-    share, keep, dim = task.share, request.return_outputs, task.dim
+    share, keep, dim = task.share, request.return_outputs, request.dim
+    keeps_rows = request.keeps_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
     states: list[State] = []
@@ -328,7 +303,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number):
             states.append(generators.get_state(share.replica))
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -411,7 +386,7 @@ def second_pass(
         proceed()
         with noted(task.share, number):
             generators.set_state(share.replica, own.states[number])
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number))
             changes.append(differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)
@@ -441,12 +416,9 @@ def _of_each_span(share: Share) -> list[slice]:
 
 def _buffers(replica: Replica) -> list[BufferValue]:
     """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
-    places = [Registry(own, own) for own in replica.registered if own.buffers]
-    return [
-        (place, name, None if buffer is None else buffer.detach().clone())
-        for place in places
-        for name, buffer in place.items()
-    ]
+    named = [(own, *item) for own in replica.registered for item in own.buffers.items()]
+    copies = {id(b): b.detach().clone() for _, _, b in named if b is not None}
+    return [(Registry(own, own), name, copies.get(id(b))) for own, name, b in named]
 
 
 def _leaf(value: Any) -> Any:

@@ -30,8 +30,8 @@ from scatterpar.replicas.replicas import Replica, Replicas, is_state
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import copied, opened
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators
@@ -145,7 +145,7 @@ class Graphed(Launched):
         elif key is not None and self._may_capture():
             rows = task.arrival.rows_of(number)
             try:
-                graph = own.graphs[key] = self._captured(copied(rows))
+                graph = own.graphs[key] = self._captured(opened(rows, copy=True))
             except _Refused as error:
                 self._graphs.refuse(own, str(error))
         if graph is None or graph.replay is None:
@@ -153,7 +153,7 @@ class Graphed(Launched):
         self._put_in_place(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         graph.replay(task, bool(self._keep))
-        output = kept(copied(graph.output), self._keep) if self._keep else None
+        output = kept(opened(graph.output, copy=True), self._keep) if self._keep else None
         return graph.loss.clone(), output
 
     def finish(self) -> None:
@@ -251,7 +251,7 @@ class Graphed(Launched):
         for _ in range(_WARM_UPS):
             if stash is None or stash.gave_beyond(number):
                 raise _Refused("the criterion reaches parameters beside those of the module")
-            loss, _ = Launched(task, launched).run(0, 1.0, copied(rows))
+            loss, _ = Launched(task, launched).run(0, 1.0, opened(rows, copy=True))
             now = self._generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
             if stash.gave_beyond(number):

@@ -30,7 +30,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 

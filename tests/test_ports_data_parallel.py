@@ -12,8 +12,8 @@ Cases without a meaning here, and why:
   autocast's dtype, the user's own exception) is asked of the pair and the engine.
 * ``output_device``: ``gather`` is told where to; the pair's own outputs stay where they are.
 
-* What ``test_agree.py``, ``test_inference.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of every
-  module: sparse gradients, buffers that require grad, grad mode, autocast around a call,
+* What ``test_agree.py``, ``test_inference.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of
+  every module: sparse gradients, buffers that require grad, grad mode, autocast around a call,
   ``zero_grad`` in forward, several inputs, nested inputs and outputs.
 
 One answer differs on purpose: 0-dim outputs are averaged, where torch makes a vector of them with a

@@ -130,6 +130,8 @@ def are_held(leaves: Sequence[Tensor]) -> bool:
 
     Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
     """
+    if not leaves:
+        return False
     for metadata in _metadata_of_nodes(leaves):
         metadata[_VISITED] = True
     kept = [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
@@ -140,7 +142,7 @@ def _metadata_of_nodes(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
     """What anybody has noted on the nodes that accumulate the leaves' gradients."""
     with torch.enable_grad():
         root: Any = _Root.apply(*leaves)  # type: ignore[no-untyped-call]
-    return [node.metadata for node, _ in root.grad_fn.next_functions] if leaves else []
+    return [node.metadata for node, _ in root.grad_fn.next_functions]
 
 
 class _Root(torch.autograd.Function):

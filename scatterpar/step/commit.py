@@ -161,7 +161,7 @@ def _hand_over(pairs: list[_Pair]) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
         root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
-        backward([root], [torch.zeros_like(root)])
+        backward([root], [root.detach()])
 
 
 class _Hand(torch.autograd.Function):

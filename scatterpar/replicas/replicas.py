@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order
+from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order, room_like
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.broadcast import Broadcast, like_memory
+from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
@@ -309,7 +309,7 @@ class Replica:
         self.device = device
         originals = list(survey.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
-        own = like_memory([originals[i] for i in private], device)
+        own = room_like([originals[i] for i in private], device, is_plain)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
         for i, view in zip(private, own, strict=True):

@@ -149,7 +149,7 @@ class Broadcast:
     def _spread(
         self, message: Message, flat: Tensor, tree: Sequence[torch.device], ledger: Ledger
     ) -> None:
-        """Bring a message from the first device to all; what travels alone, straight to its place."""
+        """Bring a message from the first device to all; what comes alone, straight to its place."""
         here = {0: flat}
         keys = {piece.key for piece in message.pieces}
         for pairs in reversed(rounds(len(tree))):

@@ -14,7 +14,7 @@ from scatterpar.devices.chunks import (
     copy_lists,
     grouped,
 )
-from scatterpar.devices.fingerprints import changed
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
@@ -107,10 +107,8 @@ def _fits(target: Tensor, value: Tensor) -> bool:
 def _same(target: Tensor, value: Tensor) -> bool:
     """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
     if not is_sparse(target):
-        return not any(changed([target], [value]))
-    pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
-    fit = all(_fits(one, other) for one, other in pairs)
-    return fit and not any(changed(*zip(*pairs, strict=True)))
+        return same_bits(target, value)
+    return all(map(same_bits, pieces_of(target), pieces_of(value)))
 
 
 def _remember(pairs: Sequence[_Pair]) -> list[_Before]:

@@ -63,13 +63,8 @@ def count() -> dict[str, dict[str, int]]:
     return {"nn.DataParallel x 16": theirs, "DDP, no_sync": ddp, "scatterpar": ours}
 
 
-def schedule(axes: Any, top: float, calls: int, parts: Sequence[tuple[str, float]]) -> None:
+def schedule(axes: Any, top: float, blocks: Sequence[tuple[str, float]]) -> None:
     """Blocks from left to right on one lane per replica, from one edge to the other."""
-    blocks = []
-    for _ in range(calls):
-        for phase, width in parts:
-            repeats = ACCUM if phase == "compute" and calls == 1 else 1
-            blocks += [(phase, width)] * repeats
     unit, left = LENGTH / sum(width for _, width in blocks), 0.0
     for phase, width in blocks:
         for lane in range(REPLICAS):
@@ -84,11 +79,10 @@ def draw(counted: dict[str, dict[str, int]]) -> Figure:
     """Two schedules, which show the order alone, and the bytes, to scale."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
-    each = [("scatter", 0.1), ("replicate", 0.6), ("compute", 1.0), ("gather", 0.3)]
-    schedule(left, 9, ACCUM, [*each, ("reduce", 0.6)])
-    schedule(
-        left, 3.6, 1, [("scatter", 1.6), ("replicate", 0.6), ("compute", 1.0), ("reduce", 0.6)]
-    )
+    sent, batch, computed = ("replicate", 0.6), ("scatter", 0.1), ("compute", 1.0)
+    gathered, reduced = ("gather", 0.3), ("reduce", 0.6)
+    schedule(left, 9, [batch, sent, computed, gathered, reduced] * ACCUM)
+    schedule(left, 3.6, [sent, *[batch, computed] * ACCUM, reduced])
     left.text(0, 10.1, "nn.DataParallel, called 16 times", weight="bold")
     left.text(0, 4.7, "scatterpar, accum=16", weight="bold")
     for top in (9, 3.6):

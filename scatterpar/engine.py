@@ -37,10 +37,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
-from scatterpar.step.compute import compute
+from scatterpar.step.compute import compute, infer
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
-from scatterpar.step.inference import infer
 from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce
@@ -54,14 +53,11 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier, difference
-
-__all__ = ["ScatterOnceParallel"]
 
 
 class ScatterOnceParallel(Wrapper):
@@ -122,8 +118,9 @@ class ScatterOnceParallel(Wrapper):
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
             sub-steps, which a card has done before the host has launched them. Python then runs
             while a sub-step is captured and not again, so numbers that change must be tensors; a
-            change of the module, or another criterion, is captured anew. What cannot be captured
-            runs as without it, and that is told once. On the CPU nothing is captured.
+            change of the module, or another criterion, is captured anew. Not seen are changes of
+            global variables, and of objects that are no modules. What cannot be captured runs as
+            without it, and that is told once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -311,11 +308,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[Interrupts]:
-        """One step that trains the module, in this engine or in another one.
-
-        Raises:
-            RuntimeError: as ``Workers.exclusive``; another engine is training the module.
-        """
+        """One step that trains the module, in this engine or in another one."""
         with self._workers.exclusive() as interrupts, self._claims:
             self._claims.take(self.module)
             yield interrupts
@@ -347,13 +340,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *asked: Any, **options: Any) -> Request:
         """What the user asked of one step, with what the engine was told at construction."""
-        told: dict[str, Any] = {
-            "dim": self.dim,
-            "check_finite": self.check_finite,
-            "verify": self.verify,
-        }
-        told["graphs"] = self._graphs
-        return Request(*asked, **told | options)
+        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        return replace(Request(*asked), graphs=self._graphs, **told | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.

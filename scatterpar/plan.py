@@ -10,11 +10,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
-
-__all__ = ["Pace", "Plan", "Share", "make_plan"]
 
 _REMEMBERED = 5  # paces of a device, whose median counts: one slow step moves nothing
 _WORTHWHILE = 1.05  # moving shares must make the step this much faster
@@ -97,18 +95,6 @@ def make_plan(
     share's size relative to an equal one, rounded up, so that none has more rows than with
     equal shares.
 
-    Args:
-        rows: size of the batch, at least 1; or the sizes of several batches, each of which is
-            split as it would be alone.
-        devices: one entry per replica; entries may repeat.
-        accum: sub-steps per replica.
-        micro_batch_size: most rows per sub-step; overrides ``accum`` where given.
-        shares: relative sizes of the replicas' shares, one positive number per replica.
-
-    Raises:
-        TypeError: ``rows`` is not an integer.
-        ValueError: ``rows`` is less than 1.
-
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
     [3, 2, 2, 2]
@@ -119,37 +105,42 @@ def make_plan(
     >>> [share.micro_batches for share in make_plan([4, 3], [cpu] * 2).shares]
     [((0, 2), (4, 6)), ((2, 4), (6, 7))]
     """
-    if isinstance(rows, (tuple, list)):
-        return _one_after_the_other(
-            [make_plan(size, devices, accum, micro_batch_size, shares) for size in rows]
-        )
-    if isinstance(rows, bool) or not isinstance(rows, int):
-        raise TypeError(f"rows must be an int, got {rows!r}")
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1, got {rows}: an empty batch has no plan")
+    sizes = tuple(rows) if isinstance(rows, (tuple, list)) else (rows,)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"rows must be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"rows must be at least 1, got {size}: an empty batch has no plan")
     relative = None if shares is None else tuple(shares)
-    return _plan(rows, tuple(devices), accum, micro_batch_size, relative)
+    return _plan(sizes, tuple(devices), accum, micro_batch_size, relative)
 
 
 @lru_cache(maxsize=64)  # a training asks for the same plan at every step
 def _plan(
-    rows: int,
+    sizes: tuple[int, ...],
     devices: tuple[torch.device, ...],
     accum: int,
     micro_batch_size: int | None,
     shares: tuple[float, ...] | None,
 ) -> Plan:
-    if shares is None or len(set(shares)) == 1:
-        spans, substeps = _cut(0, rows, len(devices)), [accum] * len(devices)
-    else:
-        spans, substeps = _divide(rows, shares), _in_proportion(accum, shares)
-    planned = []
-    for replica, (start, stop) in enumerate(spans):
-        pieces = substeps[replica]
-        if micro_batch_size is not None:
-            pieces = -(-(stop - start) // micro_batch_size)
-        planned.append(Share(replica, devices[replica], start, stop, _cut(start, stop, pieces)))
-    return Plan(rows, tuple(planned))
+    cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by replica
+    first = 0
+    for rows in sizes:
+        if shares is None or len(set(shares)) == 1:
+            spans, substeps = _cut(0, rows, len(devices)), [accum] * len(devices)
+        else:
+            spans, substeps = _divide(rows, shares), _in_proportion(accum, shares)
+        for replica, (start, stop) in enumerate(spans):
+            pieces = substeps[replica]
+            if micro_batch_size is not None:
+                pieces = -(-(stop - start) // micro_batch_size)
+            cuts[replica] += _cut(first + start, first + stop, pieces)
+        first += rows
+    planned = [
+        Share(replica, devices[replica], own[0][0], own[-1][1], tuple(own))
+        for replica, own in cuts.items()
+    ]
+    return Plan(first, tuple(planned))
 
 
 def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
@@ -187,23 +178,6 @@ def _fractions(shares: Sequence[float]) -> list[Fraction]:
     return [share / total for share in exact]
 
 
-def _one_after_the_other(plans: Sequence[Plan]) -> Plan:
-    """The plan of several batches from the plan of each."""
-    replicas: dict[int, torch.device] = {}
-    micro_batches: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    rows = 0
-    for plan in plans:
-        for share in plan.shares:
-            replicas[share.replica] = share.device
-            micro_batches[share.replica] += [(rows + a, rows + b) for a, b in share.micro_batches]
-        rows += plan.rows
-    shares = [
-        Share(replica, replicas[replica], cuts[0][0], cuts[-1][1], tuple(cuts))
-        for replica, cuts in sorted(micro_batches.items())
-    ]
-    return Plan(rows, tuple(shares))
-
-
 def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     """Cut ``start:stop`` into at most ``pieces`` non-empty spans, the longer ones first."""
     pieces = min(pieces, stop - start)
@@ -215,24 +189,11 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 class Pace:
     """The relative sizes of the replicas' shares, as the user says, or learned.
 
-    A card that is three times as fast as its neighbour should have three times the rows. The pace
-    of a device is its rows per second in one step, from the first start to the last end of its
-    replicas.
-
-    Args:
-        shares: one positive number per replica, ``"auto"``, or ``None`` for equal ones.
-        device_ids: one entry per replica; equal entries learn one pace together.
-
-    Raises:
-        TypeError: not a list of numbers, nor ``"auto"``.
-        ValueError: another number of shares than replicas, or one that is not positive.
+    The pace of a device is its rows per second in one step, from the first start to the last end
+    of its replicas; equal entries of ``device_ids`` learn one together.
     """
 
-    def __init__(
-        self,
-        shares: Sequence[float] | Literal["auto"] | None,
-        device_ids: Sequence[torch.device],
-    ) -> None:
+    def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
         self._device_ids = tuple(device_ids)
         self._learns = isinstance(shares, str) and shares == "auto"
         self._paces: dict[torch.device, deque[float]] = {}
@@ -243,16 +204,18 @@ class Pace:
         """Learn from a step that was committed.
 
         A device's first step is left out: it pays for what is done only once.
-
-        Args:
-            plan: the step's shares.
-            passes: when each replica started and ended, in each pass of the step.
         """
         if not self._learns:
             return
-        for device, pace in _paces(plan, passes).items():
+        for device in {share.device for share in plan.shares}:
+            own = [share for share in plan.shares if share.device == device]
+            seconds = 0.0
+            for spans in passes:
+                starts, ends = zip(*(spans[share.replica] for share in own), strict=True)
+                seconds += max(ends) - min(starts)
             if device in self._paces:
-                self._paces[device].append(pace)
+                rows = sum(share.rows for share in own)
+                self._paces[device].append(rows / max(seconds, 1e-9))
             else:
                 self._paces[device] = deque(maxlen=_REMEMBERED)
         if all(self._paces.get(device) for device in self._device_ids):
@@ -270,21 +233,6 @@ class Pace:
             self.shares = tuple(
                 pace[device] / self._device_ids.count(device) for device in self._device_ids
             )
-
-
-def _paces(
-    plan: Plan, passes: Sequence[Mapping[int, tuple[float, float]]]
-) -> dict[torch.device, float]:
-    """Rows per second of each device that took part."""
-    paces = {}
-    for device in {share.device for share in plan.shares}:
-        own = [share for share in plan.shares if share.device == device]
-        seconds = 0.0
-        for spans in passes:
-            starts, ends = zip(*(spans[share.replica] for share in own), strict=True)
-            seconds += max(ends) - min(starts)
-        paces[device] = sum(share.rows for share in own) / max(seconds, 1e-9)
-    return paces
 
 
 def _checked(shares: Any, count: int) -> tuple[float, ...] | None:

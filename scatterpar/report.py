@@ -10,8 +10,6 @@ from pathlib import Path
 
 from scatterpar.plan import Plan
 
-__all__ = ["GradientNoise", "StepReport", "warn"]
-
 _PACKAGE = str(Path(__file__).parent)
 
 

@@ -67,7 +67,6 @@ class Language(nn.Module):
     def __init__(self, returns):
         super().__init__()
         self.words, self.head = nn.Embedding(6, 5), nn.Linear(5, 6)
-        self.rnn = nn.LSTM(5, 5)
         self.returns = returns
 
     def forward(self, *inputs):
@@ -85,11 +84,6 @@ def logits_and_router(model, ids):
     return model.head(model.words(ids)), model.words(ids)[..., :3]
 
 
-def logits_and_state(model, ids, hidden):
-    output, hidden = model.rnn(model.words(ids), hidden)
-    return model.head(output), hidden
-
-
 def mean_of_words(model, ids):
     return model.head(model.words(ids).mean(1))
 
@@ -102,7 +96,6 @@ TARGETS = [{"boxes": randn(n, 4, seed=n)} for n in LENGTHS]
 IDS, FOLLOWING = randint(6, 5, 7), randint(6, 5, 7, seed=5)
 PARTLY = FOLLOWING.where(randn(5, 7) > 0, -1)
 LOADER = [{"ids": randint(6, n, n + 1, seed=n), "labels": randint(6, n)} for n in (4, 3, 2)]
-STRETCHES = [(randint(6, 3, 4, seed=n), randint(6, 3, 4, seed=n + 9)) for n in (1, 2)]
 
 
 def detection(model, _):
@@ -122,14 +115,6 @@ def router(model, names):
 
 def balance(model, names):
     return names["balanced"](model(IDS), FOLLOWING)
-
-
-def stretches(model, _):
-    hidden, losses = (torch.zeros(1, 4, 5).double(),) * 2, []
-    for words, following in STRETCHES:
-        logits, hidden = model(words, tuple(h.detach() for h in hidden))
-        losses.append(CRITERION(logits.flatten(0, 1), following.flatten()))
-    return sum(losses)
 
 
 PLAIN = {
@@ -172,11 +157,6 @@ PLAIN = {
         lambda: Language(logits_and_router),
         {"ids": IDS, "labels": FOLLOWING},
         balance,
-    ),
-    "Hidden states carried from batch to batch": (
-        lambda: Language(logits_and_state),
-        {"stretches": STRETCHES},
-        stretches,
     ),
 }
 

@@ -7,9 +7,14 @@ On the CPU the same code is called again, on the same tensors; with an accelerat
 from __future__ import annotations
 
 import copy
+import os
 import random
+import signal
 import threading
+import time
 import warnings
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -430,6 +435,89 @@ def test_an_interrupt_between_captured_sub_steps_leaves_no_trace(two_places):
         model.zero_grad()
         engine.forward_backward(inputs, targets, criterion)
         assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+
+
+def test_ctrl_c_between_captured_sub_steps_leaves_no_trace(two_places):
+    """A real signal, while replicas are at work."""
+    model, inputs, targets = problem("mlp")
+    strikes = iter([False] * 5 + [True])
+
+    def interrupted(output):
+        if next(strikes, False):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # the caller's thread is told in the meantime
+        return output
+
+    criterion = nn.CrossEntropyLoss()
+    with ScatterOnceParallel(model, 4, two_places, graphs=True, verify=False) as engine:
+
+        def steps():
+            for _ in range(2):
+                engine.forward_backward(inputs, targets, criterion, return_outputs=interrupted)
+
+        with pytest.raises(KeyboardInterrupt):
+            steps()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.forward_backward(inputs, targets, criterion)
+        assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
+
+
+class Hungry(nn.Module):
+    """Has no room for more than so many rows, from the call of this number with as many on."""
+
+    calls: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, rows, call):
+        super().__init__()
+        self.body, self.norm = nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)
+        self.rows, self.call = rows, call
+
+    def forward(self, x):
+        self.calls[len(x)] += 1
+        if len(x) > self.rows and self.calls[len(x)] >= self.call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.norm(self.body(x))
+
+
+@pytest.mark.parametrize("call", [1, 3], ids=["warming up", "captured"])
+def test_memory_that_runs_out_in_a_capture_makes_more_sub_steps(call):
+    """The result is that of the same fixed number of sub-steps, bit for bit."""
+    Hungry.calls.clear()
+    inputs, targets = problem("mlp")[1:]
+    criterion, place = nn.CrossEntropyLoss(), [str(home())]
+    results = []
+    for accum, room in (("auto", 10), (4, ROWS)):
+        model = build(lambda room=room: Hungry(room, call)).to(home())
+        with ScatterOnceParallel(model, accum, place, graphs=True, verify=False) as engine:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message='accum="auto"')  # and no others
+                losses = [engine.forward_backward(inputs, targets, criterion) for _ in range(2)]
+            assert len(engine.last_step.plan.shares[0].micro_batches) == 4
+        results.append((engine, losses))
+    assert torch.equal(torch.stack(results[0][1]), torch.stack(results[1][1]))
+    assert_same(results[0][0], results[1][0])
+
+
+# --- beside other things ---
+
+
+def test_autocast_is_captured_too(two_places):
+    """Another dtype, or none, is another graph."""
+    model, inputs, targets = problem("mlp")
+    model, inputs = model.float(), inputs.float()
+    criterion = nn.CrossEntropyLoss()
+    found = []
+    for engine in engines(model, two_places, 3):
+        with engine:
+            for dtype in (torch.bfloat16, torch.bfloat16, None, torch.bfloat16):
+                kind = torch.autocast(
+                    home().type, dtype or torch.bfloat16, enabled=dtype is not None
+                )
+                with kind:
+                    found.append(engine.forward_backward(inputs, targets, criterion))
+    half = len(found) // 2
+    assert torch.equal(torch.stack(found[:half]), torch.stack(found[half:]))
+    assert found[0] == found[1] == found[3] != found[2]
 
 
 # --- words ---

@@ -183,6 +183,25 @@ def test_an_error_that_surfaces_late_names_its_replica(late):
             torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_kernel_that_fails_around_a_captured_sub_step_leaves_no_trace(late, number):
+    """Before the launch of a graph, in it, or after it."""
+    model, inputs, targets = problem()
+    with ScatterOnceParallel(model, 2, [FIRST, SECOND], graphs=True, verify=False) as engine:
+        for _ in range(2):
+            model.zero_grad()
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        before = [p.grad.clone() for p in model.parameters()]
+        control.fail_kernel(1, number)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad.cpu(), gradient.cpu())
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
 LOSSES = {
     "ignored": nn.CrossEntropyLoss(ignore_index=1),
     "weighted": nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0])),

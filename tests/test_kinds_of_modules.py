@@ -104,7 +104,7 @@ def test_a_generator_as_an_output_is_refused_in_words(devices):
 def test_mappings_with_different_keys_are_refused_in_words():
     """They came back as a list, without a word."""
     outputs = ({"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"different keys .*\['a'\] in the first, \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"different keys .*\['a'\] and \['a', 'b'\]"):
         gather(outputs, "cpu")
     with pytest.raises(ValueError, match="different keys"):
         gather(({"in": outputs[0]}, {"in": outputs[1]}), "cpu")

@@ -19,7 +19,6 @@ from torch import nn
 
 import scatterpar.engine
 from scatterpar import ScatterOnceParallel
-from scatterpar.threads import workers as threads
 
 LOSS = nn.CrossEntropyLoss()
 INPUTS, TARGETS = randn(24, FEATURES), randint(CLASSES, 24)
@@ -85,9 +84,7 @@ CALLS = {
 
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_leaves_what_it_returns_and_no_more(devices, monkeypatch, name, accum):
-    """At once: not when an idle worker wakes by itself."""
-    monkeypatch.setattr(threads, "_IDLE_SECONDS", None)
+def test_a_call_leaves_what_it_returns_and_no_more(devices, name, accum):
     with ScatterOnceParallel(mlp(), accum, devices(3)) as engine:
         for _ in range(2):  # what is made once, is made
             CALLS[name](engine)

@@ -37,7 +37,6 @@ def _quietly(monkeypatch):
 def _workers_sleep_until_there_is_work(monkeypatch):
     """In a free-threaded interpreter too, where an idle one would wake, die, and be replaced."""
     monkeypatch.setattr(threads, "_FREE_THREADED", False)
-    monkeypatch.setattr(threads, "_IDLE_SECONDS", None)
 
 
 def kill(thread):
@@ -82,10 +81,7 @@ def test_an_exception_while_it_waits(devices, which):
         assert all(thread not in workers() for thread in crew)
 
 
-@pytest.mark.parametrize("free_threaded", [False, True])
-def test_one_that_is_dead_already_is_replaced(devices, monkeypatch, free_threaded):
-    """And whoever wakes all of them does not wait for it."""
-    monkeypatch.setattr(threads, "_FREE_THREADED", free_threaded)
+def test_one_that_is_dead_already_is_replaced(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, LOSS)
         victim = workers()[1]

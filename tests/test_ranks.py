@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -104,6 +105,24 @@ def test_a_step_is_that_of_all_batches_together(devices, size, replicas, loss):
         assert [(name, dtype) for name, dtype, _ in large] == [("all_reduce", torch.float64)]
         elements = sum(p.numel() for p in model.parameters())
         assert large[0][2] <= 8 * (elements + 100)
+
+
+def two_steps(group, **options):
+    model = build(mlp)
+    inputs, targets = (part(group, t, ROWS[2]) for t in (randn(13, FEATURES), randint(CLASSES, 13)))
+    with ScatterOnceParallel(
+        model, 2, ["cpu:0", "cpu:1"], process_group=group, verify=False, **options
+    ) as engine:
+        losses = [engine.forward_backward(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
+    return losses, gradients(model)
+
+
+def test_captured_sub_steps_give_the_same_bits():
+    for (losses, found), (others, expected) in zip(
+        gang()(2, functools.partial(two_steps, graphs=True)), gang()(2, two_steps), strict=True
+    ):
+        assert losses == others
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def one_rank(group):

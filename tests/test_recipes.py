@@ -282,7 +282,6 @@ def test_evaluation():
 @pytest.mark.parametrize(
     ("title", "times"),
     [
-        ("Several batches, one optimizer step", 1),
         ("Keep the outputs of a step", 1),
         ("Unequal cards", 1),
         ("Compiled models", 1),

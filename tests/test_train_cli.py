@@ -12,9 +12,9 @@ import scatterpar
 from scatterpar.__main__ import main as command
 from scatterpar.train import machines
 from scatterpar.train.data import UsageError
-from scatterpar.train.loop import Batches
 from scatterpar.train.options import parse
 from scatterpar.train.run import main
+from scatterpar.train.training import Batches
 
 pytestmark = pytest.mark.draws
 SMALL = ["--model", "helpers.torchrun:Small"]  # a run of the default network takes seconds
@@ -203,24 +203,44 @@ def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path)
     assert capsys.readouterr().err == "scatterpar train: interrupted before training began\n"
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_torchrun_names_the_folder_after_its_job(monkeypatch, restarts):
+def test_torchrun_names_the_folder_after_its_job(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     for given in ([], ["--resume"]):
         assert str(parse(given).out) == "runs/train-night-7"
-    assert machines.was_restarted() == (restarts == "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert re.fullmatch(r"runs/train-\d{8}-\d{6}", str(parse([]).out))
-    assert not machines.was_restarted()
 
 
 def test_processes_of_one_machine_do_not_share_its_accelerators(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night-7")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    machines.require_one_process([torch.device("cpu")] * 2)
+    machines.require_launch([torch.device("cpu")] * 2)
     with pytest.raises(UsageError, match=r"started 2 processes .* launch with --nproc-per-node=1"):
-        machines.require_one_process([torch.device("cuda", 0)])
+        machines.require_launch([torch.device("cuda", 0)])
+
+
+def test_restarts_must_not_find_the_address_of_a_process_that_died(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UsageError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's"):
+        machines.require_launch([])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    machines.require_launch([])
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        (None, "gloo"),
+        ("cuda", "cpu:gloo,cuda:nccl"),
+        ("xpu", "cpu:gloo,xpu:xccl"),
+        ("mps", "cpu:gloo,mps:gloo"),
+    ],
+)
+def test_tensors_on_the_host_always_have_a_backend(monkeypatch, card, expected):
+    """Without a name torch made NCCL alone on a machine with cards, and no count could be sent."""
+    found = torch.device(card) if card else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert machines.backend() == expected
 
 
 def listening():

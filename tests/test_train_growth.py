@@ -20,11 +20,10 @@ from scatterpar.recipe import gradual_warmup
 from scatterpar.train import pictures, run
 from scatterpar.train.data import TRAIN, Split, load, make_dataset
 from scatterpar.train.feed import Feed, Request
-from scatterpar.train.loop import Batches
-from scatterpar.train.options import parse
-from scatterpar.train.pictures import Reading, open_data
+from scatterpar.train.options import Options, parse
+from scatterpar.train.pictures import open_data
 from scatterpar.train.run import main
-from scatterpar.train.schedule import Growth, make_scheduler
+from scatterpar.train.training import Batches, Growth, make_scheduler
 
 pytestmark = pytest.mark.draws
 
@@ -186,7 +185,7 @@ def test_what_it_needs_is_said(tmp_path, capsys):
 @needs_torchvision
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_requests_may_come_than_the_first_ones(tmp_path, workers):
-    data = open_data(str(write_folder(tmp_path, train=40, test=1)), Reading())
+    data = open_data(Options(data=str(write_folder(tmp_path, train=40, test=1))))
     rows = torch.arange(120)
     first, second = ([Request(TRAIN, part) for part in rows.split(size)] for size in (50, 30))
     with Feed(data, iter(first), workers) as feed:

@@ -16,16 +16,15 @@ from helpers.pictures import CLASSES, needs_timm, needs_torchvision, truncate, w
 from PIL import Image
 
 from scatterpar.train import data as data_module
-from scatterpar.train import feed
 from scatterpar.train.data import TEST, TRAIN, UsageError, load
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
-from scatterpar.train.loop import Batches
 from scatterpar.train.machines import Machines
-from scatterpar.train.pictures import Files, Reading, find_files, open_data
-from scatterpar.train.schedule import foresee
+from scatterpar.train.options import Options
+from scatterpar.train.pictures import Files, find_files, open_data
+from scatterpar.train.training import Batches, foresee
 
 pytestmark = [needs_torchvision, needs_timm]
-NONE = Reading(augment="none")
+NONE = Options(augment="none")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_of_pictures_is_two_lists_and_the_names_of_classes(folder):
-    data = open_data(str(folder), Reading())
+    data = open_data(Options(data=str(folder)))
     assert str(data) == (
         f"{folder}: 180 images to train on, 12 to test, 3 classes, brought to 3 x 28 x 28"
     )
@@ -54,14 +53,14 @@ def grey(file):
 def test_names_of_files_are_kept_whatever_they_are(tmp_path):
     names = ["a/ü x.jpg", os.fsdecode(b"b/\xff.png"), "c.jpg"]
     files = Files([(name, label) for label, name in enumerate(names)])
-    assert [files.name(row) for row in range(3)] == names
+    assert [files[row] for row in range(3)] == [(name, row) for row, name in enumerate(names)]
 
 
 def test_names_take_little_memory_once():
     names = [f"n{i // 1000:08d}/n{i // 1000:08d}_{i}.JPEG" for i in range(100_000)]
     files = Files([(name, 0) for name in names])
     assert files._names.numel() < 3.5e6
-    assert files.name(99_999) == names[-1]
+    assert files[99_999] == (names[-1], 0)
 
 
 def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
@@ -75,7 +74,7 @@ def test_hidden_files_and_other_files_are_no_pictures(tmp_path):
 
 def refused(words, folder, **reading):
     with pytest.raises(UsageError, match=words) as caught:
-        open_data(str(folder), Reading(**reading))
+        open_data(Options(data=str(folder), **reading))
     assert "\n" not in str(caught.value)
 
 
@@ -93,7 +92,7 @@ def test_a_class_may_lack_test_pictures_but_not_all_classes(tmp_path):
     write_folder(tmp_path, train=2, test=1, held_out="val")
     (gone,) = (tmp_path / "val" / "Bag").iterdir()
     gone.unlink()
-    assert len(open_data(str(tmp_path), Reading()).test) == 2
+    assert len(open_data(Options(data=str(tmp_path))).test) == 2
     for file in list((tmp_path / "val").rglob("*.png")):
         file.unlink()
     refused("val holds no pictures", tmp_path)
@@ -113,20 +112,24 @@ def test_sets_in_memory_take_no_options_of_pictures():
 def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path):
     write_folder(tmp_path / "large", train=1, test=1, size=(300, 260), ending="jpg")
     write_folder(tmp_path / "small", train=1, test=1, size=(40, 32))
-    assert open_data(str(tmp_path / "large"), Reading()).image_shape == (3, 224, 224)
-    assert open_data(str(tmp_path / "small"), Reading()).image_shape == (3, 32, 32)
-    assert open_data(str(tmp_path / "small"), Reading(image_size=20)).image_shape == (3, 20, 20)
+    assert open_data(Options(data=str(tmp_path / "large"))).image_shape == (3, 224, 224)
+    assert open_data(Options(data=str(tmp_path / "small"))).image_shape == (3, 32, 32)
+    assert open_data(Options(data=str(tmp_path / "small"), image_size=20)).image_shape == (
+        3,
+        20,
+        20,
+    )
 
 
 def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
-    data, other = (open_data(str(folder), Reading(seed=seed)) for seed in (1, 2))
+    data, other = (open_data(Options(data=str(folder), seed=seed)) for seed in (1, 2))
     rows = torch.arange(100)
     first = data.read(TRAIN, rows, 0).images
     assert torch.equal(first, data.read(TRAIN, rows, 0).images)
     assert torch.equal(first[50:], data.read(TRAIN, rows[50:], 0).images)
     for images in (data.read(TRAIN, rows, 1).images, other.read(TRAIN, rows, 0).images):
         assert (images != first).flatten(1).any(1).sum() > 90
-    plain = open_data(str(folder), NONE)
+    plain = open_data(replace(NONE, data=str(folder)))
     epochs = [plain.read(TRAIN, rows, epoch).images for epoch in (0, 1)]
     assert torch.equal(*epochs)
 
@@ -141,13 +144,12 @@ def everything(data, workers):
     with Feed(data, iter(requests()), workers=workers) as feed:
         for _ in requests():
             found.append(feed.take()[1])
-            if feed._ahead is not None:
-                time.sleep(0.01)
+            time.sleep(0.01 * bool(workers))
     return found
 
 
 def test_any_number_of_workers_reads_the_same(folder):
-    data = open_data(str(folder), Reading(seed=1))
+    data = open_data(Options(data=str(folder), seed=1))
     alone = everything(data, workers=0)
     assert [len(batch.rows) for batch in alone] == [70, 70, 40, 12] * 2
     for workers in (1, 3):
@@ -159,16 +161,16 @@ def test_any_number_of_workers_reads_the_same(folder):
 
 def test_reading_leaves_the_process_own_random_numbers_alone(folder):
     before = torch.get_rng_state()
-    everything(open_data(str(folder), Reading()), workers=0)
-    everything(open_data(str(folder), Reading()), workers=1)
+    everything(open_data(Options(data=str(folder))), workers=0)
+    everything(open_data(Options(data=str(folder))), workers=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_next_batch_is_read_while_this_one_is_used(folder):
-    with Feed(open_data(str(folder), Reading()), iter(requests()), workers=2) as feed:
+    with Feed(open_data(Options(data=str(folder))), iter(requests()), workers=2) as feed:
         for request in requests():
             deadline = time.monotonic() + 60
-            while not feed._ahead._next.done():  # though nobody waits for it
+            while not feed._next.done():  # though nobody waits for it
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert torch.equal(feed.take()[0].rows, request.rows)
@@ -194,7 +196,7 @@ def test_a_broken_picture_names_itself(tmp_path, workers):
 
 
 def broken_folder(folder):
-    data = open_data(str(write_folder(folder, ending="jpg", size=(60, 60))), Reading())
+    data = open_data(Options(data=str(write_folder(folder, ending="jpg", size=(60, 60)))))
     truncate(Path(data.train.name(1)))
     return data, data.train.name(1)
 
@@ -224,7 +226,7 @@ def test_a_batch_of_broken_pictures_alone_is_empty(tmp_path):
 def test_a_killed_worker_is_said_in_words(folder):
     many = list(foresee(Batches(180, 60, seed=3), 0, 400, 12, 60, Machines()))
     others = multiprocessing.active_children()  # the ranks that other tests use
-    with Feed(open_data(str(folder), Reading()), iter(many), workers=2) as feed:
+    with Feed(open_data(Options(data=str(folder))), iter(many), workers=2) as feed:
         feed.take()
         workers = set(multiprocessing.active_children()).difference(others)
         assert workers
@@ -251,7 +253,7 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
         raise error
         yield
 
-    ahead = object.__new__(feed._Ahead)
+    ahead = object.__new__(Feed)
     ahead._closed = False
     with pytest.raises(seen, match=words):
         ahead._piece(broken_off())
@@ -280,7 +282,7 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
     refused(
         rf"torch/fashion_mnist: Dataset not found.*--data-root {tmp_path}; --download fetches it",
         *("torch/fashion_mnist",),
-        root=tmp_path,
+        data_root=tmp_path,
     )
     refused("torch/absent: Unknown torchvision dataset absent", "torch/absent")
     raw.mkdir(parents=True)
@@ -288,7 +290,7 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
         for part in ("train", "t10k"):
             target = raw / file.name.replace("t10k", part).removesuffix(".gz")
             target.write_bytes(gzip.decompress(file.read_bytes()))
-    data = open_data("torch/fashion_mnist", Reading(augment="none", root=tmp_path))
+    data = open_data(Options(data="torch/fashion_mnist", augment="none", data_root=tmp_path))
     assert (len(data.train), len(data.test), data.class_names[0]) == (10_000, 10_000, "T-shirt/top")
     found = data.read(TRAIN, torch.arange(6), 0)
     assert torch.equal(found.labels, images.train.labels[:6])
@@ -297,7 +299,7 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    refused(r"needs torchvision: pip install scatterpar\[images\]", "torch/cifar10")
+    refused(r"needs torchvision and timm: pip install scatterpar\[images\]", "torch/cifar10")
 
 
 @pytest.mark.parametrize("name", ["nonsense"])
@@ -313,8 +315,8 @@ def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch
     pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
-    ours = open_data(str(folder), NONE)
-    data = open_data(f"hfds/{folder}", replace(NONE, root=tmp_path))
+    ours = open_data(replace(NONE, data=str(folder)))
+    data = open_data(replace(NONE, data=f"hfds/{folder}", data_root=tmp_path))
     assert data.class_names == ours.class_names
     assert (len(data.train), len(data.test)) == (180, 12)
     rows = torch.tensor([0, 5, 11])
@@ -332,16 +334,16 @@ def test_missing_datasets_names_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     "augmentation",
     [
-        Reading(augment="original", erase=0.5),
-        Reading(augment="none", erase=1.0),
-        Reading(mixup=0.2),
-        Reading(mixup=0.2, cutmix=1.0),
-        Reading(augment="rand-m9-mstd0.5-inc1"),
+        Options(augment="original", erase=0.5),
+        Options(augment="none", erase=1.0),
+        Options(mixup=0.2),
+        Options(mixup=0.2, cutmix=1.0),
+        Options(augment="rand-m9-mstd0.5-inc1"),
     ],
 )
 def test_torchvisions_augmentation_is_the_same_in_any_worker(folder, augmentation):
-    data = open_data(str(folder), replace(augmentation, seed=1))
-    alone, plain = everything(data, workers=0), everything(open_data(str(folder), Reading()), 0)
+    data = open_data(replace(augmentation, data=str(folder), seed=1))
+    alone, plain = everything(data, workers=0), everything(open_data(Options(data=str(folder))), 0)
     for one, other in zip(alone, everything(data, workers=2), strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.labels, other.labels)

@@ -21,7 +21,7 @@ from helpers.torchrun import differences, environment, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
-from scatterpar.train import checkpoint, feed, preparation
+from scatterpar.train import checkpoint, feed, training
 from scatterpar.train import run as tool
 from scatterpar.train.records import Metrics, writing
 from scatterpar.train.run import main
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path, capsys, monk
     monkeypatch.undo()
     kept = (out / "checkpoint.pt").read_bytes()
     if where == "checkpoint":
-        monkeypatch.setattr(checkpoint.os, "fsync", full)
+        monkeypatch.setattr(checkpoint.torch, "save", full)
     else:
         append = Metrics._append
         late = lambda m, r: (full() if r["kind"] == "step" else None, append(m, r))  # noqa: E731
@@ -286,7 +286,7 @@ def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsy
     def refusing(*_, **keywords):
         raise ValueError(f"{keywords}")
 
-    monkeypatch.setattr(preparation, "ScatterOnceParallel", refusing)
+    monkeypatch.setattr(training, "ScatterOnceParallel", refusing)
     for option, words in [
         (["--compile"], "'shares': None, 'measure_noise': False, 'compile': True"),
         (["--shares", "auto"], "'shares': 'auto'"),
@@ -328,13 +328,13 @@ def test_fine_tuning_takes_what_fits(folder, tmp_path, capsys):
 
 
 def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monkeypatch):
-    read = feed.Feed._read
+    joined = feed._joined
 
-    def slowly(self, wanted):
+    def slowly(pieces, rows):
         time.sleep(0.05)
-        return read(self, wanted)
+        return joined(pieces, rows)
 
-    monkeypatch.setattr(feed.Feed, "_read", slowly)
+    monkeypatch.setattr(feed, "_joined", slowly)
     monkeypatch.setattr(tool, "_LONG_WAIT", 0.01)  # the machine may be busy
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0

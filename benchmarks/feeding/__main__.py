@@ -21,7 +21,8 @@ from scatterpar.train.data import TRAIN, Source
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import build_model
-from scatterpar.train.pictures import Reading, open_data
+from scatterpar.train.options import Options
+from scatterpar.train.pictures import open_data
 
 Step = Callable[[Tensor, Tensor], object]
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="cnn")
     given = parser.parse_args()
-    source = open_data(given.folder, Reading())
+    source = open_data(Options(data=given.folder))
     rows = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
     batches = list(rows.split(given.batch))[: given.batches]
     devices = choose_devices(None)

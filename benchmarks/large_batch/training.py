@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from scatterpar import ScatterOnceParallel
 from scatterpar.recipe import NoiseScale, gradual_warmup, linear_scaled_lr, weight_decay_groups
 from scatterpar.train.data import make_dataset, read_split
-from scatterpar.train.loop import Batches
 from scatterpar.train.models import SmallCNN
-from scatterpar.train.schedule import Growth, averaging, make_scheduler
+from scatterpar.train.training import Batches, Growth, averaging, make_scheduler
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 EPOCHS = 20

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
 from scatterpar.machines.parcels import Parcels, Shown
-from scatterpar.replicas.buffers import BufferValue
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome, Spread
@@ -129,7 +128,6 @@ class Ranks:
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
-        _require_same_shapes(outcome.buffers)
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
@@ -199,15 +197,3 @@ def _to_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None
         tensor.shape,
         check_invariants=False,
     )
-
-
-def _require_same_shapes(buffers: Sequence[BufferValue]) -> None:
-    for holder, name, value in buffers:
-        before = holder.get(name)
-        if (before is None) != (value is None) or (
-            before is not None and value is not None and before.shape != value.shape
-        ):
-            raise ValueError(
-                f"buffer {name!r} changed its shape during the step, which is not possible "
-                f"between ranks; keep buffers of one shape"
-            )

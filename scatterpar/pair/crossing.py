@@ -25,12 +25,11 @@ from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import all_tensors, take
+from scatterpar.step.markers import Replicated, all_tensors, opened, take
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery, copied, opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import noted
-from scatterpar.threads.attempt import Attempt
-from scatterpar.threads.workers import Workers
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module
 
 __all__ = [
@@ -135,12 +134,12 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
+    is_shared = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         rows = take(batch, share.start, share.stop, dim)
         here = nested.transform(partial(delivery.bring, share.device), rows)
-        is_view = share.device in came_from
-        shares.append(opened(copied(here)) if is_view else opened(here, copy=True))
+        shares.append(opened(here, copy=is_shared or share.device in came_from))
     return shares
 
 

@@ -1,4 +1,4 @@
-"""The replicas compute: forward and backward over their shares, after the new kinds of sub-steps.
+"""The replicas compute: forward and backward over their shares, or forward alone.
 
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
 that meet a new size together would each compile it. So a kind of sub-step that compiled replicas
@@ -8,32 +8,33 @@ after replica, each in its own worker, without a trace. The step then finds ever
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scatterpar import torch_private
+from scatterpar.replicas.buffers import running
 from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
+from scatterpar.step.commit import commit_buffers
+from scatterpar.step.markers import has_entries, opened
+from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed
+from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival, opened
-from scatterpar.step.substeps import Task, hand_out, loss_at, noted, prepare_autograd, pull, train
+from scatterpar.step.scatter import Arrival, scatter
+from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Claims, Stash
-
-__all__ = ["compute", "warm_up"]
+from scatterpar.threads.workers import Attempt
 
 Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
 
@@ -54,17 +55,6 @@ def compute(
 
     What the user's code may write meanwhile is the step's: ``.grad`` of the user's own parameters
     until the end of this, statistics that a criterion moves until the commit.
-
-    Args:
-        attempt: the step.
-        request: what the user asked for.
-        copies: the replicas.
-        arrivals: bring the rows of each share.
-        weights: of the micro-batches' losses.
-        claims: what the step has for itself.
-        verify: rehearses a few rows first; raises what the user has to know.
-        peers: other processes, whose outputs the criterion of a whole batch sees too.
-
     """
     prepare_autograd()
     parts = copies.parts
@@ -80,7 +70,7 @@ def compute(
                 criterion = copies.criteria[0]
                 results = train_whole(attempt, request, tasks, parts, criterion, peers)
             else:
-                warm_up(attempt, tasks, parts, loss_at)
+                warm_up(attempt, tasks, parts, _loss)
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)
                 if request.graphs is not None and request.most is None:
@@ -91,35 +81,97 @@ def compute(
         return Computed(results, stash.gradients())
 
 
+def infer(
+    attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
+) -> Any:
+    """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
+
+    The request's ``inputs`` are positional and keyword arguments.
+    """
+    plan, ledger = attempt.plan, attempt.ledger
+    arrivals = scatter(request.batch, plan, request.dim, ledger)
+    copies.refresh(module, None, ledger)
+    tasks, parts = hand_out(request, plan, copies, arrivals), copies.parts
+    lists = has_entries(request.batch)
+    with guarded(parts):
+        warm_up(attempt, tasks, parts, _predicted)
+        outputs = attempt.run(partial(_infer_share, dim=request.dim, lists=lists), tasks)
+    output = collect(outputs, plan, request.dim, ledger, lists=lists)
+    ledger.settle()
+    if module.training:
+        buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
+        for layer in reduce_moments(parts, len(outputs), ledger):
+            buffers += running(layer)
+        commit_buffers(buffers)
+    attempt.generators.commit()
+    return output
+
+
+def _infer_share(task: Task, *, dim: int, lists: bool, proceed: Callable[[], None]) -> Any:
+    outputs = []
+    rows = [stop - start for start, stop in task.share.micro_batches]
+    for number in range(len(rows)):
+        if number:
+            proceed()
+        with noted(task.share, number):
+            outputs.append(_predicted(task, task.arrival.rows_of(number)))
+    with noted(task.share):
+        return join_rows(outputs, dim, rows, rows, lists=lists)
+
+
+def _predicted(task: Task, rows: Any) -> Any:
+    with torch.no_grad():
+        (args, kwargs), _ = rows
+        output = task.module(*args, **kwargs)
+        nested.refuse_generators(output)
+        return output
+
+
+def _loss(task: Task, rows: Any) -> Tensor:
+    return forward(task, rows)[1]
+
+
 def warm_up(
     attempt: Attempt,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
-    forward: Callable[[Task, int], Any],
+    forward: Callable[[Task, Any], Any],
 ) -> None:
-    """Run what the replicas have not met before, and leave no trace of it but compiled code.
+    """Run what compiled replicas have not met, and leave no trace of it but compiled code.
 
-    Args:
-        attempt: the step.
-        tasks: what each replica is given in it.
-        parts: the replicas of the model, and those of the criterion.
-        forward: all of a sub-step but its backward pass, for the micro-batch of this number.
+    ``forward`` is all of a sub-step but its backward pass.
     """
+    model = parts[0]
     if not any(part.compiler.is_used for part in parts):
         return
-    new = [_new_kinds(task, parts[0], forward) for task in tasks]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_types())
+    new: list[dict[Hashable, int]] = []  # of each replica the kinds, and a micro-batch of each
+    for task in tasks:
+        numbers = range(len(task.share.micro_batches))
+        flags: Hashable = task.share.replica, forward, model.flags, modes
+        kinds = [(flags, _outline(task.arrival.at_source(number))) for number in numbers]
+        found = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
+        new.append({kind: number for kind, number in found if kind not in model.rehearsed})
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
-        task = dataclasses.replace(task, keeps_rows=True)  # the step itself will ask for them
-        with _after(done[:replica], done[replica]), torch_private.many_graphs():
-            for number in new[replica]:
+        for earlier in done[:replica]:  # or beside one that waits for this replica
+            while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
+                pass
+        try:
+            for number in sorted(new[replica].values()):
                 proceed()
-                with noted(task.share, number):
-                    _pull_zeros(forward(task, number))
+                with noted(task.share, number), torch_private.many_graphs():
+                    rows = task.arrival.rows_of(number, keep=True)  # the step will ask for them
+                    output = forward(task, rows)
+                    roots = [t for t in nested.tensors(output) if t.requires_grad]
+                    if roots:
+                        pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
+        finally:
+            done[replica].set()
 
     generators = attempt.generators
     before = [generators.get_state(task.share.replica) for task in tasks]
@@ -133,53 +185,17 @@ def warm_up(
             part.forget_step()
         if tasks[0].stash is not None:
             tasks[0].stash.forget()
-    for task, kinds in zip(tasks, new, strict=True):
-        parts[0].rehearsed.update(_key(task, kind) for kind in kinds.values())
+    for met in new:
+        model.rehearsed.update(met)
 
 
-def _pull_zeros(output: Any) -> None:
-    """A backward pass with gradients of zero, where there is a graph."""
-    roots = [tensor for tensor in nested.tensors(output) if tensor.requires_grad]
-    if roots:
-        pull(roots, [torch.zeros_like(root) for root in roots], autocast_types())
-
-
-def _new_kinds(
-    task: Task, part: Replicas, forward: Callable[[Task, int], Any]
-) -> dict[int, Hashable]:
-    """The first micro-batch of each kind that this replica has not met, and the kind."""
-    flags = (
-        forward,
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple(autocast_types()),
-        part.flags,
+def _outline(rows: Any) -> Hashable:
+    """What two micro-batches have alike that the same compiled code takes."""
+    leaves = nested.leaves(opened(rows))
+    plain = bool, int, float, str
+    return tuple(
+        (leaf.shape, leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else (leaf if isinstance(leaf, plain) else None, type(leaf))
+        for leaf in leaves
     )
-    found: dict[int, Hashable] = {}
-    for number in range(len(task.share.micro_batches)):
-        kind = (flags, tuple(map(_outline, nested.leaves(opened(task.arrival.at_source(number))))))
-        if _key(task, kind) not in part.rehearsed and kind not in found.values():
-            found[number] = kind
-    return found
-
-
-def _key(task: Task, kind: Hashable) -> Hashable:
-    return task.share.replica, kind
-
-
-def _outline(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return (leaf if isinstance(leaf, (bool, int, float, str)) else None, type(leaf))
-
-
-@contextlib.contextmanager
-def _after(earlier: Sequence[threading.Event], own: threading.Event) -> Iterator[None]:
-    """The body comes after the earlier replicas', or beside one that waits for this replica."""
-    for event in earlier:
-        while not event.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
-            pass
-    try:
-        yield
-    finally:
-        own.set()

@@ -13,8 +13,6 @@ from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 
-__all__ = ["IN_VAIN", "Fitting", "is_out_of_memory"]
-
 IN_VAIN = "more sub-steps do not help"  # in a note on an error, this ends the search
 
 # What allocators and libraries say in a plain RuntimeError.
@@ -41,11 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Fitting:
-    """What fitted last.
-
-    Attributes:
-        accum: so many sub-steps.
-    """
+    """What fitted last: ``accum`` sub-steps."""
 
     def __init__(self) -> None:
         self.accum = 1
@@ -63,13 +57,6 @@ class Fitting:
 
         What fitted last is computed without a trial. Where it runs out of memory, the number is
         doubled until a trial, the first sub-steps alone, fits, then bisected.
-
-        Args:
-            request: what the user asked for.
-            devices: one for each replica.
-            plan: how the batch is cut, by the number of sub-steps.
-            compute: the outcome of such a plan. What runs out of memory leaves no trace.
-            release: gives back memory that nobody uses any more.
         """
         most = -(-max(request.sizes) // len(devices))  # then a sub-step is down to one row
         lean, retries = replace(request, keeps_rows=False), 0
@@ -78,7 +65,10 @@ class Fitting:
             is_whole = fits == failed + 1
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, most)
             cut = plan(number)
-            keeps_rows = is_whole and self._keeps_rows and _has_second_pass(request, cut)
+            has_two_passes = request.whole_batch and any(
+                len(share.micro_batches) > 1 for share in cut.shares
+            )
+            keeps_rows = is_whole and self._keeps_rows and has_two_passes
             try:
                 if is_whole:
                     outcome = compute(request if keeps_rows else lean, cut)
@@ -92,8 +82,14 @@ class Fitting:
                         self._keeps_rows = False
                     if any(IN_VAIN in note for note in getattr(error, "__notes__", ())):
                         raise
+                    if not keeps_rows and number >= most:
+                        error.add_note(
+                            f'accum="auto" has nothing left to try: with {number} sub-steps a '
+                            f"sub-step is one row, and that does not fit ({retries} tries ran "
+                            f"out of memory)"
+                        )
+                        raise
                     if not keeps_rows:
-                        _require_smaller(error, number, most, retries)
                         failed, fits = number, 0 if is_whole else fits
                 elif is_whole:
                     raise
@@ -109,18 +105,3 @@ class Fitting:
                     f"accum={number} is the smallest that fits, and is kept"
                 )
         return replace(outcome, retries=retries)
-
-
-def _require_smaller(error: BaseException, number: int, most: int, retries: int) -> None:
-    """Raise ``error``, in words, where sub-steps cannot be smaller."""
-    if number >= most:
-        error.add_note(
-            f'accum="auto" has nothing left to try: with {number} sub-steps a sub-step is one '
-            f"row, and that does not fit ({retries} tries ran out of memory)"
-        )
-        raise error
-
-
-def _has_second_pass(request: Request, plan: Plan) -> bool:
-    """Whether rows wait on a device until they are asked for again."""
-    return request.whole_batch and any(len(share.micro_batches) > 1 for share in plan.shares)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +30,8 @@ from scatterpar.replicas.replicas import Replica, Replicas, is_state
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import opened
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators
@@ -41,6 +41,7 @@ __all__ = ["Graphs"]
 _SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
 _CAPTURES = 32  # of one replica in all: more, and something changes from step to step
 _WARM_UPS = 2  # the second one adds to gradients, as a graph does
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class _Refused(Exception):
@@ -56,6 +57,7 @@ class _Graph:
     loss: Tensor
     gradients: dict[int, Tensor]  # by position among the replica's leaves
     output: Any = None
+    replay: Callable[..., None] | None = None
 
     def compute(self, task: Task, keep: bool) -> None:
         """The sub-step itself: what is captured, or on the CPU called again."""
@@ -70,11 +72,19 @@ class _Graph:
 class _Kept:
     """The graphs of one replica, and what they depend on."""
 
-    state: list[Any]
-    alive: list[Any]  # what ``state`` names by its id
-    graphs: dict[Hashable, tuple[_Graph, Callable[..., None]]] = field(default_factory=dict)
+    # One for all of them: nodes of autograd, which a traceback may hold, remember it.
+    stream: torch.Stream | None
+    state: list[Any] = field(default_factory=list)
+    alive: list[Any] = field(default_factory=list)  # what ``state`` names by its id
+    graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     pool: Any = None
+    captures: int = 0
+    is_refused: bool = False
+
+    def forget(self) -> None:
+        """Let go of all that was captured."""
+        self.state, self.alive, self.graphs, self.gradients, self.pool = [], [], {}, {}, None
 
 
 class Graphs:
@@ -82,186 +92,166 @@ class Graphs:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        self._captures: dict[int, int] = {}
-        # One for all of a replica's: nodes of autograd, which a traceback may hold, remember it.
-        self._streams: dict[int, torch.Stream | None] = {}
-        self._refused: set[int] = set()
-        self._telling = threading.Lock()
-        self._told = False
+        self._untold = threading.Lock()
 
     def of(
         self, task: Task, request: Request, parts: Sequence[Replicas], generators: Generators
     ) -> Graphed:
         """What computes the sub-steps of one replica in one step."""
         number = task.share.replica
-        replicas = [part.replicas[number] for part in parts]
+        if number not in self._kept:
+            self._kept[number] = _Kept(verbs.another_stream(task.share.device))
+        own, replicas = self._kept[number], [part.replicas[number] for part in parts]
         state, alive = _state_of(task, parts, replicas)
-        before = self._kept.get(number)
-        if before is None or before.state != state:
-            before = self._kept[number] = _Kept(state, alive)
-        if number not in self._streams:
-            self._streams[number] = verbs.another_stream(task.share.device)
-        stream = self._streams[number]
-        return Graphed(self, before, task, request, replicas, generators, stream)
+        if own.state != state:
+            own.forget()
+            own.state, own.alive = state, alive
+        return Graphed(self, own, task, request, replicas, generators)
 
-    def may_capture(self, number: int) -> bool:
-        """Whether replica ``number`` goes on capturing, after one capture more."""
-        count = self._captures[number] = self._captures.get(number, 0) + 1
-        if count > _CAPTURES:
-            self.refuse(
-                number,
-                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
-                f"step: the criterion (make it once, before the loop), a number that is an "
-                f"attribute of the module (make it a tensor), or the shapes of batches",
-            )
-        return not self.refuses(number)
-
-    def refuses(self, number: int) -> bool:
-        """Whether replica ``number`` captures nothing any more."""
-        return number in self._refused
-
-    def refuse(self, number: int, why: str) -> None:
-        """From now on replica ``number`` captures nothing; it is told once for all of them."""
-        self._refused.add(number)
-        self._kept.pop(number, None)
-        with self._telling:
-            told, self._told = self._told, True
-        if not told:
+    def refuse(self, own: _Kept, why: str) -> None:
+        """From now on a replica captures nothing; it is told once for all of them."""
+        own.is_refused = True
+        own.forget()
+        if self._untold.acquire(blocking=False):  # and never released
             warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
 
 class Graphed(Launched):
-    """Sub-steps of one replica in one step, by its graphs where there are any.
-
-    Args:
-        graphs: of the engine.
-        kept: those of the replica.
-        task: the replica, its rows and their weights.
-        request: which outputs to keep.
-        replicas: the replica of the model, and that of the criterion.
-        generators: of what is drawn.
-        stream: where sub-steps are warmed up and captured.
-    """
+    """Sub-steps of one replica in one step, by its ``own`` graphs where there are any."""
 
     def __init__(
         self,
         graphs: Graphs,
-        kept: _Kept,
+        own: _Kept,
         task: Task,
         request: Request,
         replicas: Sequence[Replica],
         generators: Generators,
-        stream: torch.Stream | None,
     ) -> None:
         super().__init__(task, request)
-        self._graphs, self._kept, self._replicas, self._generators = (
-            graphs,
-            kept,
-            replicas,
-            generators,
-        )
-        self._stream = stream
+        self._graphs, self._own = graphs, own
+        self._replicas, self._generators = replicas, generators
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
-        task, graphs = self._task, self._kept.graphs
-        key = _shape_of(opened(task.arrival.at_source(number))) if weight else None
-        if key in graphs:
-            rows = task.arrival.rows_of(number)
-            pairs = zip(nested.tensors(graphs[key][0].rows), nested.tensors(rows), strict=True)
-            for target, source in pairs:
-                target.copy_(source)
+        task, own = self._task, self._own
+        source = opened(task.arrival.at_source(number))
+        key = _shape_of(source) if weight else None
+        graph = own.graphs.get(key)
+        if graph is not None:  # rows from elsewhere arrive while the graph reads those before
+            came = source if task.arrival.is_here else task.arrival.rows_of(number)
+            copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
         elif key is not None and self._may_capture():
             rows = task.arrival.rows_of(number)
             try:
-                graphs[key] = self._captured(_copied(rows))
+                graph = own.graphs[key] = self._captured(opened(rows, copy=True))
             except _Refused as error:
-                self._graphs.refuse(task.share.replica, str(error))
-        if key not in graphs:
+                self._graphs.refuse(own, str(error))
+        if graph is None or graph.replay is None:
             return super().run(number, weight, rows)
-        graph, replay = graphs[key]
         self._put_in_place(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
-        replay(task, bool(self._keep))
-        output = kept(_copied(graph.output), self._keep) if self._keep else None
+        graph.replay(task, bool(self._keep))
+        output = kept(opened(graph.output, copy=True), self._keep) if self._keep else None
         return graph.loss.clone(), output
 
     def finish(self) -> None:
         """Gradients leave the tensors that stay, which later steps write."""
-        leaves = [self._task.leaves[i] for i in self._in_place]
         copies = [torch.empty_like(gradient) for gradient in self._in_place.values()]
         copy_each(copies, list(self._in_place.values()))
-        for leaf, gradient in zip(leaves, copies, strict=True):
-            leaf.grad = gradient
+        for i, gradient in zip(self._in_place, copies, strict=True):
+            self._task.leaves[i].grad = gradient
 
     def _may_capture(self) -> bool:
-        number = self._task.share.replica
-        if self._graphs.refuses(number) or len(self._kept.graphs) >= _SHAPES:
+        own = self._own
+        if own.is_refused or len(own.graphs) >= _SHAPES:
             return False
-        return self._graphs.may_capture(number)
+        own.captures += 1
+        if own.captures > _CAPTURES:
+            self._graphs.refuse(
+                own,
+                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
+                f"step: the criterion (make it once, before the loop), a number that is an "
+                f"attribute of the module (make it a tensor), or the shapes of batches",
+            )
+        return not own.is_refused
 
     def _put_in_place(self, gradients: dict[int, Tensor]) -> None:
         """From here on these leaves' gradients add up where the graph adds to them."""
-        new = {i: g for i, g in gradients.items() if i not in self._in_place}
-        if not new:
-            return
         leaves = self._task.leaves
-        fresh = [g for i, g in new.items() if leaves[i].grad is None]
-        if fresh:
+        new = {i: gradient for i, gradient in gradients.items() if i not in self._in_place}
+        if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
             torch._foreach_zero_(fresh)
         for i, gradient in new.items():
             came = leaves[i].grad
-            if came is not None:  # by a sub-step without a graph
+            if came is not None:  # of a sub-step without a graph
                 gradient.copy_(came)
-            leaves[i].grad = gradient
-        self._in_place |= new
+            leaves[i].grad = self._in_place[i] = gradient
 
-    def _captured(self, rows: Any) -> tuple[_Graph, Callable[..., None]]:
+    def _captured(self, rows: Any) -> _Graph:
         """A graph for micro-batches like ``rows``, which it keeps. Leaves no trace.
 
         Raises:
             _Refused: it cannot be had.
         """
-        task, leaves = self._task, self._task.leaves
-        if task.stash is None or task.stash.gave_beyond(task.share.replica):
-            raise _Refused("the criterion reaches parameters beside those of the module")
+        task, own = self._task, self._own
+        with self._without_a_trace():
+            with verbs.beside(own.stream):
+                graph = self._warmed_up(rows)
+            for i, gradient in graph.gradients.items():
+                task.leaves[i].grad = gradient
+            try:
+                graph.replay, own.pool = verbs.capture(
+                    own.stream, graph.compute, task, bool(self._keep), pool=own.pool
+                )
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                what = str(error).strip().partition("\n")[0]
+                raise _Refused(
+                    f"a sub-step of {type(task.module).__name__} cannot be captured: it waits for "
+                    f"the device, or does what a graph cannot repeat ({type(error).__name__}: "
+                    f"{what})"
+                ) from error
+        return graph
+
+    @contextlib.contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """The body leaves gradients, buffers and random state as they are."""
+        leaves, number = self._task.leaves, self._task.share.replica
         came = [leaf.grad for leaf in leaves]
         states = [t for one in self._replicas for t in one.tensors if is_state(t)]
         before = [torch.empty_like(t) for t in states]
         copy_each(before, states)
-        position = self._generators.get_state(task.share.replica)
+        position = self._generators.get_state(number)
         try:
-            with verbs.beside(self._stream):
-                graph = self._warmed_up(rows)
-            for i, gradient in graph.gradients.items():
-                leaves[i].grad = gradient
-            replay, self._kept.pool = self._recorded(graph)
-            return graph, replay
+            yield
         except Exception as error:
             if is_out_of_memory(error):
-                self._kept.graphs.clear()  # their memory may be what is missing
+                self._own.forget()  # their memory may be what is missing
             raise
         finally:
-            for leaf, own in zip(leaves, came, strict=True):
-                leaf.grad = own
+            for leaf, gradient in zip(leaves, came, strict=True):
+                leaf.grad = gradient
             with torch.no_grad():
                 for replica in self._replicas:
                     replica.refresh()
                 copy_each(states, before)
-            self._generators.set_state(task.share.replica, position)
+            self._generators.set_state(number, position)
 
     def _warmed_up(self, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
         task, leaves, number = self._task, self._task.leaves, self._task.share.replica
+        name, stash = type(task.module).__name__, task.stash
         for leaf in leaves:
             leaf.grad = None
-        stash, nothing_kept = task.stash, replace(self._request, return_outputs=False)
-        assert stash is not None
+        launched = replace(self._request, return_outputs=False)
         host: list[tuple[Any, ...]] = [()]
         for _ in range(_WARM_UPS):
-            launched = Launched(task, nothing_kept)
-            loss, _ = launched.run(0, 1.0, _copied(rows))
+            if stash is None or stash.gave_beyond(number):
+                raise _Refused("the criterion reaches parameters beside those of the module")
+            loss, _ = Launched(task, launched).run(0, 1.0, opened(rows, copy=True))
             now = self._generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
             if stash.gave_beyond(number):
@@ -269,40 +259,17 @@ class Graphed(Launched):
                 raise _Refused("the criterion reaches parameters beside those of the module")
         if any(not one.is_as_refreshed() for one in self._replicas):
             raise _Refused(
-                f"the forward pass of {_name(task)} keeps something on the module that is no "
+                f"the forward pass of {name} keeps something on the module that is no "
                 f"buffer written in place"
             )
         if verbs.launches(task.share.device) and host[-1] != host[-2]:
-            raise _Refused(f"{_name(task)} or the criterion draws random numbers on the host")
+            raise _Refused(f"{name} or the criterion draws random numbers on the host")
         found = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if any(g.layout != torch.strided for g in found.values()):
-            raise _Refused(f"{_name(task)} has sparse gradients")
-        for i, gradient in found.items():
-            self._kept.gradients.setdefault(i, torch.zeros_like(gradient))
-        stays = {i: self._kept.gradients[i] for i in found}
+            raise _Refused(f"{name} has sparse gradients")
+        stay = self._own.gradients
+        stays = {i: stay.setdefault(i, torch.zeros_like(g)) for i, g in found.items()}
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), stays)
-
-    def _recorded(self, graph: _Graph) -> tuple[Callable[..., None], Any]:
-        task = self._task
-        try:
-            return verbs.capture(
-                self._stream, graph.compute, task, bool(self._keep), pool=self._kept.pool
-            )
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            what = str(error).strip().partition("\n")[0]
-            raise _Refused(
-                f"a sub-step of {_name(task)} cannot be captured: it waits for the device, or does "
-                f"what a graph cannot repeat ({type(error).__name__}: {what})"
-            ) from error
-
-
-def _name(task: Task) -> str:
-    return type(task.module).__name__
-
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def _state_of(
@@ -337,11 +304,3 @@ def _outline(leaf: Any) -> Hashable:
     if isinstance(leaf, _PLAIN):
         return leaf
     raise _Refused
-
-
-def _copied(value: Any) -> Any:
-    return nested.transform(_clone, value)
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

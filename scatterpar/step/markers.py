@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader
 
 from scatterpar.step import nested
-
-__all__ = [
-    "Batches",
-    "Replicated",
-    "Rows",
-    "all_tensors",
-    "batches_of",
-    "count_rows",
-    "has_entries",
-    "has_rows",
-    "take",
-    "transform",
-]
 
 
 class Replicated:
@@ -52,11 +39,12 @@ class Replicated:
     """
 
     def __init__(self, value: Any) -> None:
-        inner = _first_marker(value)
-        if inner is not None:
-            raise TypeError(
-                f"Replicated holds what has no rows, got {inner!r} in it; give the two side by side"
-            )
+        for leaf in nested.leaves(value):
+            if isinstance(leaf, (Replicated, Rows, Batches)):
+                raise TypeError(
+                    f"Replicated holds what has no rows, got {leaf!r} in it; give the two side by "
+                    f"side"
+                )
         self.value = value
 
     def __repr__(self) -> str:
@@ -143,10 +131,8 @@ class Batches:
     """What ``Rows.from_batches`` makes: it stands for all inputs, or for all targets."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        markers = Rows, Batches
-        if isinstance(batches, (Tensor, Mapping, str, *markers)) or not isinstance(
-            batches, Iterable
-        ):
+        one = Tensor, Mapping, str, Rows, Batches
+        if isinstance(batches, one) or not isinstance(batches, Iterable):
             raise TypeError(f"from_batches takes a list of batches, got {type(batches).__name__}")
         self.entries = list(batches)
         if not self.entries:
@@ -157,11 +143,7 @@ class Batches:
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """The inputs and targets of each batch that a step is made of, and its rows.
-
-    Raises:
-        ValueError: as ``count_rows``; several batches whose inputs and targets disagree in rows.
-    """
+    """The inputs and targets of each batch that a step is made of, and its rows."""
     parts = {"inputs": inputs, "targets": targets}
     if not any(isinstance(part, Batches) for part in parts.values()):
         return [(inputs, targets)], [count_rows(parts, dim)]
@@ -185,19 +167,6 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any
         for part in parts.values()
     ]
     return list(zip(*cut, strict=True)), its
-
-
-def transform(function: Callable[[Any], Any], value: Any) -> Any:
-    """``nested.transform`` that goes into markers too, and keeps them."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Rows):
-            return Rows([nested.transform(function, e) for e in leaf.entries], leaf.collate)
-        if isinstance(leaf, Replicated):
-            return Replicated(nested.transform(function, leaf.value))
-        return function(leaf)
-
-    return nested.transform(one, value)
 
 
 def has_entries(value: Any) -> bool:
@@ -228,9 +197,18 @@ def take(value: Any, start: int, stop: int, dim: int) -> Any:
     return nested.transform(one, value)
 
 
-def _first_marker(value: Any) -> Replicated | Rows | Batches | None:
-    kinds = Replicated, Rows, Batches
-    return next((leaf for leaf in nested.leaves(value) if isinstance(leaf, kinds)), None)
+def opened(value: Any, *, copy: bool = False) -> Any:
+    """``value`` as a module or criterion sees it, without markers; with ``copy`` nobody else's."""
+    return nested.transform(partial(_opened, copy=copy), value)
+
+
+def _opened(leaf: Any, *, copy: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone() if copy else leaf
+    if isinstance(leaf, Rows):
+        entries = opened(leaf.entries, copy=copy)
+        return entries if leaf.collate is None else leaf.collate(entries)
+    return opened(leaf.value, copy=copy) if isinstance(leaf, Replicated) else leaf
 
 
 _MARK = (
@@ -241,21 +219,11 @@ _MARK = (
 def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
 
-    ``Rows`` count by their entries, and what is ``Replicated`` has no rows.
-
-    Args:
-        batch: the parts by the name that errors call them, such as ``inputs`` and ``targets``.
-        dim: the dimension that holds the rows.
-        data: the tensors are data, and none may require grad.
-
-    Raises:
-        ValueError: no rows at all, an empty batch, sizes that disagree, a tensor without ``dim``,
-            of a sparse or jagged layout, or one that requires grad; a list of images, of as many
-            texts as rows, a packed sequence.
+    ``Rows`` count by their entries, and what is ``Replicated`` has no rows. Parts of the batch go
+    by what errors call them; where they are data, no tensor may require grad.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
-        _refuse_split_in_silence(name, part, dim)
         for leaf in nested.leaves(part):
             if data:
                 _require_data(name, leaf)
@@ -268,14 +236,14 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
             + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
             + "; a list with one entry per row is passed as Rows(entries)"
         )
+    for name, part in batch.items():
+        _refuse_split_in_silence(name, part, dim, found)
     if len(found) > 1:
         sizes = ", ".join(found.values())
         raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}; {_MARK}")
     (rows,) = found
     if rows == 0:
         raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
-    for name, part in batch.items():
-        _refuse_texts(name, part, rows)
     return rows
 
 
@@ -298,7 +266,12 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, Rows):
         return len(leaf.entries)
     if not isinstance(leaf, Tensor):
-        _refuse_foreign(name, leaf)
+        if hasattr(leaf, "__len__") and not isinstance(leaf, (str, bytes, Replicated)):
+            raise ValueError(
+                f"{name}: a {type(leaf).__name__} is no tensor, and would go whole to every "
+                f"replica: pass torch.from_numpy(array), Rows(list) for one entry per row, "
+                f"Rows(graphs, Batch.from_data_list), or Replicated(value) if it has no rows"
+            )
         return None
     if leaf.is_nested:
         raise ValueError(
@@ -322,26 +295,6 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     return leaf.size(dim)
 
 
-def _refuse_foreign(name: str, leaf: Any) -> None:
-    """What holds rows, but not as tensors, would go whole to every replica."""
-    if isinstance(leaf, DataLoader):
-        raise ValueError(
-            f"{name} is a DataLoader, not a batch: iterate the loader, "
-            f"for inputs, targets in loader: …"
-        )
-    if any(kind.__module__.startswith("torch_geometric.data") for kind in type(leaf).__mro__):
-        raise ValueError(
-            f"{name}: a {type(leaf).__name__} of graphs cannot be split into rows; pass "
-            f"Rows(graphs, Batch.from_data_list)"
-        )
-    shape = getattr(leaf, "shape", None)
-    if type(leaf).__module__ == "numpy" and shape:
-        raise ValueError(
-            f"{name}: a NumPy array of shape {shape} is no tensor: pass "
-            f"torch.from_numpy(array), or Replicated(array) if it has no rows"
-        )
-
-
 def _shown(leaf: Any) -> str:
     return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
@@ -355,48 +308,35 @@ def _require_data(name: str, leaf: Any) -> None:
             )
 
 
-def _sequences(value: Any) -> Iterator[Sequence[Any]]:
-    """Every list and tuple of ``value``, the outer ones first."""
-    if isinstance(value, (list, tuple)):
-        yield value
-    elif isinstance(value, Mapping):
-        value = value.values()
-    else:
-        return
-    for item in value:
-        yield from _sequences(item)
+def _refuse_split_in_silence(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
+    """What would be split along something else than rows, or not at all, and nobody would know.
 
-
-def _refuse_split_in_silence(name: str, value: Any, dim: int) -> None:
-    """What would be split along something else than rows, and nobody would know.
-
-    Of a packed sequence the tensors inside, of a list of ``[3, H, W]`` images the channels.
+    Of a packed sequence the tensors inside, of a list of ``[3, H, W]`` images the channels; as many
+    texts as rows, or lists of them, would go whole to every replica.
     """
-    for one in _sequences(value):
-        if isinstance(one, PackedSequence):
-            raise ValueError(
-                f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
-                f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
-            )
-        if isinstance(one, list) and one and dim == 0 and all(map(_is_image, one)):
-            raise ValueError(
-                f"{name}: a list of {len(one)} tensors such as {tuple(one[0].shape)} looks like "
-                f"images, which would be split over their 3 channels; pass Rows(images) for one "
-                f"image per row, or a tuple if dimension 0 does hold 3 rows"
-            )
-
-
-def _refuse_texts(name: str, value: Any, rows: int) -> None:
-    """As many texts as rows, or as many lists of them, which every replica would get whole."""
-    for one in _sequences(value):
-        if not (isinstance(one, list) and len(one) == rows > 1):
-            continue
-        texts = [text for item in one for text in (item if isinstance(item, list) else [item])]
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            f"{name}: a PackedSequence cannot be split into rows; pass Rows(sequences, pack), "
+            f"where pack(few) returns (pack_sequence(few, enforce_sorted=False),)"
+        )
+    if isinstance(value, list) and value and dim == 0 and all(map(_is_image, value)):
+        raise ValueError(
+            f"{name}: a list of {len(value)} tensors such as {tuple(value[0].shape)} looks like "
+            f"images, which would be split over their 3 channels; pass Rows(images) for one "
+            f"image per row, or a tuple if dimension 0 does hold 3 rows"
+        )
+    if isinstance(value, list) and len(value) > 1 and len(value) in sizes:
+        texts = [text for item in value for text in (item if isinstance(item, list) else [item])]
         if texts and all(isinstance(text, str) for text in texts):
             raise ValueError(
-                f"{name}: a list of {rows} texts, or lists of them, beside {rows} rows would go "
-                f"whole to every replica; pass Rows(texts) for one per row, or Replicated(texts)"
+                f"{name}: a list of {len(value)} texts, or lists of them, beside {len(value)} rows "
+                f"would go whole to every replica; pass Rows(texts) for one per row, or "
+                f"Replicated(texts)"
             )
+    items = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, Tensor) and isinstance(value, (list, tuple, Mapping)):
+        for item in items:
+            _refuse_split_in_silence(name, item, dim, sizes)
 
 
 def _is_image(entry: Any) -> bool:

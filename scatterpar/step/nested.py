@@ -17,8 +17,6 @@ from torch import Tensor
 
 from scatterpar.devices.fingerprints import same_bits
 
-__all__ = ["join", "join_rows", "leaves", "merge", "refuse_generators", "tensors", "transform"]
-
 
 def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
@@ -83,11 +81,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def refuse_generators(output: Any) -> None:
-    """Refuse what has not been computed yet: it would run later, in no replica's context.
-
-    Raises:
-        TypeError: a module's output is a generator, a ``map`` or another iterator, or holds one.
-    """
+    """Refuse what has not been computed yet: it would run later, in no replica's context."""
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
@@ -107,20 +101,13 @@ def _alike(values: Sequence[Any]) -> bool:
         return False
     if isinstance(first, (tuple, list)):
         return all(len(value) == len(first) for value in values)
-    if isinstance(first, Mapping):
-        _require_same_keys(values)
+    if isinstance(first, Mapping) and any(value.keys() != first.keys() for value in values):
+        raise ValueError(
+            f"mappings with different keys cannot be joined: "
+            f"{' and '.join(str(sorted(map(str, value))) for value in values)}; return the same "
+            f"keys for all rows"
+        )
     return True
-
-
-def _require_same_keys(values: Sequence[Mapping[Any, Any]]) -> None:
-    keys = values[0].keys()
-    for number, value in enumerate(values):
-        if value.keys() != keys:
-            raise ValueError(
-                f"mappings with different keys cannot be joined: {sorted(map(str, keys))} in the "
-                f"first, {sorted(map(str, value))} in number {number}, counted from 0; return "
-                f"the same keys for all rows"
-            )
 
 
 def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -173,46 +160,24 @@ def join_rows(
 
     One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not.
-
-    Args:
-        pieces: the outputs of consecutive rows.
-        dim: the dimension that holds the rows.
-        weights: those of 0-dim tensors.
-        rows: how many each piece is of.
-        strict: refuse tensors that hold several entries per row along dimension 0 too, such
-            as tokens of all rows in one dimension.
-        lists: a list with one entry per row is joined as such.
-
-    Raises:
-        ValueError: a tensor without the rows along ``dim``, or of another shape in the others.
     """
     if lists and all(
         isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
     ):
         return [entry for piece in pieces for entry in piece]
-    ending = _KEEP if strict else _ALONE
 
     def has_rows(leaves: list[Tensor]) -> bool:
-        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else None for leaf in leaves]
+        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
         if sizes != list(rows) and _same_bits(leaves):
             return False
-        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
-        for leaf, size, n in zip(leaves, sizes, rows, strict=True):
-            flattened = not strict and dim == 0 and size is not None and size % n == 0
-            if size != n and not flattened:
-                raise ValueError(
-                    f"an output of shape {tuple(leaf.shape)} does not have its {n} rows along "
-                    f"dim={dim}, so that it cannot be joined with those of other rows; {ending}"
-                )
-        if len({size // n for size, n in zip(sizes, rows, strict=True) if size is not None}) > 1:
+        entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
+        flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
+        others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
+        if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
+            shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
             raise ValueError(
-                f"outputs of shapes {shapes} are those of {' and '.join(map(str, rows))} rows, "
-                f"which is not the same number of entries for each row, so that they cannot be "
-                f"joined along dim={dim}; {ending}"
-            )
-        if len({leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}) > 1:
-            raise ValueError(
-                f"outputs of shapes {shapes} cannot be joined along dim={dim}; {ending}"
+                f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
+                f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"
             )
         return True
 
@@ -236,12 +201,10 @@ _ALONE = "return the rows along that dimension, or call engine.module itself"
 
 def _all_same(leaves: list[Any]) -> bool:
     first = leaves[0]
-    if any(type(leaf) is not type(first) for leaf in leaves):
-        return False
-    if all(leaf is first for leaf in leaves):
-        return True
-    return isinstance(first, (bool, int, float, complex, str, bytes)) and all(
-        leaf == first for leaf in leaves
+    is_plain = isinstance(first, (bool, int, float, complex, str, bytes))
+    return all(
+        leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
+        for leaf in leaves
     )
 
 

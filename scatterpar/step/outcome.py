@@ -17,7 +17,7 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 

@@ -29,7 +29,7 @@ from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
 

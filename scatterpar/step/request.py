@@ -18,26 +18,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step.markers import batches_of
 
-__all__ = [
-    "Count",
-    "Request",
-    "check_dim",
-    "check_function",
-    "check_graphs",
-    "check_module",
-    "check_noise",
-    "check_options",
-    "check_synchronised",
-    "option_of",
-    "resolve_reduction",
-]
-
 Count = Callable[[Any, Any], "float | Tensor"]
-
-_ORDER = (
-    "It is forward_backward(inputs, targets, criterion), with criterion= by name where there are "
-    "no targets"
-)
 
 
 @dataclass(frozen=True)
@@ -106,16 +87,7 @@ class Request:
         return replace(self, return_outputs=False, verify=False, most=2)
 
     def checked(self, device: torch.device) -> Self:
-        """The request with its rows counted and its reduction settled, if it makes sense.
-
-        Args:
-            device: the master, which a scaler gets to know.
-
-        Raises:
-            TypeError: a criterion or count that cannot be called, a scaler that is none.
-            ValueError: no rows, tensors that disagree in them, no criterion for the targets or
-                for ``whole_batch``, which takes neither ``reduction`` nor ``count``.
-        """
+        """The request with its rows counted and its reduction settled, if it makes sense."""
         self._require_functions()
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
             raise TypeError(
@@ -140,15 +112,11 @@ class Request:
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""
-        if callable(self.targets):
+        if callable(self.targets) or isinstance(self.criterion, Tensor):
             raise TypeError(
-                f"targets is {_shown(self.targets)}, which looks like a criterion: argument "
-                f"order? {_ORDER}"
-            )
-        if isinstance(self.criterion, Tensor):
-            raise TypeError(
-                f"criterion must be callable, got a tensor of shape {tuple(self.criterion.shape)}: "
-                f"argument order? {_ORDER}"
+                f"targets is {_shown(self.targets)} and criterion is {_shown(self.criterion)}: "
+                f"argument order? It is forward_backward(inputs, targets, criterion), with "
+                f"criterion= by name where there are no targets"
             )
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None:
@@ -175,36 +143,22 @@ class Request:
                 )
 
 
-def _shown(function: Any) -> str:
-    name = getattr(function, "__name__", None)
-    return name if isinstance(name, str) else repr(function)
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else repr(value)
 
 
 def check_options(
-    module: Any,
-    accum: Any,
-    micro_batch_size: Any,
-    dim: Any,
-    buffers: Any,
-    accumulate_dtype: Any,
+    module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any, accumulate_dtype: Any
 ) -> None:
-    """Refuse what an engine cannot be made of.
-
-    Raises:
-        TypeError: an argument of the wrong type, or a module that cannot be replicated.
-        ValueError: an argument out of range.
-    """
+    """Refuse what an engine cannot be made of."""
     check_module(module)
-    for name, value in (("accum", accum), ("micro_batch_size", micro_batch_size)):
-        if name == "accum" and value == "auto":
-            continue
-        if name == "micro_batch_size" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            also = ' or "auto"' if name == "accum" else ""
-            raise TypeError(f"{name} must be an int{also}, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    if accum != "auto":
+        _require_positive("accum", accum, ' or "auto"')
+    if micro_batch_size is not None:
+        _require_positive("micro_batch_size", micro_batch_size)
     if micro_batch_size is not None and accum != 1:
         raise ValueError(
             f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
@@ -213,26 +167,26 @@ def check_options(
     check_dim(dim)
     if buffers not in ("master", "mean", "batch"):
         raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
-    if accumulate_dtype is None:
-        return
-    if not isinstance(accumulate_dtype, torch.dtype):
+    if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
-    if not accumulate_dtype.is_floating_point:
+    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         raise ValueError(
             f"accumulate_dtype must be a floating-point dtype such as torch.float32, got "
             f"{accumulate_dtype}"
         )
 
 
+def _require_positive(name: str, value: Any, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{also}, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def check_graphs(
     graphs: Any, devices: Sequence[torch.device], buffers: str, *, compiled: bool
 ) -> None:
-    """Refuse ``graphs=True`` beside what does not go with it.
-
-    Raises:
-        TypeError: it is no bool.
-        ValueError: an option that it excludes, or a device that captures nothing.
-    """
+    """Refuse ``graphs=True`` beside what does not go with it."""
     if not isinstance(graphs, bool):
         raise TypeError(f"graphs must be True or False, got {graphs!r}")
     if not graphs:
@@ -253,11 +207,7 @@ def check_graphs(
 
 
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
-    """Refuse to compare the gradients of replicas where there is one.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse to compare the gradients of replicas where there is one."""
     if len(device_ids) * ranks < 2:
         only = str(device_ids[0])
         raise ValueError(
@@ -267,40 +217,21 @@ def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
 
 
 def check_module(module: Any) -> None:
-    """Refuse what cannot be replicated.
-
-    Raises:
-        TypeError: no ``nn.Module``, or one that something else has wrapped to replicate it.
-    """
+    """Refuse what cannot be replicated: no module, or one that is wrapped to be replicated."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         name = module.__name__
         raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(module, nn.DataParallel):
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
         raise TypeError(
-            "module is wrapped in nn.DataParallel, whose work this does; pass the model itself, "
-            "which is its .module"
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "module is wrapped in DistributedDataParallel, which reduces gradients in every "
-            "backward pass; pass the model itself, which is its .module, and process_group= for "
-            "several processes"
-        )
-    if isinstance(module, Wrapper):
-        raise TypeError(
-            f"module is wrapped in {type(module).__name__}, which makes replicas itself; pass the "
-            f"model itself, which is its .module"
+            f"module is wrapped in {type(module).__name__}, whose work this does; pass the model "
+            f"itself, which is its .module, and process_group= for several processes"
         )
 
 
 def check_synchronised(module: nn.Module) -> None:
-    """Say what becomes of ``nn.SyncBatchNorm``.
-
-    Raises:
-        ValueError: torch would have it exchange its statistics between processes.
-    """
+    """Say what becomes of ``nn.SyncBatchNorm``, and refuse it where it would wait for ever."""
     kind = nn.SyncBatchNorm
     found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
     is_distributed = dist.is_available() and dist.is_initialized()
@@ -325,11 +256,7 @@ _PLAIN = (
 
 
 def check_function(name: str, value: Any) -> None:
-    """Refuse what is no function, for ``criterion`` or ``count``.
-
-    Raises:
-        TypeError: it cannot be called, or only makes what can.
-    """
+    """Refuse what is no function, for ``criterion`` or ``count``."""
     if isinstance(value, type):
         raise TypeError(
             f"{name} is the class {value.__name__}; pass an instance, {value.__name__}()"
@@ -339,11 +266,7 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_dim(dim: Any) -> None:
-    """Refuse a dimension that is no int.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Refuse a dimension that is no int."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {dim!r}")
 
@@ -360,11 +283,7 @@ def _refuse_splits(criterion: Any) -> None:
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:
-    """``"mean"`` or ``"sum"``: as given, else as the criterion says of itself, else a mean.
-
-    Raises:
-        ValueError: anything else, ``"none"`` in particular.
-    """
+    """``"mean"`` or ``"sum"``: as given, else as the criterion says of itself, else a mean."""
     own = option_of(criterion, "reduction", None)
     if reduction is None and isinstance(own, str):
         reduction = "mean" if own == "batchmean" else own

@@ -23,26 +23,9 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import followed
-from scatterpar.threads.sharing import Stash, Turn
+from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
-
-__all__ = [
-    "Launched",
-    "Task",
-    "as_call",
-    "forward",
-    "hand_out",
-    "kept",
-    "loss_at",
-    "loss_of",
-    "noted",
-    "prepare_autograd",
-    "pull",
-    "scalar_loss",
-    "train",
-    "unalias",
-]
 
 
 @dataclass(frozen=True)
@@ -55,10 +38,7 @@ class Task:
         arrival: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        dim: the dimension that holds the rows.
-        keeps_rows: those that have arrived stay, for another forward pass of the same ones.
         leaves: what backward passes give gradients.
-        turn: to run the Python of a forward pass and its loss, where replicas take turns.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
 
@@ -67,19 +47,14 @@ class Task:
     arrival: Arrival
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
-    dim: int = 0
-    keeps_rows: bool = False
     leaves: Sequence[Tensor] = ()
-    turn: Turn | None = None
     stash: Stash | None = None
 
-    def rows_of(self, number: int) -> Any:
-        """The inputs and targets of one micro-batch, on the replica's device."""
-        return self.arrival.rows_of(number, keep=self.keeps_rows)
-
     def in_turn(self) -> contextlib.AbstractContextManager[None]:
-        """For the Python of a forward pass and its loss."""
-        return contextlib.nullcontext() if self.turn is None else self.turn.taken()
+        """For the Python of a forward pass and its loss, which replicas may take turns to run."""
+        if self.stash is None:
+            return contextlib.nullcontext()
+        return self.stash.turn_to_launch(self.share.device)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -104,12 +79,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class noted:
-    """Note on whatever is raised in the body where it happened.
-
-    Args:
-        share: the replica's share.
-        number: the sub-step, where there are any.
-    """
+    """Note on whatever is raised in the body where it happened."""
 
     def __init__(self, share: Share, number: int | None = None) -> None:
         self._share = share
@@ -134,17 +104,7 @@ def hand_out(
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
 ) -> list[Task]:
-    """What each replica is given to do; with fewer rows than replicas, the last ones rest.
-
-    Args:
-        request: what the user asked for.
-        plan: the shares.
-        copies: the replicas. The criterion of a whole batch is called elsewhere.
-        arrivals: bring the rows of each share.
-        weights: those of each share's micro-batches.
-        stash: what a step takes off the user's leaves.
-    """
-    seen_twice = request.whole_batch and request.keeps_rows
+    """What each replica is given to do; with fewer rows than replicas, the last ones rest."""
     tasks = []
     for i, share in enumerate(plan.shares):
         own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
@@ -156,10 +116,7 @@ def hand_out(
                 arrival=arrivals[i],
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
-                dim=request.dim,
-                keeps_rows=seen_twice and len(share.micro_batches) > 1,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
-                turn=None if stash is None else stash.turn_to_launch(share.device),
                 stash=stash,
             )
         )
@@ -174,12 +131,7 @@ def prepare_autograd() -> None:
 
 
 class Launched:
-    """Sub-steps of one replica in one step: operators as Python comes to them.
-
-    Args:
-        task: the replica, its rows and their weights.
-        request: which outputs to keep.
-    """
+    """Sub-steps of one replica in one step: operators as Python comes to them."""
 
     def __init__(self, task: Task, request: Request) -> None:
         self._task, self._request = task, request
@@ -188,21 +140,12 @@ class Launched:
         self._waiting: Sequence[Tensor] = task.leaves
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and what is kept of its output; gradients are added.
-
-        Args:
-            number: of the micro-batch.
-            weight: of its loss; with zero there is no backward pass.
-            rows: inputs and targets, where they are here already.
-        """
-        task, output_kept = self._task, None
-        output, loss = forward(task, task.rows_of(number) if rows is None else rows)
-        if self._keep:
-            output_kept = kept(output, self._keep)
+        """The loss of a micro-batch, and what is kept of its output; gradients are added."""
+        task = self._task
+        output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
+        output_kept = kept(output, self._keep) if self._keep else None
         del output
         if weight:
-            if not loss.requires_grad:
-                _require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             pull([loss], [factor], self._autocast)
             if self._waiting:  # for all of them in the first sub-step, as a rule
@@ -220,14 +163,7 @@ def train(
     substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
-    """Accumulate in the replica's parameters the gradient of its share of the batch's loss.
-
-    Args:
-        task: the replica, its rows and their weights.
-        request: which losses to refuse, which outputs to keep, how many sub-steps to try.
-        substeps: what computes them.
-        proceed: called between sub-steps; raises when the step is to end.
-    """
+    """Accumulate in the replica's parameters the gradient of its share of the batch's loss."""
     share, keep = task.share, request.return_outputs
     losses: list[Tensor] = []
     outputs: list[Any] = []
@@ -246,11 +182,23 @@ def train(
         computed.finish()
         if keep:
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
-            joined = join_rows(outputs, task.dim, task.weights[: request.most], rows, strict=True)
-        values = _on_the_host(losses)
-    if request.check_finite:
-        _require_finite(values, task)
-    return Result(_weighted_sum(values, task.weights), losses[0].dtype, joined)
+            weights = task.weights[: request.most]
+            joined = join_rows(outputs, request.dim, weights, rows, strict=True)
+        together = torch.stack(losses)  # one transfer
+        finish(together.device)  # what went wrong there is known by then
+        values = together.cpu().double().tolist()
+    total = 0.0
+    for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
+        if not weight:  # takes out even NaN
+            continue
+        total += value * weight
+        if request.check_finite and not math.isfinite(value):
+            with noted(share, number):
+                raise FloatingPointError(
+                    f"the loss is {value} in replica {share.replica} on {share.device}, "
+                    f"sub-step {number}; nothing was changed"
+                )
+    return Result(total, losses[0].dtype, joined)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
@@ -263,11 +211,6 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
-
-
-def loss_at(task: Task, number: int) -> Tensor:
-    """The loss of one micro-batch, as ``train`` computes it."""
-    return forward(task, task.rows_of(number))[1]
 
 
 def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
@@ -302,28 +245,11 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
     else:
         source = "the module"
         loss = output
-        _refuse_pairs(output)
         if isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
         elif not isinstance(output, Tensor):
             loss = getattr(output, "loss", output)
     return scalar_loss(loss, source)
-
-
-def _refuse_pairs(output: Any) -> None:
-    """Many models return ``(logits, loss)``, and which of them it is the criterion has to say."""
-    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
-        return
-    numbers = [i for i, entry in enumerate(output) if _is_number(entry)]
-    if len(numbers) == 1:
-        raise TypeError(
-            f"the module returns a {type(output).__name__} of {len(output)}, whose entry "
-            f"{numbers[0]} may be the loss: pass criterion=lambda output, _: output[{numbers[0]}]"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.ndim
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
@@ -333,9 +259,11 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
         instead = (
             "return the loss tensor alone"
             if by_criterion
-            else "pass a criterion, or return the loss, .loss or ['loss'] from the module"
+            else "pass a criterion, such as lambda output, _: output[0], or return the loss, .loss "
+            "or ['loss'] from the module"
         )
-        if isinstance(loss, Mapping) and all(_is_number(entry) for entry in loss.values()):
+        numbers = loss.values() if isinstance(loss, Mapping) else [None]
+        if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
             found += f" of losses ({', '.join(map(str, loss))})"
             instead = "return" if by_criterion else "pass criterion=lambda losses, _:"
             instead += " sum(losses.values())"
@@ -350,40 +278,6 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
             f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
         )
     return loss
-
-
-def _on_the_host(losses: Sequence[Tensor]) -> list[float]:
-    """In double precision, with one transfer: what went wrong on the device is known by then."""
-    together = torch.stack(list(losses))
-    finish(together.device)
-    values: list[float] = together.cpu().double().tolist()
-    return values
-
-
-def _weighted_sum(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Weight zero takes out even NaN."""
-    return sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
-
-
-def _require_finite(losses: Sequence[float], task: Task) -> None:
-    """Of those that count; nothing has been committed yet."""
-    share = task.share
-    for number, (loss, weight) in enumerate(zip(losses, task.weights, strict=False)):
-        if weight and not math.isfinite(loss):
-            with noted(share, number):
-                raise FloatingPointError(
-                    f"the loss is {loss} in replica {share.replica} on {share.device}, "
-                    f"sub-step {number}; nothing was changed"
-                )
-
-
-def _require_trainable(module: Any) -> None:
-    """Say what torch's own error does not, where it is the module."""
-    if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
-            f"nothing to train; call .requires_grad_() on what is to be trained"
-        )
 
 
 def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
@@ -409,9 +303,6 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
 
     Those are what to ask about after the next backward pass: what arrives in one shares memory
     with nothing that came before.
-
-    Args:
-        leaves: in one memory, without a gradient before the backward pass that has just ended.
     """
     arrived = [(leaf.grad, leaf) for leaf in leaves]
     places = [

@@ -23,15 +23,11 @@ from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.step.request import Count, Request, option_of, resolve_reduction
 
-__all__ = ["Weights", "count_labels", "counts_of", "is_counted", "weigh"]
-
 
 class Weights(NamedTuple):
-    """How the losses of micro-batches combine.
+    """The factor of each micro-batch's loss, share by share, in the loss of the whole batch.
 
-    Attributes:
-        of_shares: the factor of each micro-batch's loss in the loss of the whole batch.
-        terms: how many terms the whole batch's loss is a mean of; one for a sum.
+    That is a mean of so many ``terms``; of one, where it is a sum.
     """
 
     of_shares: list[list[float]]
@@ -39,17 +35,7 @@ class Weights(NamedTuple):
 
 
 def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
-    """How the losses of this plan's micro-batches combine.
-
-    Args:
-        request: says how the losses combine.
-        plan: how the batch is cut.
-        pieces: the inputs and targets of each micro-batch in order, for the user's ``count``.
-
-    Raises:
-        TypeError: a count that is neither a number nor a 0-dim tensor.
-        ValueError: a count below zero, infinite or NaN.
-    """
+    """How the losses of this plan's micro-batches combine."""
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:
@@ -85,14 +71,9 @@ def counts_of(
 
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
-    positions = [
-        i for i, count in enumerate(counts) if isinstance(count, Tensor) and not count.ndim
-    ]
-    arrived = Readout().ask([counts[i] for i in positions])()  # type: ignore[misc]
-    fetched = list(counts)
-    for i, count in zip(positions, arrived, strict=True):
-        fetched[i] = count
-    return fetched
+    asked = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
+    arrived = dict(zip(asked, Readout().ask([*asked.values()])(), strict=True))
+    return [arrived.get(i, count) for i, count in enumerate(counts)]
 
 
 def _as_number(count: Any) -> float:
@@ -110,16 +91,11 @@ def _as_number(count: Any) -> float:
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
     """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
-    if not _averages_classes(criterion):
+    if not _averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
         return False
-    owner = owner_of(criterion)
-    return (owner is None or _is_torchs_own(owner)) and reduction == resolve_reduction(
-        criterion, None
-    )
-
-
-def _is_torchs_own(loss: nn.Module) -> bool:
-    """Whether its forward is torch's, with nothing around it."""
+    loss = owner_of(criterion)
+    if loss is None:
+        return True
     hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
     return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 

@@ -38,16 +38,15 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import all_tensors, has_entries
+from scatterpar.step.markers import all_tensors, has_entries, opened
 from scatterpar.step.nested import join, join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery, copied, opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
-from scatterpar.threads.attempt import Attempt
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators, State
-from scatterpar.threads.workers import Workers, note
+from scatterpar.threads.workers import Attempt, Workers, note
 from scatterpar.torch_private import nodes_of
 
 
@@ -199,7 +198,7 @@ class WholeBatch:
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        rows = opened(copied(here) if is_home else here)
+        rows = opened(here, copy=is_home)
         return join(rows, self._request.dim, self._request.sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
@@ -250,11 +249,10 @@ def train_whole(
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, number: int) -> Any:
-    """The module's output for one micro-batch."""
-    inputs, _ = task.rows_of(number)
+def output_at(task: Task, rows: Any) -> Any:
+    """The module's output for the rows of one micro-batch."""
     with task.in_turn():
-        return task.output_of(inputs)
+        return task.output_of(rows[0])
 
 
 def first_pass(
@@ -264,7 +262,8 @@ def first_pass(
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
-    share, keep, dim = task.share, request.return_outputs, task.dim
+    share, keep, dim = task.share, request.return_outputs, request.dim
+    keeps_rows = request.keeps_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
     states: list[State] = []
@@ -275,7 +274,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number):
             states.append(generators.get_state(share.replica))
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
             pieces.append(nested.transform(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -355,7 +354,7 @@ def second_pass(
         proceed()
         with noted(task.share, number):
             generators.set_state(share.replica, own.states[number])
-            output = output_at(task, number)
+            output = output_at(task, task.arrival.rows_of(number))
             changes.append(_differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)

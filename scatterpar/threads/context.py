@@ -6,22 +6,18 @@ import contextlib
 import contextvars
 import signal
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
 
 from scatterpar.devices import verbs
+from scatterpar.report import warn
 from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
 
-__all__ = ["Context", "Interrupts", "autocast_types", "uncached"]
-
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
-
-_Entered = contextlib.AbstractContextManager[object]
 
 
 def autocast_types() -> list[str]:
@@ -55,25 +51,25 @@ class Context:
     """
 
     def __init__(self) -> None:
-        _tell_of(modes())
+        if names := modes():
+            warn(
+                f"{', '.join(names)}: active in the caller's thread, and sees nothing of what "
+                f"replicas compute in threads of their own; enter it in the module's forward, or "
+                f"use one replica, which computes in the caller's thread"
+            )
         self._variables = contextvars.copy_context()
         self._streams = verbs.current_streams()
-        self._makers: list[Callable[[torch.device], _Entered]] = []
+        self._default = torch.get_default_device()
+        self._makers: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if torch.is_inference_mode_enabled():
-            self._makers.append(_anywhere(torch.inference_mode))
+            self._makers.append(torch.inference_mode)
         elif not torch.is_grad_enabled():
-            self._makers.append(_anywhere(torch.no_grad))
+            self._makers.append(torch.no_grad)
         for kind in autocast_types():
-            autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-            self._makers.append(_anywhere(autocast))
-        default = torch.get_default_device()
-        if default.type != "cpu":
-            self._makers.append(lambda here: here if here.type == default.type else default)
+            self._makers.append(partial(torch.autocast, kind, torch.get_autocast_dtype(kind)))
         hooks = saved_tensors_hooks()
         if hooks is not None:
-            self._makers.append(
-                _anywhere(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
-            )
+            self._makers.append(partial(torch.autograd.graph.saved_tensors_hooks, *hooks))
 
     def run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         """``work()`` in the captured context, in this thread, on ``device``."""
@@ -81,24 +77,12 @@ class Context:
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         with verbs.on(device, self._streams), uncached(), contextlib.ExitStack() as stack:
+            if self._default.type != "cpu":
+                here = device.type == self._default.type
+                stack.enter_context(device if here else self._default)
             for make in self._makers:
-                stack.enter_context(make(device))
+                stack.enter_context(make())
             return work()
-
-
-def _anywhere(make: Callable[[], _Entered]) -> Callable[[torch.device], _Entered]:
-    """A maker for whichever device."""
-    return lambda _: make()
-
-
-def _tell_of(names: Sequence[str]) -> None:
-    if names:
-        warnings.warn(
-            f"{', '.join(names)}: active in the caller's thread, and sees nothing of what replicas "
-            f"compute in threads of their own; enter it in the module's forward, or use one "
-            f"replica, which computes in the caller's thread",
-            stacklevel=2,
-        )
 
 
 class Interrupts:
@@ -120,9 +104,7 @@ class Interrupts:
                 signal.signal(signal.SIGINT, self._receive)
         return self
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._allowed = False
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)

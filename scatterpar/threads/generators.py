@@ -35,43 +35,36 @@ from torch.library import Library
 from scatterpar import torch_private
 from scatterpar.devices.verbs import physical
 
-__all__ = ["Generators", "State", "followed"]
-
-_SWITCH = "SCATTERPAR_RANDOM_STREAMS"
-
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-class followed:
+@contextlib.contextmanager
+def followed(roots: Sequence[Tensor]) -> Iterator[None]:
     """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
     """
+    make = getattr(_thread, "generator", None)
+    if make is None or not _thread.has_helpers:
+        yield
+        return
+    tasks = set()
 
-    def __init__(self, roots: Sequence[Tensor]) -> None:
-        self._roots = roots
-        self._tasks: set[int] = set()
-        self._handles: list[Any] = []
+    def adopt(_: Tensor) -> None:
+        task = torch_private.current_graph_task()
+        tasks.add(task)
+        _graph_tasks[task] = make
 
-    def __enter__(self) -> None:
-        make = getattr(_thread, "generator", None)
-        if make is None or not _thread.has_helpers:
-            return
-
-        def adopt(_: Tensor) -> None:
-            task = torch_private.current_graph_task()
-            self._tasks.add(task)
-            _graph_tasks[task] = make
-
-        # Each root: what a node draws comes after the hook of some root above it.
-        self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    # Each root: what a node draws comes after the hook of some root above it.
+    handles = [root.register_hook(adopt) for root in roots if root.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for task in self._tasks:
+        for task in tasks:
             del _graph_tasks[task]
 
 
@@ -160,9 +153,7 @@ State = dict[torch.device, Tensor]  # the state of each generator that a replica
 class Generators:
     """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
 
-    Args:
-        devices: the device of each replica that takes part.
-        earlier: how many replicas of other processes are numbered before these.
+    ``earlier`` replicas of other processes are numbered before these.
     """
 
     def __init__(self, devices: Sequence[torch.device], earlier: int = 0) -> None:
@@ -175,22 +166,17 @@ class Generators:
             for device in self._before:
                 self._generator(0, device).is_in = True
 
-    @contextlib.contextmanager
-    def of(self, replica: int) -> Iterator[None]:
+    def of(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """Let the current thread draw from the generators of ``replica``."""
         if self._alone:
-            yield
-            return
-        with self._drawing(replica, self._devices[replica]):
-            yield
+            return contextlib.nullcontext()
+        return self._drawing(replica, self._devices[replica])
 
     @contextlib.contextmanager
     def of_criterion(self, seed: int | None) -> Iterator[None]:
         """Let the current thread draw what a criterion draws that sees all outputs.
 
-        Args:
-            seed: the same on all processes that compute this criterion; ``None`` where there is
-                one process: then the criterion goes on with the generators of replica 0.
+        It goes on with the generators of replica 0, or from a ``seed`` that all processes have.
         """
         if seed is None:
             with self.of(0):
@@ -210,7 +196,7 @@ class Generators:
         with contextlib.ExitStack() as stack:
             if device != _CPU:
                 stack.enter_context(self._generator(number, device).put_in())
-            if os.environ.get(_SWITCH) != "0":
+            if os.environ.get("SCATTERPAR_RANDOM_STREAMS") != "0":
                 _install_kernels()
                 stack.enter_context(_thread_aware_default_generator())
                 stack.enter_context(torch_private.switched_on())
@@ -278,12 +264,7 @@ class Generators:
 
 
 class _Generator:
-    """What one replica draws from on one device.
-
-    Attributes:
-        generator: its own.
-        is_in: its state is in the device's own generator now, and not in this one.
-    """
+    """What one replica draws from on one device; while it ``is_in``, by the device's own."""
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device

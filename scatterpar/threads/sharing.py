@@ -18,10 +18,8 @@ from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 
-__all__ = ["Claims", "Stash", "Turn", "turn_of_criteria"]
-
-_PATIENCE_SECONDS = 1.0  # how long whoever waits watches a replica that does not compute
-_BLIND_SECONDS = 10.0  # likewise, where the system does not say whether a thread computes
+_CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
+_PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -72,13 +70,12 @@ def turn_of_criteria() -> Turn:
 
     One that waits for the other replicas lets them go beside it.
     """
-    can_tell = hasattr(time, "pthread_getcpuclockid")
-    return Turn(_clock_of, _PATIENCE_SECONDS if can_tell else _BLIND_SECONDS)
+    return Turn(_clock_of, _PATIENCE_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
     """The seconds that a thread has computed; stands still where the system does not tell."""
-    if not hasattr(time, "pthread_getcpuclockid"):
+    if not _CAN_TELL:
         return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
@@ -116,11 +113,7 @@ class Claims:
             self._taken.pop(self._things.popitem()[0])
 
     def take(self, *things: object) -> None:
-        """Claim what is not this step's already.
-
-        Raises:
-            RuntimeError: another step has it.
-        """
+        """Claim what is not this step's already."""
         for thing in things:
             key = os.getpid(), id(thing)
             if self._taken.setdefault(key, self) is self:  # no other thread can come between
@@ -141,11 +134,8 @@ class Stash:
     sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
     the graph of the loss tells, before a backward pass comes to them.
 
-    Args:
-        claims: the step's.
-        parts: the replicas of the model, and those of the criterion.
-        named: with ranks, the leaves that the criterion may reach beside those, in an order that
-            is every rank's: without it none could tell which gradient is whose.
+    With ranks ``named`` are the leaves that it may reach, in an order that is every rank's: without
+    it none could tell which gradient is whose.
     """
 
     def __init__(
@@ -175,24 +165,22 @@ class Stash:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
         return self._turns[physical(device)].taken()
 
-    def turn_to_launch(self, device: torch.device) -> Turn | None:
+    def turn_to_launch(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
         operator. Where operators compute before they return, and where there is no such lock, all
         go at once.
         """
-        return self._launching if _HAS_LOCK and launches(device) else None
+        if _HAS_LOCK and launches(device):
+            return self._launching.taken()
+        return contextlib.nullcontext()
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
 
         What it gives there is the replica's until ``gradients``: else the order of arrival would
         decide how the sum is rounded.
-
-        Raises:
-            RuntimeError: another step has one of these leaves.
-            ValueError: the other ranks could not tell which one it is.
         """
         own = self._of_replicas
         found = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in own]

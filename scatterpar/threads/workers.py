@@ -5,7 +5,7 @@ per replica and call, and its threads carry the caller's whole context.
 
 In a free-threaded interpreter (PEP 703) the thread that made an object frees it, when it next runs
 Python; also where another thread dropped it last. So idle threads wake now and then, and whoever
-needs the memory wakes them.
+needs the memory waits for that.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
+from scatterpar import torch_private
 from scatterpar.devices import verbs
+from scatterpar.devices.chunks import copy_each
+from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.plan import Plan
 from scatterpar.threads.context import Context, Interrupts, uncached
-from scatterpar.torch_private import renew_engine
-
-__all__ = ["Cancelled", "Job", "Workers", "note"]
+from scatterpar.threads.generators import Generators
 
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-_IDLE_SECONDS = 0.1 if _FREE_THREADED else None
+_IDLE_SECONDS = 0.1
 _EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
 
 
@@ -47,7 +50,7 @@ def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     del ready
     while True:
         try:
-            task = queue.get(timeout=_IDLE_SECONDS)
+            task = queue.get(timeout=_IDLE_SECONDS if _FREE_THREADED else None)
         except Empty:
             continue
         if task is None:
@@ -73,11 +76,7 @@ _HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to them
 
 @dataclass
 class _Call:
-    """One replica's part of a job, and what became of it.
-
-    The caller goes on perhaps before the thread that ran it lets go of it: what it leads to is
-    taken out of it by then.
-    """
+    """One replica's part of a job, and what became of it; what it leads to is taken out of it."""
 
     device: torch.device
     work: Callable[[], Any] | None
@@ -89,10 +88,8 @@ class _Call:
 class Job:
     """The calls of all replicas: whose turn it is, and how many have not ended.
 
-    Args:
-        count: how many there are.
-        at_once: how many start at once; each of the others starts when one ends, or soon.
-        cancel: set as soon as one has failed.
+    ``at_once`` of them start at once; each of the others when one ends, or soon. ``cancel`` is set
+    as soon as one has failed.
     """
 
     def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
@@ -153,11 +150,7 @@ class Workers:
 
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
-    intra-op threads.
-
-    Args:
-        count: the number of replicas.
-        owner: what errors call the object that the workers work for.
+    intra-op threads. Errors call the object that they work for ``owner``.
     """
 
     def __init__(self, count: int, owner: str) -> None:
@@ -173,7 +166,6 @@ class Workers:
         self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
-        self._woken = self._wake()  # at a job's end, to let go of what it held
 
     def parallel_apply(
         self,
@@ -194,16 +186,6 @@ class Workers:
         lowest replica is raised in the caller's thread, with the others noted on it. An
         interrupt does the same; a second interrupt stops the waiting and gives the threads up,
         which ``abandoned`` then tells.
-
-        Args:
-            modules: one callable per replica.
-            inputs: its positional arguments.
-            kwargs_tup: its keyword arguments.
-            devices: the device to make current for it; the CPU by default.
-            cancel: set as soon as one has failed or the caller is interrupted.
-
-        Returns:
-            The results in the order of ``modules``.
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
@@ -222,11 +204,7 @@ class Workers:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Interrupts]:
-        """One job at a time, interrupts deferred; refuses where there is nobody to do it.
-
-        Raises:
-            RuntimeError: inside another job, after ``close()``, or in a forked child.
-        """
+        """One job at a time, interrupts deferred; refuses where there is nobody to do it."""
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -241,14 +219,12 @@ class Workers:
                 )
             try:
                 self.interrupts = interrupts
-                self._woken()
                 if self._failed:
                     self._let_go()
                 self._failed = True
                 yield interrupts
                 self._failed = False
             finally:
-                self._woken = self._wake()
                 self._lock.release()
 
     def release(self) -> None:
@@ -257,29 +233,9 @@ class Workers:
         verbs.release()
 
     def _let_go(self) -> None:
-        """Wait until what the workers made, and others have dropped, is freed."""
-        self._wake()()
-        self._wake()()  # what one of them freed may have held what another made
-
-    def _wake(self) -> Callable[[], None]:
-        """Let the workers, which are idle, free what others have dropped.
-
-        Returns:
-            Waits until they have, though not for long: one may have died.
-        """
-        awake, queues = threading.Semaphore(0), list[_Queue]()
-        with self._posting:
-            if _FREE_THREADED and self._stop is not None and self._stop.alive and not self._closed:
-                queues = self._queues
-            for queue in queues:
-                queue.put(awake.release)
-
-        def wait() -> None:
-            deadline = time.monotonic() + _LOOK_SECONDS
-            for _ in queues:
-                awake.acquire(timeout=max(0.0, deadline - time.monotonic()))
-
-        return wait
+        """Wait until idle workers have freed what they made, and others have dropped."""
+        if _FREE_THREADED:
+            time.sleep(3 * _IDLE_SECONDS)  # what one of them frees may hold what another made
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -375,7 +331,7 @@ class Workers:
             if all(thread.is_alive() for thread in self._threads):
                 return self._queues
             self._abandon()
-        renew_engine()
+        torch_private.renew_engine()
         before = torch.get_num_threads()
         budget = max(1, before // self.count)
         self._queues = [SimpleQueue() for _ in range(self.count)]
@@ -399,3 +355,76 @@ def _described(error: BaseException) -> str:
         return repr(error)
     except Exception:  # a user's own __repr__
         return type(error).__name__
+
+
+_Result = TypeVar("_Result")
+
+
+class Attempt:
+    """One try at a step, or at a part of one: what is drawn from, what is copied, what it takes.
+
+    What is raised where it is entered as a context leaves no trace in the random numbers; it may
+    be entered again. ``earlier`` replicas of other processes are numbered before these.
+    """
+
+    def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
+        self.workers = workers
+        self.plan = plan
+        self.generators = Generators([share.device for share in plan.shares], earlier)
+        self.ledger = Ledger()
+        self.clock = Clock()
+        self._kept: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.undo()
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Take a copy of what user code may write meanwhile, to be put back by ``undo``."""
+        self._kept = [tensor.detach() for tensor in tensors]
+        self._copies = [torch.empty_like(tensor) for tensor in self._kept]
+        copy_each(self._copies, self._kept)
+
+    def undo(self) -> None:
+        """Leave no trace; what is copied may be written again."""
+        self.generators.rollback()
+        copy_each(self._kept, self._copies)
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            self.ledger.settle()
+
+    def run(
+        self, function: Callable[..., _Result], tasks: Sequence[Any], *, timed: bool = True
+    ) -> list[_Result]:
+        """``function(task, proceed=…)`` for every replica's task, each by its worker.
+
+        Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
+        once another has failed: the function calls it wherever it can stop. When each started
+        and ended is noted, if it is ``timed``.
+        """
+        cancel = threading.Event()
+        spans = {task.share.replica: (0.0, 0.0) for task in tasks}
+        if timed:
+            self.clock.passes.append(spans)
+
+        def proceed() -> None:
+            if cancel.is_set():
+                raise Cancelled
+
+        def work(task: Any) -> _Result:
+            start = time.perf_counter()
+            with self.generators.of(task.share.replica):
+                result = function(task, proceed=proceed)
+            spans[task.share.replica] = (start, time.perf_counter())
+            return result
+
+        with torch_private.node_metadata_kept():
+            return self.workers.parallel_apply(
+                [work] * len(tasks),
+                [(task,) for task in tasks],
+                devices=[task.share.device for task in tasks],
+                cancel=cancel,
+            )

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
 
 from scatterpar.train.data import UsageError, words_of
-from scatterpar.train.loop import Training
-from scatterpar.train.machines import Machines
-from scatterpar.train.models import OnPixels
-from scatterpar.train.random_state import random_states, set_random_states
+from scatterpar.train.machines import Machines, random_states, set_random_states
+from scatterpar.train.training import Training
 
 FILE = "checkpoint.pt"
 BEST_FILE = "best.pt"
 _FORMAT = 2
+_PARTS = ("average", "optimizer", "scheduler", "scaler")  # of `Training`; may be None
 
 
 @dataclass
 class Progress:
-    """What a run has reached: what its report needs beside the training itself.
-
-    Attributes:
-        step: optimizer steps made.
-        ended: epochs that are done with, their tests included.
-        loss: training loss of the current epoch so far, weighted by images.
-        accuracy: on the test images, when last measured.
-        best: the highest accuracy so far.
-        noise: of the gradients, averaged, where it is measured.
-    """
+    """What a run has reached: what its report needs beside the training itself."""
 
     step: int = 0
     ended: int = 0
@@ -44,16 +34,14 @@ class Progress:
     noise: dict[str, float] | None = None
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write aside, then rename: under `path` there is the old checkpoint or the new one.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name once it is whole, on the disk too."""
     aside = path.with_name(path.name + ".part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            torch.save(state, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -68,12 +56,14 @@ def save(path: Path, state: dict[str, Any]) -> None:
         raise UsageError(f"--out: {path} cannot be written: {words}") from error
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote; nothing in the file is executed.
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint: under `path` there is the old one or the new one."""
+    with written(path) as file:
+        torch.save(state, file)
 
-    Raises:
-        UsageError: it is not a checkpoint of this tool.
-    """
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what `save` wrote; nothing in the file is executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -84,82 +74,41 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def collect(
-    training: Training,
-    progress: Progress,
-    settings: dict[str, Any],
-    job: str | None,
-    about: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Everything that changes while training; all ranks call it, as it asks each.
-
-    Args:
-        training: what is trained, and how far the data has been used.
-        progress: what the report needs.
-        settings: the options that decide the run; they must be the same when it goes on.
-        job: torchrun's name of the run, if any.
-        about: what `predict` needs to know of the model.
-    """
-    parts = _parts(training).items()
+def collect(training: Training, progress: Progress, **more: Any) -> dict[str, Any]:
+    """Everything that changes while training; all ranks call it, as it asks each."""
+    parts = ((name, getattr(training, name)) for name in _PARTS)
     return {
-        **_weights(training.engine.module, about),
-        **{name: None if part is None else dict(part.state_dict()) for name, part in parts},
-        "job": job,
-        "settings": settings,
+        "format": _FORMAT,
+        "model": training.engine.module.network.state_dict(),
+        **{name: None if part is None else part.state_dict() for name, part in parts},
         "progress": asdict(progress),
         "consumed": training.batches.consumed,
         "batch": training.batches.batch,
         "random": training.machines.everyones(random_states(training.engine.device_ids)),
+        **more,
     }
 
 
-def collect_best(training: Training, accuracy: float, about: dict[str, Any]) -> dict[str, Any]:
+def collect_best(training: Training, **more: Any) -> dict[str, Any]:
     """The weights that were tested (the averaged ones, where these are kept), and no more."""
     average = training.average
-    module = training.engine.module if average is None else average.module
-    return {**_weights(module, about), "accuracy": accuracy}
-
-
-def _parts(training: Training) -> dict[str, Any]:
-    """What has a state dict of its own, and may not be there."""
-    names = ("average", "optimizer", "scheduler", "scaler")
-    return {name: getattr(training, name) for name in names}
-
-
-def _weights(module: nn.Module, about: dict[str, Any] | None) -> dict[str, Any]:
-    model = (module.network if isinstance(module, OnPixels) else module).state_dict()
-    versions = getattr(model, "_metadata", {})
-    return {
-        "format": _FORMAT,
-        "about": about,
-        "model": dict(model),
-        "versions": {name: dict(entry) for name, entry in versions.items()},
-    }
+    module: Any = training.engine.module if average is None else average.module
+    return {"format": _FORMAT, "model": module.network.state_dict(), **more}
 
 
 def load_weights(network: nn.Module, state: dict[str, Any]) -> None:
-    """Give a network the weights of a checkpoint, those that a run would test with.
-
-    Raises:
-        RuntimeError: they are another network's.
-    """
-    model = OrderedDict(state["model"])
-    if state.get("average") is not None:
-        start = "module.network."
-        found = {n.removeprefix(start): x for n, x in state["average"].items() if n != "n_averaged"}
-        model.update(found)
-    model._metadata = state["versions"]  # type: ignore[attr-defined]
-    network.load_state_dict(model)
+    """Give a network the weights of a checkpoint, those that a run would test with."""
+    start, average = "module.network.", state.get("average") or {}
+    averaged = {n.removeprefix(start): x for n, x in average.items() if n.startswith(start)}
+    network.load_state_dict(state["model"] | averaged)
 
 
 def restore(state: dict[str, Any], training: Training) -> Progress:
     """Continue from what `collect` returned, on as many ranks as before or others."""
-    module = training.engine.module
-    network = module.network if isinstance(module, OnPixels) else module
-    load_weights(network, {**state, "average": None})
-    for name, part in _parts(training).items():
-        if part is not None and state[name] is not None:
-            part.load_state_dict(state[name])
+    training.engine.module.network.load_state_dict(state["model"])
+    for name in _PARTS:
+        if getattr(training, name) is not None and state[name] is not None:
+            getattr(training, name).load_state_dict(state[name])
     training.batches.consumed = state["consumed"]
     training.batches.batch = state["batch"]
     everyones, rank = state["random"], training.machines.rank
@@ -168,24 +117,16 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
 
 
 def find(path: Path, machines: Machines) -> dict[str, Any] | None:
-    """The checkpoint of the rank that has the latest one: after a restart ranks may move.
-
-    Raises:
-        UsageError: on all ranks, where one has a file that cannot be read.
-    """
-    mine, here = None, (-1, "")
+    """The checkpoint of the rank that has the latest one: after a restart ranks may move."""
+    mine, consumed, problem = None, -1, ""
     if path.exists():
         try:
             mine = load(path)
-            here = (mine["consumed"], "")
+            consumed = mine["consumed"]
         except UsageError as error:
-            here = (-1, str(error))
-    found = machines.everyones(here)
-    for _, problem in found:
-        if problem:
-            raise UsageError(problem)
-    latest = [consumed for consumed, _ in found]
-    if max(latest) < 0:
-        return None
-    state: dict[str, Any] = machines.from_rank(latest.index(max(latest)), mine)
+            problem = str(error)
+    reached, problems = zip(*machines.everyones((consumed, problem)), strict=True)
+    if any(problems):
+        raise UsageError(next(filter(None, problems)))
+    state: dict[str, Any] | None = machines.from_rank(reached.index(max(reached)), mine)
     return state

@@ -38,13 +38,9 @@ class Broken(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Images that were asked for, with their labels.
+    """Images, uint8 (rows, channels, height, width), labels, row numbers, and what is broken.
 
-    Attributes:
-        images: uint8 (rows, channels, height, width).
-        labels: int64 (rows,); float32 (rows, classes) where images are mixed with each other.
-        rows: their numbers, int64 (rows,).
-        broken: those that could not be read, and are therefore not among the rows.
+    Labels are int64 (rows,), or float32 (rows, classes) where images are mixed with each other.
     """
 
     images: Tensor

@@ -21,12 +21,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +38,12 @@ PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with
 PIECES_AHEAD = 2  # of each worker
 _MOST_WORKERS = 16  # by default
 
-NOTHING = Images(torch.empty(0), torch.empty(0), torch.empty(0))
-_Piece = tuple[str, list[int], int]  # part, rows, epoch
-
 
 class FeedError(UsageError):
     """What is wanted cannot be read: a broken image, or a worker process that is gone."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Rows of a part that are wanted together, as they are in an epoch; of all ranks' so many."""
 
     part: str
@@ -55,26 +51,18 @@ class Request:
     epoch: int = 0
     of: int = 0
 
-    def pieces(self) -> Iterator[_Piece]:
-        """Cut it."""
-        for start in range(0, len(self.rows), PIECE):
-            yield self.part, self.rows[start : start + PIECE].tolist(), self.epoch
+
+Batch = tuple[Request, Images]
+_Piece = tuple[str, list[int], int]  # part, rows, epoch
 
 
 class Feed:
     """Hands out what was requested, in order, and times how long that takes.
 
-    Args:
-        source: what is read.
-        requests: the first ones; workers start when there are some.
-        workers: processes that read; 0: this one reads, when it is asked.
-        skip_broken: how many images may be left out that cannot be read.
-        warn: called with a line for each image that is left out for the first time.
-
-    Attributes:
-        waited: seconds that whoever asked has waited.
-        started: seconds of it for the first batch, when the workers start.
-        broken: how often images were left out, by name.
+    `workers` processes read; with 0 this one does, when it is asked. `skip_broken` images may be
+    left out that cannot be read; `warn` is called with a line for each. `waited` are the seconds
+    that whoever asked has waited, `started` those for the first batch, when the workers start, and
+    `broken` tells how often images were left out, by name.
     """
 
     def __init__(
@@ -82,7 +70,7 @@ class Feed:
         source: Source,
         requests: Iterable[Request] = (),
         workers: int = 0,
-        skip_broken: int = 0,
+        skip_broken: float = 0,
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source = source
@@ -91,25 +79,32 @@ class Feed:
         self._skip_broken = skip_broken
         self._warn = warn
         self._workers = workers
-        self._ahead: _Ahead | None = None
-        self.request(requests)
+        self._assembler: ThreadPoolExecutor | None = None
+        self._batches = self._read(iter(()))
+        if requests:
+            self.request(requests)
 
     def request(self, requests: Iterable[Request]) -> None:
-        """Let these come from here on; what was read ahead is dropped."""
-        self.close()
-        self._ahead = None
-        if self._workers and requests:
-            self._ahead = _Ahead(self.source, requests, self._workers)
-        self._coming = self._ahead or ((request, self._read(request)) for request in requests)
+        """Let these come from here on; what was read ahead is dropped.
 
-    def take(self) -> tuple[Request, Images]:
-        """Return the next request, and its images without those that are broken.
-
-        Raises:
-            FeedError: an image cannot be read, or a worker has ended by itself.
+        Workers are started by the thread that reads ahead. In the main one torch would install a
+        signal handler that raises in the middle of anything when a worker ends by itself.
         """
+        self.close()
+        self._closed = False
+        self._batches = self._read(iter(requests))
+        if self._workers:
+            self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
+            self._next: Future[Batch] = self._assembler.submit(next, self._batches)
+
+    def take(self) -> Batch:
+        """Return the next request, and its images without those that are broken."""
         start = time.perf_counter()
-        request, found = next(self._coming)
+        if self._assembler is None:
+            request, found = next(self._batches)
+        else:
+            request, found = self._next.result()
+            self._next = self._assembler.submit(next, self._batches)
         seconds = time.perf_counter() - start
         self.started = self.started if self.waited else seconds
         self.waited += seconds
@@ -118,9 +113,12 @@ class Feed:
         return request, found
 
     def close(self) -> None:
-        """End the workers."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """End the thread and, by dropping torch's iterator, the workers."""
+        self._closed = True
+        if self._assembler is not None:
+            self._assembler.shutdown(wait=True)
+            self._assembler = None
+        self._batches.close()
 
     def __enter__(self) -> Feed:
         return self
@@ -128,10 +126,35 @@ class Feed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, request: Request) -> Images:
+    def _read(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
+        """Read one batch after the other."""
         if self.source.in_memory:
-            return self.source.read(request.part, request.rows, request.epoch)
-        return _joined(map(_Pieces(self.source).__getitem__, request.pieces()), len(request.rows))
+            for request in requests:
+                yield request, self.source.read(*request[:3])
+            return
+        requests, cut = tee(requests)
+        loader, _alive = _loader(self.source, (p for r in cut for p in _pieces(r)), self._workers)
+        pieces = iter(loader)
+        for request in requests:
+            mine = (self._piece(pieces) for _ in _pieces(request))
+            yield request, _joined(mine, len(request.rows))
+
+    def _piece(self, pieces: Iterator[Images]) -> Images:
+        if self._closed:
+            raise RuntimeError("the feed was closed")
+        try:
+            return next(pieces)
+        except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
+            # Torch says so, or the worker ended after it had announced a piece. "Caught" is how
+            # torch passes on a worker's own error.
+            words = words_of(error)
+            ended = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in words
+            if not ended or words.startswith("Caught "):
+                raise
+            raise FeedError(
+                f"a worker process that reads images has ended by itself ({words}); the system "
+                "ends processes where memory runs out: fewer --workers need less"
+            ) from error
 
     def _leave_out(self, problem: Broken) -> None:
         said = f"{problem.name} cannot be read as an image: {problem.reason}"
@@ -145,89 +168,15 @@ class Feed:
         self.broken[problem.name] += 1
 
 
-class _Ahead(Iterator[tuple[Request, Images]]):
-    """The stream of what was requested: workers read pieces, a thread joins the next batch."""
-
-    def __init__(self, source: Source, wanted: Iterable[Request], workers: int) -> None:
-        requests, cut = tee(wanted)
-        pieces = (piece for request in cut for piece in request.pieces())
-        self._loader, self._alive = _loader(_Pieces(source), pieces, workers)
-        self._batches = self._assembled(requests)
-        self._closed = False
-        self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
-        self._next = self._assembler.submit(next, self._batches)
-
-    def __next__(self) -> tuple[Request, Images]:
-        """Return the next batch, and begin with the one after."""
-        found = self._next.result()
-        self._next = self._assembler.submit(next, self._batches)
-        return found
-
-    def close(self) -> None:
-        """End the thread and, by dropping torch's iterator, the workers."""
-        self._closed = True
-        self._assembler.shutdown(wait=True)
-        self._batches.close()
-
-    def _assembled(
-        self, requests: Iterator[Request]
-    ) -> Generator[tuple[Request, Images], None, None]:
-        """Read one batch after the other, into page-locked memory where accelerators copy from it.
-
-        The workers are started here rather than in the main thread. There torch would install a
-        signal handler that raises in the middle of anything when a worker ends by itself. Here
-        it is noticed when the worker's piece does not come.
-        """
-        pieces, pin = iter(self._loader), torch.accelerator.is_available()
-        for request in requests:
-            mine = (self._piece(pieces) for _ in range(-(-len(request.rows) // PIECE)))
-            yield request, _joined(mine, len(request.rows), pin)
-
-    def _piece(self, pieces: Iterator[Images]) -> Images:
-        if self._closed:
-            raise RuntimeError("the feed was closed")
-        try:
-            return next(pieces)
-        except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-            if not _is_of_an_ended_worker(error):
-                raise
-            raise FeedError(
-                "a worker process that reads images has ended by itself "
-                f"({words_of(error)}); the system "
-                "ends processes where memory runs out: fewer --workers need less"
-            ) from error
-
-
-@dataclass(frozen=True)
-class _Pieces(Dataset[Images]):
-    """What a worker does; where it only looks, names and faults come back, and no images."""
-
-    source: Source
-    looks: bool = False
-
-    def __getitem__(self, piece: _Piece) -> Images:
-        part, rows, epoch = piece
-        found = self.source.read(part, torch.tensor(rows), epoch)
-        if self.looks:
-            return NOTHING._replace(rows=torch.tensor(rows), broken=found.broken)
-        return found
-
-
 def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
-    """Look at all pictures, in parallel; return those that cannot be read.
-
-    Args:
-        source: of pictures.
-        workers: processes that read; 0: this one does.
-        told: called with the number of pictures of each piece.
-    """
+    """Look at all pictures, in parallel; return those that cannot be read."""
     parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
-    pieces = (piece for part, n in parts for piece in Request(part, torch.arange(n)).pieces())
-    loader, _alive = _loader(_Pieces(source, looks=True), pieces, workers)
+    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
     broken: list[Broken] = []
-    for found in loader:
-        broken += found.broken
-        told(len(found.rows))
+    with Feed(source, requests, workers, float("inf"), lambda _: None) as feed:
+        for request in requests:
+            broken += feed.take()[1].broken
+            told(len(request.rows))
     return broken
 
 
@@ -238,8 +187,24 @@ def default_workers() -> int:
     return min(_MOST_WORKERS, cores)
 
 
+@dataclass(frozen=True)
+class _Pieces(Dataset[Images]):
+    """What a worker does."""
+
+    source: Source
+
+    def __getitem__(self, piece: _Piece) -> Images:
+        part, rows, epoch = piece
+        return self.source.read(part, torch.tensor(rows), epoch)
+
+
+def _pieces(request: Request) -> Iterator[_Piece]:
+    for rows in request.rows.split(PIECE) if len(request.rows) else ():
+        yield request.part, rows.tolist(), request.epoch
+
+
 def _loader(
-    pieces: _Pieces, sampler: Iterator[_Piece], workers: int
+    source: Source, pieces: Iterator[_Piece], workers: int
 ) -> tuple[DataLoader[Images], Connection | None]:
     """Make a loader, and what its workers live as long as."""
     # A generator of its own, so that the process's own is left alone.
@@ -251,28 +216,31 @@ def _loader(
         how["worker_init_fn"] = partial(_end_with, theirs)
         how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
     made: Any = DataLoader
-    return made(pieces, batch_size=None, sampler=sampler, num_workers=workers, **how), alive
+    dataset = _Pieces(source)
+    return made(dataset, batch_size=None, sampler=pieces, num_workers=workers, **how), alive
 
 
-def _joined(pieces: Iterable[Images], rows: int, pin: bool = False) -> Images:
-    """Copy pieces into one batch of at most so many rows, each as soon as it is there."""
-    images: Tensor | None = None
-    columns: tuple[list[Tensor], list[Tensor]] = [], []
+def _joined(pieces: Iterable[Images], rows: int) -> Images:
+    """Copy pieces into one batch of at most so many rows, each as soon as it is there.
+
+    It lies in page-locked memory where accelerators copy from it.
+    """
+    images = torch.empty(0)
+    columns: tuple[list[Tensor], list[Tensor]] = [torch.empty(0)], [torch.empty(0)]
     broken: list[Broken] = []
     filled = 0
     for piece in pieces:
         broken += piece.broken
         if not len(piece.labels):
             continue
-        if images is None:
-            shape = (rows, *piece.images.shape[1:])
+        if not filled:
+            shape, pin = (rows, *piece.images.shape[1:]), torch.accelerator.is_available()
             images = torch.empty(shape, dtype=piece.images.dtype, pin_memory=pin)
+            columns = [], []
         images[filled : filled + len(piece.labels)] = piece.images
         filled += len(piece.labels)
         for column, values in zip(columns, (piece.labels, piece.rows), strict=True):
             column.append(values.clone())
-    if images is None:
-        return NOTHING._replace(broken=broken)
     labels, numbers = map(torch.cat, columns)
     return Images(images[:filled], labels, numbers, broken)
 
@@ -287,13 +255,6 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scatterpar.train.preloaded"])
     return context
-
-
-def _is_of_an_ended_worker(error: Exception) -> bool:
-    """Whether torch says so, or the worker ended after it had announced a piece."""
-    if isinstance(error, RuntimeError):
-        return "DataLoader worker (pid" in str(error)
-    return not str(error).startswith("Caught ")  # that is how torch passes on a worker's own
 
 
 def _as_it_is(piece: Any) -> Any:

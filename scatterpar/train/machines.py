@@ -1,28 +1,27 @@
-"""Where a run computes: its devices, and its machines: one process each, started by torchrun."""
+"""Where a run computes: devices, machines by torchrun, signals, and random generators."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import os
-import time
-import uuid
-from collections.abc import Iterator
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from scatterpar.devices.verbs import resolve
 from scatterpar.train.data import UsageError, words_of
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
-_PAUSE_SECONDS = 0.02
 _CPU_REPLICAS = 4
 
 
@@ -31,9 +30,6 @@ def choose_devices(names: str | None) -> list[torch.device]:
 
     Without names: every accelerator, else four CPU replicas with a memory of their own each
     (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
-
-    Raises:
-        UsageError: a name is no device, or the device is not there.
 
     >>> choose_devices("cpu:0,cpu:1")
     [device(type='cpu', index=0), device(type='cpu', index=1)]
@@ -55,8 +51,8 @@ class Machines:
     >>> alone = Machines()
     >>> alone.rank, alone.size, alone.is_first
     (0, 1, True)
-    >>> alone.share(torch.arange(3)).tolist(), alone.largest(15)
-    ([0, 1, 2], 15)
+    >>> alone.share(torch.arange(3)).tolist(), alone.everyones(15)
+    ([0, 1, 2], [15])
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -73,58 +69,29 @@ class Machines:
         """Return this rank's part of `rows`, in order; sizes differ by at most one."""
         return torch.tensor_split(rows, self.size)[self.rank]
 
-    def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
-        found = torch.tensor(number)
-        if self.group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found)
-
     def everyones(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order: numbers, strings, tensors, dicts, lists."""
-        return [self.from_rank(rank, value) for rank in range(self.size)]
+        """Return every rank's value, in rank order."""
+        found = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(found, value, self.group)
+        return found
 
     def from_rank(self, source: int, value: Any) -> Any:
         """Return the value of rank `source`; the others' is not looked at."""
-        if self.group is None:
-            return value
-        mine = to_bytes(value) if self.rank == source else b""
-        length = self.largest(len(mine))
-        data = torch.frombuffer(bytearray(mine or length), dtype=torch.uint8)
-        dist.broadcast(data, group=self.group, group_src=source)
-        return from_bytes(data.numpy().tobytes())
-
-
-def to_bytes(value: Any) -> bytes:
-    """Encode what a checkpoint may hold."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def from_bytes(data: bytes) -> Any:
-    """Decode what `to_bytes` made, onto the CPU; nothing in it is executed."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        found = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(found, group=self.group, group_src=source)
+        return found[0]
 
 
 @contextlib.contextmanager
 def connected(devices: list[torch.device]) -> Iterator[Machines]:
-    """Meet the other machines where torchrun started this process; otherwise open no port.
-
-    Tensors on the host go by gloo, those on NVIDIA GPUs by NCCL.
-
-    Raises:
-        UsageError: torchrun started several processes on a machine with accelerators.
-    """
-    require_one_process(devices)
+    """Meet the other machines where torchrun started this process; otherwise open no port."""
     if not launched():
         yield Machines()
         return
-    store, rank, size = next(rendezvous("env://", timeout=_LONGEST_WAIT))
-    store = of_this_attempt(store, rank, size, _LONGEST_WAIT)
-    dist.init_process_group(
-        backend(), store=store, rank=rank, world_size=size, timeout=_LONGEST_WAIT
-    )
+    require_launch(devices)
+    dist.init_process_group(backend(), timeout=_LONGEST_WAIT)
     machines = Machines(dist.group.WORLD)
     yield machines
     machines.group = None
@@ -142,61 +109,103 @@ def run_id() -> str | None:
     return os.environ["TORCHELASTIC_RUN_ID"] if launched() else None
 
 
-def was_restarted() -> bool:
-    """Whether torchrun has started this process again, after one that failed."""
-    return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def require_one_process(devices: list[torch.device]) -> None:
-    """Make sure that no other process of this machine uses the same accelerators."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched() else 1
+def require_launch(devices: list[torch.device]) -> None:
+    """Refuse two processes on the same accelerators, and restarts that may not find each other."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if here > 1 and any(device.type != "cpu" for device in devices):
         raise UsageError(
             f"torchrun started {here} processes on this machine, but one uses all its devices: "
             "launch with --nproc-per-node=1"
         )
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        raise UsageError(  # torch's issue 135712
+            "after a restart by torchrun a process may read the address of one that has died: for "
+            "--max-restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
+            "and give --rdzv-backend=c10d"
+        )
 
 
 def backend() -> str:
-    """Gloo for tensors on the host, and the accelerator's own library those on cards.
-
-    Without a name torch takes the accelerator's alone.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return dist.Backend.GLOO
-    library = dist.get_default_backend_for_device(accelerator)
-    if library == dist.Backend.NCCL and not dist.is_nccl_available():  # Windows
-        library = dist.Backend.GLOO
-    return f"cpu:gloo,{accelerator.type}:{library}"
+    """Name gloo for the host: without a name torch takes the accelerator's library alone."""
+    card = torch.accelerator.current_accelerator(check_available=True)
+    if card is None:
+        return "gloo"
+    return f"cpu:gloo,{card.type}:{dist.get_default_backend_for_device(card)}"
 
 
-def of_this_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """The part of `store` that only the processes of this attempt use.
+class Stopped(Exception):
+    """The user, or whoever runs the machine, wants the run to end."""
 
-    torchrun keeps one key-value store over all its restarts, and a new process could read there the
-    address of one that has died (torch's issue 135712). So the first rank numbers the attempts, and
-    each has keys of its own. Every rank asks with a word of its own and confirms the answer; a
-    question left from an earlier attempt is answered too, but nobody confirms it.
 
-    Raises:
-        TimeoutError: a rank did not come in time.
-    """
-    if rank:
-        word = uuid.uuid4().hex
-        store.set(f"asked by {rank}", word)
-        attempt = store.get(f"answer to {word}").decode()
-        store.set(f"attempt {attempt} has {rank}", "")
-        return PrefixStore(f"attempt {attempt}", store)
-    attempt = str(store.add("attempts", 1))
-    deadline, missing = time.monotonic() + timeout.total_seconds(), set(range(1, size))
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"attempt {attempt} has {other}"]):
-                missing.discard(other)
-            elif store.check([f"asked by {other}"]):
-                store.set(f"answer to {store.get(f'asked by {other}').decode()}", attempt)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not come in time")
-        time.sleep(_PAUSE_SECONDS)
-    return PrefixStore(f"attempt {attempt}", store)
+class Stopping:
+    """Ctrl-C and SIGTERM, while entered: they wait for a step's end; a second one does not."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell does with its jobs
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+        name = signal.Signals(number).name
+        # Not print, which may have been interrupted itself.
+        os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
+
+    def check(self, machines: Machines | None = None) -> None:
+        """End the run if it is to end; where all ranks ask at this point, they end together."""
+        if machines is not None:
+            self.signal = max(machines.everyones(self.signal))
+        if self.signal:
+            raise Stopped
+
+
+def seed_host(seed: int) -> None:
+    """Seed every generator of the host that a model or a transform may draw from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def seed_of(*numbers: int) -> int:
+    """Make one seed of several numbers, of 32 bits: torch's CPU generator ignores higher ones."""
+    return random.Random(" ".join(map(str, numbers))).getrandbits(32)
+
+
+def random_states(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """The states of all generators, the CPU's and those of devices, as plain values and tensors."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
+    states["devices"] = {
+        str(device): torch.get_device_module(device).get_rng_state(device)
+        for device in devices
+        if device.type != "cpu"
+    }
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put back what `random_states` returned, as far as the devices are there."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states and "numpy" in sys.modules:
+        kind, keys, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.tolist(), *rest))
+    for name, state in states["devices"].items():
+        with contextlib.suppress(RuntimeError, ValueError, IndexError):
+            torch.get_device_module(name).set_rng_state(state, torch.device(name))

@@ -17,7 +17,6 @@ import tyro
 
 from scatterpar.train.data import EMBEDDED, UsageError
 from scatterpar.train.machines import run_id
-from scatterpar.train.pictures import Reading
 
 LARGE_BATCH = 4096
 DEFAULT_ACCUM = 16
@@ -32,14 +31,12 @@ _DECISIVE = (
 # What numbers must be, in words and as a test, and for which options of all commands.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
-        "above zero",
-        lambda x: 0 < x < math.inf,
+        *("above zero", lambda x: 0 < x < math.inf),
         "batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares base_lr "
         "clip smallest_crop layer_decay ema top",
     ),
     (
-        "zero or above",
-        lambda x: 0 <= x < math.inf,
+        *("zero or above", lambda x: 0 <= x < math.inf),
         "warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay "
         "label_smoothing seed",
     ),
@@ -178,11 +175,7 @@ class Options:
     resume: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that decide the run, which must be the same when it goes on.
-
-        How the work is divided is not among them: that may differ, and changes no more than
-        rounding.
-        """
+        """Return the options that decide the run; how work is divided changes rounding alone."""
         return {name: value for name, value in self.record().items() if name in _DECISIVE}
 
     def record(self) -> dict[str, Any]:
@@ -190,31 +183,9 @@ class Options:
         values = dataclasses.asdict(self)
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
-    @property
-    def folder(self) -> Path:
-        """Where the run writes."""
-        assert self.out is not None, "parse has named it"
-        return self.out
-
-    @property
-    def tested_together(self) -> int:
-        """How many images are tested at once."""
-        return LARGE_BATCH if self.batch == "auto" else self.batch
-
-    @property
-    def reading(self) -> Reading:
-        """How pictures in files are read."""
-        names = ("image_size", "augment", "smallest_crop", "erase", "mixup", "cutmix", "seed")
-        how = {name: getattr(self, name) for name in names}
-        return Reading(**how, root=self.data_root, download=self.download)
-
 
 def parse(arguments: Sequence[str]) -> Options:
     """Turn the command line into options.
-
-    Raises:
-        UsageError: options do not go together, or a number is out of range.
-        SystemExit: help was asked for, or an argument cannot be read.
 
     >>> options = parse(["--epochs", "10"])
     >>> options.batch, options.accum, options.warmup_epochs
@@ -255,13 +226,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
-    """Read a command's options, those of a `--config` first.
-
-    Raises:
-        UsageError: the file cannot be read, or a number is out of range.
-        SystemExit: help was asked for, or an argument cannot be read.
-    """
-    words = [part for word in arguments for part in _opened(word)]
+    """Read a command's options, those of a `--config` first."""
+    words = [part for w in arguments for part in (w.split("=", 1) if w[:9] == "--config=" else [w])]
     files = [later for word, later in pairwise(words) if word == "--config"]
     given = tyro.cli(
         kind,
@@ -277,10 +243,6 @@ def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
             if not all(fits(x) for x in numbers if isinstance(x, int | float)):
                 raise UsageError(f"--{name.replace('_', '-')}: {value} is not {wanted}")
     return given
-
-
-def _opened(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--config=") else [word]
 
 
 def _of_file(path: Path) -> Iterator[str]:

@@ -44,22 +44,21 @@ $evaluation
 
 def write_page(
     path: Path,
-    title: str,
-    subtitle: str,
+    texts: tuple[str, str, str],
     tested: Evaluation | None,
     source: Source,
     records: Records,
-    traffic: str,
 ) -> None:
-    """Write the page of a run, beside the curves that it shows."""
+    """Write the page of a run, beside the curves that it shows: title, subtitle, what crossed."""
+    title, subtitle, traffic = map(escape, texts)
     text = _PAGE.substitute(
-        title=escape(title),
-        subtitle=escape(subtitle),
+        title=title,
+        subtitle=subtitle,
         facts="".join(_facts(tested, records)),
         curves=_embedded(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
         time=_time(records),
-        traffic=escape(traffic),
+        traffic=traffic,
         starts=escape(json.dumps([r for r in records if r["kind"] == "run"], indent=2)),
     )
     path.write_text(text, encoding="utf-8")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.checkpoint import load, load_weights
+from scatterpar.train.checkpoint import load, load_weights, written
 from scatterpar.train.data import TEST, UsageError, words_of
 from scatterpar.train.evaluation import scored
 from scatterpar.train.feed import Feed, Request, default_workers
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Folder, Name, Number, read
-from scatterpar.train.pictures import PictureData, Reading, find_files
+from scatterpar.train.options import Folder, Name, Number, Options, read
+from scatterpar.train.pictures import PictureData, find_files
 
 _KNOWN = ("torchvision.models", "timm")  # whose models a checkpoint may name by itself
 
@@ -71,41 +71,37 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def predict(wanted: Wanted) -> None:
-    """Write the classes of all pictures.
-
-    Raises:
-        UsageError: the checkpoint, the folder, or a picture in it is not what it should be.
-    """
+    """Write the classes of all pictures."""
     if not wanted.folder.is_dir():
         raise UsageError(f"{wanted.folder} is no folder")
     files = find_files(wanted.folder, [""], allow_empty=True)
     model, about = _load_model(wanted)
-    classes, (channels, size, _) = tuple(about["class_names"]), about["image_shape"]
-    data = PictureData("", files, files, classes, Reading(int(size), augment="none"))
+    classes, size = tuple(about["class_names"]), about["image_shape"][1]
+    data = PictureData(Options(image_size=size, augment="none"), files, files, classes)
     default = None if torch.accelerator.is_available() else "cpu"
     devices = choose_devices(wanted.devices or default)
     coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(wanted.batch))
     workers = default_workers() if wanted.workers is None else wanted.workers
-    reads = (OneChannel(model) if channels == 1 else model).to(devices[0]).eval()
-    size = wanted.micro_batch_size
-    engine = ScatterOnceParallel(reads, device_ids=devices, micro_batch_size=size)
+    model, rows = model.to(devices[0]).eval(), wanted.micro_batch_size
+    top, table = min(wanted.top, len(classes)), io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
+    writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
     with (
-        _opened(wanted.out) as file,
-        engine,
+        ScatterOnceParallel(model, device_ids=devices, micro_batch_size=rows) as engine,
         Feed(data, coming, workers, wanted.skip_broken, _warn) as feed,
     ):
-        top = min(wanted.top, len(classes))
-        writer = csv.writer(file, lineterminator="\n")
-        numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
-        writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
         for found, scores in scored(engine, feed, len(files)):
-            best = scores.softmax(1).topk(top)
-            for row, values, places in zip(
-                found.rows.tolist(), *map(Tensor.tolist, best), strict=True
-            ):
+            best = map(Tensor.tolist, scores.softmax(1).topk(top))
+            for row, values, places in zip(found.rows.tolist(), *best, strict=True):
                 name = os.path.relpath(files.name(row), wanted.folder)
                 pairs = zip(places, values, strict=True)
                 writer.writerow([name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))])
+    if wanted.out is None:
+        sys.stdout.write(table.getvalue())
+    else:
+        with written(wanted.out) as file:
+            file.write(os.fsencode(table.getvalue()))
 
 
 def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
@@ -126,33 +122,6 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
         words = f"{wanted.checkpoint} does not fit --model {name}: {words_of(error):.200}"
         raise UsageError(words) from error
     return model, about
-
-
-class OneChannel(nn.Module):
-    """A model of grey images that is given coloured ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor) -> Any:
-        """Compute the model's output for the mean of the channels, rounded."""
-        return self.model(images.float().mean(1, keepdim=True).round_())
-
-
-@contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """Open a file that appears under its name once it is whole; or standard output."""
-    if path is None:
-        yield sys.stdout
-        return
-    aside = path.with_name(path.name + ".part")
-    try:
-        with aside.open("w", encoding="utf-8", newline="", errors="surrogateescape") as file:
-            yield file
-        os.replace(aside, path)
-    except OSError as error:
-        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 def _warn(line: str) -> None:

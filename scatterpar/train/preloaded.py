@@ -3,8 +3,8 @@
 import contextlib
 
 from scatterpar.train.data import UsageError
-from scatterpar.train.pictures import import_timm, torchvision
+from scatterpar.train.pictures import library
 
 with contextlib.suppress(UsageError):  # whoever needs it says so
-    torchvision("transforms.v2")
-    import_timm("data")
+    library("torchvision.transforms.v2")
+    library("timm.data")

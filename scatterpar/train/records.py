@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+from scatterpar.train.checkpoint import written
 from scatterpar.train.data import UsageError
 
 _PACKAGES = ("scatterpar", "torch", "torchvision", "timm", "numpy", "pillow")
@@ -26,11 +26,7 @@ Records = list[dict[str, Any]]
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file of --out could not be written.
-
-    Raises:
-        UsageError: the system has refused.
-    """
+    """Say which file of --out could not be written."""
     try:
         yield
     except OSError as error:
@@ -40,15 +36,8 @@ def writing(path: Path) -> Iterator[None]:
 class Metrics:
     """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
 
-    Numbers that JSON does not have (NaN, infinities) are written as null. TensorBoard's event file
-    gets those of steps and epochs too, where it is installed.
-
-    Args:
-        path: the file; made anew, with its folder. None: keep the records in memory alone.
-        kept: steps of an earlier attempt whose records in the file stay.
-
-    Raises:
-        UsageError: the file cannot be written.
+    TensorBoard's event file gets those of steps and epochs too, where it is installed. Without a
+    path the records stay in memory. Those of an earlier attempt's first steps are kept.
     """
 
     def __init__(self, path: Path | None, kept: int = 0) -> None:
@@ -59,22 +48,15 @@ class Metrics:
         if path is None:
             return
         self.records = _earlier_records(path, kept) if kept else []
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(path.name + ".part")
-            aside.write_text("".join(map(_line, self.records)), encoding="utf-8")
-            os.replace(aside, path)
-            self._file = path.open("a", encoding="utf-8")
+        with written(path) as file:
+            file.write("".join(map(_line, self.records)).encode())
+        self._file = path.open("a", encoding="utf-8")
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
             self._board = module.SummaryWriter(str(path.parent), purge_step=kept)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a record.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
+        """Append a record; numbers that JSON does not have (NaN, infinities) are null."""
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
         self._append(record)
         if self._board is not None and kind in ("step", "epoch"):
@@ -122,63 +104,41 @@ def _plain(value: Any) -> Any:
 
 def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
     """Return the command, versions, devices, and the commit of the folder that it started in."""
-    versions = {"python": platform.python_version()}
+    versions, commit = {"python": platform.python_version()}, None
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        commit = done.stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "versions": versions,
         "devices": [
-            f"{device}: {torch.cuda.get_device_name(device)}"
-            if device.type == "cuda"
-            else str(device)
-            for device in devices
+            f"{d}: {torch.cuda.get_device_name(d)}" if d.type == "cuda" else str(d) for d in devices
         ],
         "system": platform.platform(),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed_files": (_git("status", "--porcelain") or "").splitlines(),
+        "commit": commit,
     }
 
 
-def _git(*arguments: str) -> str | None:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            ["git", *arguments], capture_output=True, encoding="utf-8", timeout=10, check=True
-        )
-        return done.stdout.strip()
-    return None
-
-
 def draw_curves(records: Records, path: Path) -> None:
-    """Draw loss and accuracy, and the noise scale if it was measured, from `Metrics.records`."""
+    """Draw loss and accuracy from `Metrics.records`."""
     from matplotlib.figure import Figure
 
     steps, tested = ([r for r in records if r["kind"] == kind] for kind in ("step", "epoch"))
-    measured = [r for r in steps if r.get("noise_scale") is not None]
-    figure = Figure(figsize=(13.5 if measured else 9, 3.6), layout="constrained")
-    loss, accuracy, *noise = figure.subplots(1, 2 + bool(measured))
-
-    def draw(axes: Any, what: Records, x: str, y: str, style: str = "-", factor: int = 1) -> None:
-        label = f"{y} of each {what[0]['kind']}" if what else y
-        axes.plot(
-            [r[x] for r in what],
-            [math.nan if r[y] is None else factor * r[y] for r in what],
-            style,
-            label=label,
-        )
-
-    draw(loss, steps, "step", "loss")
-    draw(loss, tested, "step", "test_loss", "o-")
-    draw(accuracy, tested, "epoch", "test_accuracy", "o-", 100)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for axes, what, x, y, style in (
+        (loss, steps, "step", "loss", "-"),
+        (loss, tested, "step", "test_loss", "o-"),
+        (accuracy, tested, "epoch", "test_accuracy", "o-"),
+    ):
+        heights = [math.nan if r[y] is None else r[y] for r in what]
+        axes.plot([r[x] for r in what], heights, style, label=y)
+        axes.set(xlabel=x, ylabel=y)
     accuracy.xaxis.get_major_locator().set_params(integer=True)
-    accuracy.set(xlabel="epoch", ylabel="test accuracy (%)")
-    loss.set(xlabel="step", ylabel="loss")
-    for axes in noise:
-        draw(axes, measured, "step", "noise_scale")
-        draw(axes, measured, "step", "images")
-        axes.set(xlabel="step", ylabel="images", yscale="log")
-    for axes in (loss, *noise):
-        axes.legend()
+    loss.legend()
     figure.savefig(path, dpi=120)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,36 +27,40 @@ from scatterpar.train.checkpoint import (
     find,
     restore,
     save,
+    written,
 )
 from scatterpar.train.data import Source, UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
 from scatterpar.train.feed import Feed, FeedError, check_data, default_workers
-from scatterpar.train.loop import Stopped, Stopping, Training, train_epoch
 from scatterpar.train.machines import (
+    Stopped,
+    Stopping,
     choose_devices,
     connected,
     launched,
     run_id,
-    was_restarted,
+    seed_host,
 )
-from scatterpar.train.options import Options, parse
+from scatterpar.train.options import LARGE_BATCH, Options, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.preparation import hire_engine, make_model, prepare
-from scatterpar.train.random_state import seed_host
 from scatterpar.train.records import Metrics, draw_curves, provenance, writing
-from scatterpar.train.schedule import Growth, averaging, foresee
+from scatterpar.train.training import (
+    Growth,
+    Training,
+    averaging,
+    foresee,
+    make_engine,
+    prepare,
+    train_epoch,
+)
 
 _LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool; return the exit code.
-
-    0: finished; 1: diverged training; 2: an argument or the data is wrong,
-    with one line on stderr that says what; 130: interrupted; 143: ended by SIGTERM.
-    """
+    """Run the tool; return the exit code, after one line on stderr where an argument is wrong."""
     try:
         return run(parse(arguments))
     except UsageError as error:
@@ -66,34 +72,27 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: Options) -> int:
-    """Train as the options say; return the exit code.
-
-    Raises:
-        UsageError: the options do not go together, or name what is not there.
-    """
+    """Train as the options say; return the exit code."""
     tqdm.monitor_interval = 0  # no thread that watches over bars: every step updates them
-    devices = choose_devices(options.devices)
-    source = open_data(options.data, options.reading)
+    devices, source = choose_devices(options.devices), open_data(options)
+    out = options.out or Path()
     workers = default_workers() if options.workers is None else options.workers
-    workers = 0 if source.in_memory else workers
     with connected(devices) as machines:
         if options.check_data and machines.is_first:
-            _look_at(source, options, workers)
+            _look_at(source, options, workers, out)
         torch.manual_seed(options.seed)
         seed_host(options.seed)
-        model = make_model(options, source)
-        with hire_engine(model, options, devices, machines) as engine:
-            training, growth = prepare(engine, model, source, options, machines)
-            progress = _resume(training, options)
-            path = options.folder / "metrics.jsonl" if machines.is_first else None
+        with make_engine(options, source, devices, machines) as engine:
+            training, growth = prepare(engine, source, options, machines)
+            progress = _resume(training, options, out / FILE)
+            path = out / "metrics.jsonl" if machines.is_first else None
             with (
                 Metrics(path, kept=progress.step) as metrics,
                 Feed(source, (), workers, options.skip_broken, tqdm.write) as feed,
             ):
                 made = {**provenance(devices), "machines": machines.size}
                 metrics.write("run", step=progress.step, options=options.record(), **made)
-                criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
-                this = Run(training, feed, criterion, options, progress, metrics, growth)
+                this = Run(training, feed, options, out, progress, metrics, growth)
                 if machines.is_first:
                     this.announce()
                 code, ending = this.train()
@@ -101,15 +100,13 @@ def run(options: Options) -> int:
                 return code
 
 
-def _look_at(source: Source, options: Options, workers: int) -> None:
+def _look_at(source: Source, options: Options, workers: int, out: Path) -> None:
     """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
-    total = len(source.train) + len(source.test)
+    total, path = len(source.train) + len(source.test), out / "broken.txt"
     with tqdm(total=total, desc="checking", unit=" images", disable=None) as bar:
         broken = check_data(source, workers, bar.update)
-    path = options.folder / "broken.txt"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{p.name}\t{p.reason}\n" for p in broken), encoding="utf-8")
+    with written(path) as file:
+        file.write("".join(f"{p.name}\t{p.reason}\n" for p in broken).encode(errors="replace"))
     print(f"{len(broken)} of {total:,} pictures cannot be read; the list is in {path}")
     if len(broken) > options.skip_broken:
         raise UsageError(
@@ -118,16 +115,14 @@ def _look_at(source: Source, options: Options, workers: int) -> None:
         )
 
 
-def _resume(training: Training, options: Options) -> Progress:
+def _resume(training: Training, options: Options, path: Path) -> Progress:
     """Go on where an earlier attempt stopped, where that is what is wanted."""
-    path = options.folder / FILE
     state = find(path, training.machines)
     if state is None:
         if options.resume:
             raise UsageError(f"--resume: there is no {path}")
         return Progress()
-    is_same_job = run_id() is not None and state["job"] == run_id()
-    if not (options.resume or was_restarted() or is_same_job):
+    if not options.resume and (run_id() is None or state["job"] != run_id()):
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
     wanted = options.settings()
     for name, saved in state["settings"].items():
@@ -139,22 +134,12 @@ def _resume(training: Training, options: Options) -> Progress:
 
 @dataclass
 class Run:
-    """The epochs of one run, and what has been reached so far.
-
-    Args:
-        training: what changes.
-        feed: what it is trained and tested on.
-        criterion: the loss to train with.
-        options: the command line's.
-        progress: what an earlier attempt has reached.
-        metrics: where steps and epochs are recorded.
-        growth: the sizes of a batch that grows.
-    """
+    """The epochs of one run, and what has been reached so far."""
 
     training: Training
     feed: Feed
-    criterion: nn.Module
     options: Options
+    out: Path
     progress: Progress
     metrics: Metrics
     growth: Growth | None
@@ -163,13 +148,12 @@ class Run:
     sent: dict[str, int] = field(default_factory=dict)  # bytes of the step that moved most
 
     def __post_init__(self) -> None:
-        training, options, progress = self.training, self.options, self.progress
+        training, options, source = self.training, self.options, self.feed.source
         if options.measure_noise:
             decay = averaging(training.batches.steps_per_epoch)
             self.noise = NoiseScale(decay)
-            if progress.noise is not None:
-                self.noise.load_state_dict({**progress.noise, "decay": decay})
-        source = self.feed.source
+            if self.progress.noise is not None:
+                self.noise.load_state_dict({**self.progress.noise, "decay": decay})
         self._about = {  # what `predict` needs to know
             "model": options.model,
             "image_shape": list(source.image_shape),
@@ -177,7 +161,8 @@ class Run:
             "mean": source.mean.tolist(),
             "std": source.std.tolist(),
         }
-        self._saved = progress.step
+        self._criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
+        self._saved = self.progress.step
         self._start = self._said = time.perf_counter()
         self._used = training.batches.consumed
         self._stopping = Stopping()
@@ -193,8 +178,8 @@ class Run:
 
     def announce(self) -> None:
         """Print what is trained on what, and how the work is cut."""
-        training, options, source = self.training, self.options, self.feed.source
-        print(source)
+        training, options = self.training, self.options
+        print(self.feed.source)
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
         print(f"{options.model}: {parameters:,} parameters")
         machines, rows = training.machines, training.batches.batch
@@ -202,8 +187,7 @@ class Run:
             print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
         print(training.engine.plan(-(-rows // machines.size)))
         if self.progress.step:
-            used = training.batches.consumed
-            print(f"resumed after {self.progress.step} steps, {used:,} images")
+            print(f"resumed after {self.progress.step} steps, {self._used:,} images")
         elif self.growth is not None:
             most = self.growth.sizes[-1]
             print(f"the batch follows the gradient's noise scale, up to {most:,} images")
@@ -213,18 +197,15 @@ class Run:
         sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
-        """Train all epochs; return the exit code, and in words how it ended.
-
-        Raises:
-            UsageError: an image cannot be read, or a file cannot be written.
-        """
+        """Train all epochs; return the exit code, and in words how it ended."""
         self._start = self._said = time.perf_counter()
         self._request()
+        batches = self.training.batches
         try:
             with self._stopping:
-                if self.progress.ended < self.training.batches.epoch:
+                if self.progress.ended < batches.epoch:
                     self._end_epoch(images=0, seconds=0.0, waited=0.0)
-                while self.training.batches.epoch < self.options.epochs:
+                while batches.epoch < self.options.epochs:
                     self._train_epoch()
                 self._save_if_due(1)
         except Stopped:
@@ -248,16 +229,16 @@ class Run:
     def _request(self) -> None:
         """Request what this rank wants from here on, while the batch stays as it is."""
         training, options = self.training, self.options
+        together = LARGE_BATCH if options.batch == "auto" else options.batch
         where = training.batches, self.progress.ended, options.epochs
-        tests = len(self.feed.source.test), options.tested_together
-        self.feed.request(foresee(*where, *tests, training.machines))
+        self.feed.request(foresee(*where, len(self.feed.source.test), together, training.machines))
 
     def _stop(self) -> tuple[int, str]:
         """Keep what was reached, and say how to go on."""
         self._save_if_due(1)
         number = self._stopping.signal
         if self._saved:
-            out = ["--out", str(self.options.folder)]
+            out = ["--out", str(self.out)]
             words = [word for word in sys.orig_argv if word != "--resume"]
             words += [] if any(word.partition("=")[0] == "--out" for word in words) else out
             line = shlex.join([*words, "--resume"])
@@ -278,10 +259,11 @@ class Run:
         number, before = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
         start, waited, started, used = time.perf_counter(), feed.waited, feed.started, before
-        for report, rate in train_epoch(self.training, feed, self.criterion):
+        for report, rate in train_epoch(self.training, feed, self._criterion):
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
-            self._after_step(number, rate, images, report, share)
+            self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{share:.0%}", refresh=False)
+            self._after_step(number, rate, images, report)
             self._stopping.check(self.training.machines)
         seconds, waited = time.perf_counter() - start, feed.waited - waited
         steady = waited - (feed.started - started)  # once the workers had started
@@ -292,37 +274,28 @@ class Run:
                 "--workers, or store smaller images"
             )
 
-    def _after_step(
-        self, epoch: int, rate: float, images: int, report: StepReport, waiting: float
-    ) -> None:
+    def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
         progress, batches = self.progress, self.training.batches
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
         # After a test the parameters are there already: the step that moved most is a whole one.
         self.sent = max(self.sent, report.bytes, key=lambda sent: sum(sent.values()))
-        measured = {}
+        measured: dict[str, Any] = {
+            "loss": report.loss,
+            "learning_rate": rate,
+            "seconds": report.seconds,
+            "bytes": report.bytes,
+            "messages": report.messages,
+        }
         if self.noise is not None:
             self.noise.update(report)
             progress.noise = self.noise.state_dict()
             measured["noise_scale"] = self.noise.scale
-        self.metrics.write(
-            "step",
-            step=progress.step,
-            epoch=epoch,
-            images=images,
-            loss=report.loss,
-            learning_rate=rate,
-            seconds=report.seconds,
-            bytes=report.bytes,
-            messages=report.messages,
-            **measured,
-        )
-        self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{waiting:.0%}", refresh=False)
+        self.metrics.write("step", step=progress.step, epoch=epoch, images=images, **measured)
         self._bar.update(images)
-        part = batches.consumed % batches.rows
+        part, now = batches.consumed % batches.rows, time.perf_counter()
         if not part:
             return  # the end of the epoch, which goes on once it has been tested
-        now = time.perf_counter()
         if self._bar.disable and now - self._said >= _LINE_SECONDS:
             self._said = now
             speed = (batches.consumed - self._used) / (now - self._start)
@@ -340,9 +313,8 @@ class Run:
         speed = images / seconds if seconds else 0.0
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self._stopping.check if alone else lambda: None
-        tested = evaluate(training, self.feed, between)
-        progress.accuracy, self.tested = tested.top1, tested
-        progress.ended, progress.loss = number, 0.0
+        self.tested = tested = evaluate(training, self.feed, between)
+        progress.accuracy, progress.ended, progress.loss = tested.top1, number, 0.0
         self.metrics.write(
             "epoch",
             epoch=number,
@@ -371,7 +343,8 @@ class Run:
         if tested.top1 > progress.best:
             progress.best = tested.top1
             if training.machines.is_first:
-                save(options.folder / BEST_FILE, collect_best(training, tested.top1, self._about))
+                best = collect_best(training, accuracy=tested.top1, about=self._about)
+                save(self.out / BEST_FILE, best)
         if self.growth is not None and self.noise is not None and number < options.epochs:
             self._grow(self.growth.after(training.batches.batch, self.noise.scale), self.noise)
         self._save_if_due()
@@ -388,34 +361,26 @@ class Run:
 
     def _save_if_due(self, every: int | None = None) -> None:
         if self.progress.step - self._saved >= (every or self.options.checkpoint_every):
-            settings = self.options.settings()
-            state = collect(self.training, self.progress, settings, run_id(), self._about)
+            more = {"job": run_id(), "settings": self.options.settings(), "about": self._about}
+            state = collect(self.training, self.progress, **more)
             if self.training.machines.is_first:
-                save(self.options.folder / FILE, state)
+                save(self.out / FILE, state)
             self._saved = self.progress.step
 
     def finish(self, ending: str) -> None:
-        """Print and record what was reached, and draw it, also where that ended early.
-
-        Args:
-            ending: `finished`, or why not.
-
-        Raises:
-            UsageError: a file cannot be written.
-        """
+        """Print and record what was reached, and draw it, also where that ended early."""
         progress, machines, batches = self.progress, self.training.machines, self.training.batches
         if not machines.is_first:
             if ending != "finished":
                 print(f"rank {machines.rank}: {ending}", file=sys.stderr)
             return
-        seconds = time.perf_counter() - self._start
+        seconds, crossed = time.perf_counter() - self._start, self._crossed()
         reached = f"{batches.epoch} of {self.options.epochs} epochs, {progress.step} steps"
         print(f"{ending} after {reached}, {seconds:.1f} s")
-        if progress.accuracy is None:
-            print("test accuracy: not measured, no epoch was finished")
-        else:
-            print(f"test accuracy: {progress.accuracy:.2%}")
-        print(self._crossed())
+        measured = "not measured, no epoch was finished"
+        if progress.accuracy is not None:
+            measured = f"{progress.accuracy:.2%}"
+        print(f"test accuracy: {measured}\n{crossed}")
         self.metrics.write(
             "summary",
             ending=ending,
@@ -426,21 +391,15 @@ class Run:
             bytes=self.sent,
             left_out=dict(self.feed.broken),
         )
-        out = self.options.folder
         sizes = f"{self.growth.sizes[0]:,} to " if self.growth is not None else ""
         devices = ", ".join(map(str, self.training.engine.device_ids))
-        with writing(out):
-            draw_curves(self.metrics.records, out / "curves.png")
-            write_page(
-                out / "report.html",
-                f"{self.options.model} on {self.feed.source.name}",
-                f"{ending} after {reached}; batches of {sizes}{batches.batch:,} on {devices}",
-                self.tested,
-                self.feed.source,
-                self.metrics.records,
-                self._crossed(),
-            )
-        print(f"wrote metrics.jsonl, curves.png and report.html in {out}")
+        subtitle = f"{ending} after {reached}; batches of {sizes}{batches.batch:,} on {devices}"
+        title, records = f"{self.options.model} on {self.feed.source.name}", self.metrics.records
+        with writing(self.out):
+            draw_curves(records, self.out / "curves.png")
+            texts = title, subtitle, crossed
+            write_page(self.out / "report.html", texts, self.tested, self.feed.source, records)
+        print(f"wrote metrics.jsonl, curves.png and report.html in {self.out}")
 
     def _crossed(self) -> str:
         parts = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)

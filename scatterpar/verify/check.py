@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from scatterpar import torch_private
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.mirror import owner_of
-from scatterpar.step.markers import transform
+from scatterpar.step import nested
+from scatterpar.step.markers import opened
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import opened
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
@@ -139,14 +139,11 @@ def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
     """What a user's own lines compute: the loss's dtype, and each tensor's gradient."""
-
-    def bring(leaf: Any) -> Any:
-        return ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf
-
     prepare_autograd()
     with Ledger() as ledger, torch.inference_mode(False), torch.enable_grad():
-        inputs, targets = (
-            opened(transform(bring, value)) for value in (request.inputs, request.targets)
+        bring = partial(Delivery(ledger).bring, device)
+        inputs, targets = opened(
+            nested.transform(bring, (request.inputs, request.targets)), copy=True
         )
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)

@@ -96,20 +96,31 @@ class Rehearsal:
         self._micro = max(stop - start for start, stop in task.share.micro_batches)
         self._stale: str | None = None
 
-    def run(self, *choices: Parts) -> Finding:
-        """What the rows of the first choice say and, if that is anything, those of the second.
+    def run(self, choose: Callable[[int], Sequence[Parts]] | None, most: int) -> Finding:
+        """What the first choice of at most so many rows says; if that is anything, the second too.
 
         Without any, only whether the criterion reads what no forward pass sets. ``Unsure``: it
         cannot be told.
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
-                if not choices:
+                if choose is None:
                     self._output([0])
-                found = self._confirmed(*choices) if choices else Finding()
+                found = Finding() if choose is None else self._with_fewer(choose, most)
                 return found if self._stale is None else Finding(math.inf, stale=self._stale)
             finally:
                 self._put_back()
+
+    def _with_fewer(self, choose: Callable[[int], Sequence[Parts]], most: int) -> Finding:
+        """What so many rows say, or as many as are small enough."""
+        try:
+            return self._confirmed(*choose(most))
+        except Unsure as error:
+            if not 0 < error.rows < most:
+                raise
+            most = error.rows
+        self._put_back()
+        return self._with_fewer(choose, most)
 
     def _confirmed(self, first: Parts, second: Parts) -> Finding:
         by = self._by_outputs

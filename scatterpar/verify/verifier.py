@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -30,7 +30,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
-from scatterpar.threads.attempt import Attempt
+from scatterpar.threads.workers import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
@@ -48,7 +48,6 @@ class _Kind:
 
     steps: int = 0
     unsure: int = 0  # how many looks in a row told nothing
-    most: int = 0  # look at so many rows at most, where that is known
     met: list[float] | None = None  # how far the labels went with which it agreed
     refused: bool = False  # and has not agreed since
     told: set[str] = field(default_factory=set)  # how what was said begins
@@ -126,19 +125,9 @@ class Verifier:
             )
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
-
-        def rehearse(most: int) -> Finding:
-            choices = [] if alone else choose(tensors, few.rows, most, ignored, turn)
-            return _rehearsed(attempt, few, tasks, parts, choices)
-
+        some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
-            try:
-                found = rehearse(kind.most or 2 * micro)
-            except Unsure as error:
-                if not error.rows:
-                    raise
-                kind.most = error.rows
-                found = rehearse(kind.most)
+            found = _rehearsed(attempt, few, tasks, parts, some, 2 * micro)
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
@@ -175,17 +164,10 @@ def difference(
     copies.refresh(module, request.criterion, attempt.ledger)
     tasks = hand_out(request, attempt.plan, copies, arrivals)
     prepare_autograd()
-
-    most = request.rows
+    some = partial(choose, telling(request), request.rows)
     try:
         with guarded(copies.parts):
-            while most:
-                choices = choose(telling(request), request.rows, most)
-                try:
-                    return _rehearsed(attempt, request, tasks, copies.parts, choices).off
-                except Unsure as error:
-                    most = error.rows if error.rows < most else 0
-        return None
+            return _rehearsed(attempt, request, tasks, copies.parts, some, request.rows).off
     except Exception:  # whatever the user's code makes of rows that it never met
         return None
     finally:
@@ -199,7 +181,8 @@ def _rehearsed(
     request: Request,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
-    choices: Sequence[Parts],
+    choose: Callable[[int], Sequence[Parts]] | None,
+    most: int,
 ) -> Finding:
     """What the first replica finds.
 
@@ -211,9 +194,9 @@ def _rehearsed(
     def look(task: Task) -> Any:
         if task is not tasks[0]:
             waited = ended.wait(_PATIENCE_SECONDS)
-            return None if waited else Rehearsal(request, task, parts).run(*choices)
+            return None if waited else Rehearsal(request, task, parts).run(choose, most)
         try:
-            return Rehearsal(request, task, parts).run(*choices)
+            return Rehearsal(request, task, parts).run(choose, most)
         finally:
             ended.set()
 

@@ -50,6 +50,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as the tool asks for restarts
     }
 
 

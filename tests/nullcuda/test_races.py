@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nullcuda import mutations
 from nullcuda.card import Record
 from nullcuda.races import races
 
@@ -61,3 +62,8 @@ def test_what_is_not(trace):
 def test_a_third_stream_may_carry_the_order_on():
     trace = [WRITE, RECORD, on(3, "event_wait", 7), on(3, "event_record", 8)]
     assert races([*trace, on(2, "event_wait", 8), READ]) == []
+
+
+def test_every_wait_of_the_engine_is_taken_out_by_a_mutation():
+    """Whether a test fails then is what ``python -m nullcuda.mutations`` tries."""
+    assert mutations.faults_of_the_table() == []

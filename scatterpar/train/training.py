@@ -1,0 +1,339 @@
+"""Training as a user of the engine writes it: its parts, its loop, its learning rate, its batches.
+
+While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
+(McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
+`--batch auto` the batch starts small and is doubled between epochs, in the spirit of Smith et al.
+2018, arXiv:1711.00489. The learning rate is scaled with it (Goyal et al. 2017, arXiv:1706.02677,
+section 2.1); otherwise it goes by the images that were used, and ends at the same place whenever
+the batch grew. Schedulers of libraries go by steps or epochs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
+from scatterpar.train.data import TEST, TRAIN, Source, UsageError, words_of
+from scatterpar.train.feed import Feed, Request
+from scatterpar.train.machines import Machines, seed_of
+from scatterpar.train.models import OnPixels, build_model, initialise
+from scatterpar.train.options import Options
+from scatterpar.train.pictures import library
+
+FIRST = 256  # images; `--base-lr` is the rate for them
+FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
+_FEWEST_AVERAGED = 20
+_IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
+
+
+class Batches:
+    """The order in which the training rows are used, and how far it has come.
+
+    Each epoch is a new random order of all rows, decided by `seed` and the epoch's number
+    alone; its last batch has what is left. `consumed`, the samples used so far, is the whole
+    state; whoever uses a batch adds its rows to it. Between epochs `batch` may change.
+
+    >>> batches = Batches(rows=5, batch=2, seed=0)
+    >>> [len(rows) for rows in batches.rest_of_epoch()]
+    [2, 2, 1]
+    >>> batches.consumed = 5 + 2
+    >>> batches.epoch, [len(rows) for rows in batches.rest_of_epoch()]
+    (1, [2, 1])
+    """
+
+    def __init__(self, rows: int, batch: int, seed: int) -> None:
+        self.rows = rows
+        self.batch = batch
+        self.seed = seed
+        self.consumed = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs finished."""
+        return self.consumed // self.rows
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of batches of an epoch, a smaller last one included."""
+        return -(-self.rows // self.batch)
+
+    def rest_of_epoch(self) -> Iterator[Tensor]:
+        """Yield the row numbers of each batch from here to the end of the epoch: int64."""
+        position = self.consumed % self.rows
+        yield from torch.split(self.order(self.epoch)[position:], self.batch)
+
+    def order(self, epoch: int) -> Tensor:
+        """Return the order of an epoch's rows: int64, shape (rows,)."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        return torch.randperm(self.rows, generator=generator)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that changes while training, in one place."""
+
+    engine: ScatterOnceParallel
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    batches: Batches
+    machines: Machines = field(default_factory=Machines)
+    scaler: torch.amp.GradScaler | None = None
+    average: AveragedModel | None = None
+    autocast: torch.dtype | None = None
+    clip: float | None = None
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """Compute in `autocast`'s dtype where that is safe, within the context."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.engine.device_ids[0].type, self.autocast)
+
+
+def train_epoch(
+    training: Training, feed: Feed, criterion: nn.Module
+) -> Iterator[tuple[StepReport, float]]:
+    """Train to the end of the epoch; yield each step's report and learning rate once it is done."""
+    batches, epoch = training.batches, training.batches.epoch
+    training.engine.train()
+    while batches.epoch == epoch:
+        request, found = feed.take()
+        images, labels = found.images, found.labels
+        if not len(labels):
+            # A rank takes part in every step: one without images (fewer rows than ranks, or all
+            # of them broken) passes a black one, whose label the criterion ignores.
+            images = torch.zeros(1, *feed.source.image_shape, dtype=torch.uint8)
+            labels = torch.tensor([_IGNORED_LABEL])
+        training.optimizer.zero_grad()
+        with training.precision():
+            training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
+        _update(training)
+        rate = training.optimizer.param_groups[0]["lr"]
+        batches.consumed += request.of
+        training.scheduler.step()
+        report = training.engine.last_step
+        assert report is not None, "a step was made"
+        yield report, rate
+
+
+def _update(training: Training) -> None:
+    """Take the optimizer's step, and what belongs to it."""
+    optimizer, scaler, model = training.optimizer, training.scaler, training.engine.module
+    if training.clip is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    if training.average is not None:
+        training.average.update_parameters(model)
+
+
+def foresee(
+    batches: Batches,
+    ended: int,
+    epochs: int,
+    test_images: int,
+    tested_together: int,
+    machines: Machines,
+) -> Iterator[Request]:
+    """Yield what this rank wants from where `batches` is to the end of the run, in order."""
+    ahead, together = copy.copy(batches), -(-tested_together // machines.size)
+    while True:
+        epoch = ahead.epoch
+        if ended < epoch:
+            for rows in machines.share(torch.arange(test_images)).split(together):
+                if len(rows):
+                    yield Request(TEST, rows)
+        ended = epoch
+        if epoch >= epochs:
+            return
+        for rows in ahead.rest_of_epoch():
+            yield Request(TRAIN, machines.share(rows), epoch, len(rows))
+            ahead.consumed += len(rows)
+
+
+def make_scheduler(
+    optimizer: Optimizer,
+    batches: Batches,
+    epochs: int,
+    warmup_epochs: int,
+    drops: Sequence[int] = (),
+) -> LRScheduler:
+    """A gradual warm-up; then a cosine to zero, or drops to a tenth. All scaled with the batch.
+
+    The optimizer has the rate for batches of `FIRST` images. The scheduler's rate is that of where
+    `batches` is, however often it was stepped.
+    """
+
+    def factor(_: int) -> float:
+        scale, done = batches.batch / FIRST, batches.consumed / batches.rows
+        if done < warmup_epochs:
+            step = batches.batch / batches.rows
+            return scale * (done + step) / (warmup_epochs + step)
+        if drops:
+            return scale * 0.1 ** sum(done >= drop for drop in drops)
+        part = (done - warmup_epochs) / (epochs - warmup_epochs)
+        return scale * 0.5 * (1 + math.cos(math.pi * part))
+
+    return LambdaLR(optimizer, factor)
+
+
+def averaging(steps_per_epoch: int) -> float:
+    """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
+
+    While the batch is much smaller than the noise scale, a step tells little about it.
+
+    >>> averaging(235), averaging(8)
+    (0.9957446808510638, 0.95)
+    """
+    return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The sizes that a batch may have, the smallest first, and when it takes the next one.
+
+    >>> growth = Growth.up_to(60_000)
+    >>> growth.sizes
+    (256, 512, 1024, 2048, 4096)
+    >>> growth.after(256, scale=300.0), growth.after(256, scale=9000.0), growth.after(4096, 9000.0)
+    (256, 512, 4096)
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, images: int, fits: Callable[[int], bool] = lambda batch: True) -> Growth:
+        """Double `FIRST` while an epoch keeps `FEWEST_UPDATES`; what does not fit is left out."""
+        doubled = [min(FIRST, images)]
+        while 2 * doubled[-1] * FEWEST_UPDATES <= images:
+            doubled.append(2 * doubled[-1])
+        return cls((doubled[0], *filter(fits, doubled[1:])))
+
+    def after(self, batch: int, scale: float) -> int:
+        """Return the next size if the noise scale, in images, reaches it; else the same."""
+        larger = next((size for size in self.sizes if size > batch), batch)
+        return larger if larger <= scale < math.inf else batch
+
+
+def make_engine(
+    options: Options, source: Source, devices: list[torch.device], machines: Machines
+) -> ScatterOnceParallel:
+    """Build the model with its first weights, on the first device, and the engine for it."""
+    classes, layout = len(source.class_names), torch.preserve_format
+    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
+    if options.init is not None:
+        initialise(model.network, options.init)
+    if options.channels_last:
+        layout = torch.channels_last
+    try:
+        return ScatterOnceParallel(
+            model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
+            options.accum or 1,
+            devices,
+            micro_batch_size=options.micro_batch_size,
+            check_finite=True,
+            process_group=machines.group,
+            shares=options.shares,
+            measure_noise=options.measure_noise,
+            compile=options.compile or None,
+        )
+    except ValueError as error:
+        if options.batch == "auto" and "compares the gradients" in str(error):
+            raise UsageError(
+                "--batch auto follows the gradient's noise scale, which is measured between "
+                f"replicas, and there is one: name its device twice, --devices {devices[0]},"
+                f"{devices[0]}"
+            ) from error
+        raise UsageError(str(error)) from error
+
+
+def prepare(
+    engine: ScatterOnceParallel, source: Source, options: Options, machines: Machines
+) -> tuple[Training, Growth | None]:
+    """Make what changes while training, at its start, and the sizes of a batch that grows."""
+    images, model = len(source.train), engine.module
+    wanted = FIRST if options.batch == "auto" else options.batch
+    # A step has no more images than there are, and the rate belongs to those that it has.
+    batches = Batches(images, min(wanted, images), options.seed)
+    if rows := _too_few_to_normalise(engine, images, machines, batches.batch):
+        raise UsageError(
+            f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
+            "cannot train on: choose another --batch, or fewer --accum or --devices"
+        )
+    optimizer = plain = make_optimizer(model, options)
+    if options.shard_optimizer:
+        optimizer = ShardedOptimizer(engine, lambda _: plain)
+    epochs, warmup = options.epochs, options.warmup_epochs or 0
+    dtype = None if options.autocast is None else getattr(torch, options.autocast)
+    average, kind = None, engine.device_ids[0].type
+    if options.ema is not None:
+        function = get_ema_multi_avg_fn(options.ema)
+        average = AveragedModel(model, multi_avg_fn=function, use_buffers=True)
+    training = Training(
+        engine,
+        optimizer,
+        make_scheduler(optimizer, batches, epochs, warmup, options.drop_at),
+        batches,
+        machines,
+        scaler=torch.amp.GradScaler(kind) if dtype is torch.float16 else None,
+        average=average,
+        autocast=dtype,
+        clip=options.clip,
+    )
+    if options.batch != "auto":
+        return training, None
+    return training, Growth.up_to(
+        images, lambda batch: not _too_few_to_normalise(engine, images, machines, batch)
+    )
+
+
+def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
+    """Build torch's optimizer of a name, else timm's; no decay of biases and norms."""
+    name, decay = options.optimizer.lower(), options.weight_decay
+    known = {kind.lower(): x for kind, x in vars(torch.optim).items() if isinstance(x, type)}
+    keywords: dict[str, Any] = {"lr": options.base_lr}
+    if name == "sgd":
+        keywords |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
+    try:
+        if name in known and options.layer_decay is None:
+            return known[name](weight_decay_groups(model, decay), **keywords)  # type: ignore[no-any-return]
+        keywords |= {"weight_decay": decay, "layer_decay": options.layer_decay}
+        network = model.network if isinstance(model, OnPixels) else model
+        made: Optimizer = library("timm.optim").create_optimizer_v2(network, name, **keywords)
+    except (UsageError, AssertionError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"--optimizer {options.optimizer}: {words_of(error)} (it is a class of torch.optim, or "
+            "one of timm's names)"
+        ) from error
+    for group in made.param_groups:
+        group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
+    return made
+
+
+def _too_few_to_normalise(
+    engine: ScatterOnceParallel, images: int, machines: Machines, batch: int
+) -> int:
+    """Return the rows of a batch of an epoch that makes micro-batches of one; 0 if all is well."""
+    if not any(isinstance(layer, nn.BatchNorm1d) for layer in engine.module.modules()):
+        return 0
+    full = min(batch, images)
+    for rows in {full, images % batch or full}:
+        shares = engine.plan(max(1, rows // machines.size)).shares  # those of the last rank
+        if min(stop - start for share in shares for start, stop in share.micro_batches) == 1:
+            return rows
+    return 0

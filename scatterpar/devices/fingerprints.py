@@ -145,7 +145,8 @@ def _on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class LinkCheck:

@@ -159,7 +159,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs (near, far) of a tree over ``count`` devices: the far one's sum joins the near one's.
+    """Pairs (near, far) of a tree over replicas or memories: the far sum joins the near one.
 
     Backwards, each round sends from those that have something to as many that have not.
 

@@ -197,6 +197,17 @@ def take(value: Any, start: int, stop: int, dim: int) -> Any:
     return nested.transform(one, value)
 
 
+def own(value: Any, start: int, stop: int, dim: int) -> Any:
+    """Copies of rows ``start:stop``, ``opened``, in one walk."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf).clone()
+        return _opened(take(leaf, start, stop, dim), copy=True)
+
+    return nested.transform(one, value)
+
+
 def opened(value: Any, *, copy: bool = False) -> Any:
     """``value`` as a module or criterion sees it, without markers; with ``copy`` nobody else's."""
     return nested.transform(partial(_opened, copy=copy), value)

@@ -23,12 +23,13 @@ from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, slice
 
 Batch = Sequence[tuple[int, Any]]  # of each of several batches the first row, inputs and targets
 
+_COPIED = partial(unmarked, copy=True)
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
 def _batch_of(batch: Batch, start: int, stop: int) -> tuple[Any, int, int]:
     """The one of several batches that has rows ``start:stop``, and where they are in it."""
-    number = len(batch) - 1
+    number = -1
     while batch[number][0] > start:
         number -= 1
     first, value = batch[number]
@@ -94,7 +95,7 @@ class Arrival:
         With ``keep`` they will be asked for again, and stay.
         """
         if self._ahead is None:
-            return self._walk(number, partial(unmarked, copy=True))
+            return self._walk(number, _COPIED)
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
                 bring = partial(_bring_rows, self._ahead, self._share.device)

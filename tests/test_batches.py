@@ -12,6 +12,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import (
     assert_close,
     assert_gradients,
+    assert_step,
     build,
     gradients,
     randint,
@@ -74,14 +75,11 @@ def cross_entropy_sum(output, labels):
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)
 def test_replicated_is_never_split_though_its_size_is_that_of_the_rows(devices, replicas, accum):
     model, rows, table, shift = build(Table), randn(7, 7), randn(7, 7, seed=3), randn(1, 7, seed=4)
-    loss, expected = whole_batch(model, (rows, table, {"shift": shift}), LABELS, LOSS)
+    plain = rows, table, {"shift": shift}
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
         inputs = (rows, Replicated(table), Replicated({"shift": shift}))
-        actual = engine.forward_backward(inputs, LABELS, LOSS)
-        output = engine.eval()(*inputs)
-    assert_close(actual, loss, "loss")
-    assert_gradients(model, expected)
-    assert_close(output, model(rows, table, {"shift": shift}).detach(), "inference")
+        assert_step(engine, inputs, LABELS, LOSS, plain=(plain, LABELS))
+        assert_close(engine.eval()(*inputs), model(*plain).detach(), "inference")
 
 
 def test_replicated_goes_once_to_every_memory(monkeypatch):
@@ -106,32 +104,27 @@ def test_each_sub_step_has_what_is_replicated_to_itself(devices):
             return super().forward(rows * scale.mul_(2))
 
     scale = torch.ones(FEATURES).double()
-    model = build(lambda: Writes(FEATURES, CLASSES))
-    _, expected = whole_batch(model, (ROWS, scale.clone()), LABELS, LOSS)
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        engine.forward_backward((ROWS, Replicated(scale)), LABELS, LOSS)
-    assert_gradients(model, expected)
+    with ScatterOnceParallel(build(lambda: Writes(FEATURES, CLASSES)), 3, devices(2)) as engine:
+        plain = (ROWS, scale.clone()), LABELS
+        assert_step(engine, (ROWS, Replicated(scale)), LABELS, LOSS, plain=plain)
     assert torch.equal(scale, torch.ones_like(scale))
 
 
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)
 def test_rows_of_different_lengths_padded_per_micro_batch(devices, replicas, accum):
     model, seen = build(Reader), []
-    loss, expected = whole_batch(model, pad(SENTENCES), LABELS, LOSS)
 
     def collate(sentences):
         seen.append(len(sentences))
         return pad(sentences)
 
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
-        actual = engine.forward_backward(Rows(SENTENCES, collate), LABELS, LOSS)
-        plan = engine.last_step.plan
+        plain = pad(SENTENCES), LABELS
+        assert_step(engine, Rows(SENTENCES, collate), LABELS, LOSS, plain=plain)
+        cuts = [cut for share in engine.last_step.plan.shares for cut in share.micro_batches]
+        assert sorted(seen) == sorted(stop - start for start, stop in cuts)
         output = engine.eval()(Rows(SENTENCES, pad))
-    assert_close(actual, loss, "loss")
-    assert_gradients(model, expected)
-    sizes = [stop - start for share in plan.shares for start, stop in share.micro_batches]
-    assert sorted(seen) == sorted(sizes)
-    assert_close(output, model(pad(SENTENCES)).detach(), "inference")
+        assert_close(output, model(plain[0]).detach(), "inference")
 
 
 def test_entries_bytes_cross_without_padding_and_together(monkeypatch):
@@ -152,11 +145,10 @@ def test_large_entries_travel_by_themselves():
     def collate(few):
         return torch.stack([image.mean((1, 2)) for image in few])
 
-    loss, expected = whole_batch(model, collate(images), LABELS[:4], LOSS)
     with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
-        assert_close(engine.forward_backward(Rows(images, collate), LABELS[:4], LOSS), loss, "loss")
+        plain = collate(images), LABELS[:4]
+        assert_step(engine, Rows(images, collate), LABELS[:4], LOSS, plain=plain)
         assert engine.last_step.messages["scatter"] == 6
-    assert_gradients(model, expected)
 
 
 def test_entries_may_be_anything_and_the_caller_s_stay_as_they_are(devices):
@@ -207,14 +199,10 @@ def test_count_sees_what_the_module_sees(devices):
     def ignored(few):
         return pad_sequence(few, batch_first=True, padding_value=-100)
 
-    model = build(Tagger)
-    loss, expected = whole_batch(model, pad(SENTENCES), ignored(labels), LOSS)
+    batch, plain = (Rows(SENTENCES, pad), Rows(labels, ignored)), (pad(SENTENCES), ignored(labels))
     for count in (None, lambda inputs, targets: (targets != -100).sum()):
-        model.zero_grad()
-        with ScatterOnceParallel(model, 2, devices(2)) as engine:
-            batch = Rows(SENTENCES, pad), Rows(labels, ignored)
-            assert_close(engine.forward_backward(*batch, LOSS, count=count), loss, "loss")
-        assert_gradients(model, expected)
+        with ScatterOnceParallel(build(Tagger), 2, devices(2)) as engine:
+            assert_step(engine, *batch, LOSS, plain=plain, count=count)
 
 
 def test_packed_sequences(devices):
@@ -231,13 +219,10 @@ def test_packed_sequences(devices):
     def pack(few):
         return pack_sequence(few, enforce_sorted=False)
 
-    model = build(Recurrent)
-    loss, expected = whole_batch(model, (pack(sequences),), LABELS, LOSS)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+    with ScatterOnceParallel(build(Recurrent), 2, devices(2)) as engine:
         # A PackedSequence is a tuple: as the module's one argument it stands in a tuple.
         rows = Rows(sequences, lambda few: (pack(few),))
-        assert_close(engine.forward_backward(rows, LABELS, LOSS), loss, "loss")
-    assert_gradients(model, expected)
+        assert_step(engine, rows, LABELS, LOSS, plain=((pack(sequences),), LABELS))
 
 
 def window(sizes=(4, 3, 1), lengths=(5, 2, 3)):
@@ -363,7 +348,6 @@ def test_a_window_with_accum_auto(devices):
 
 def test_cross_entropy_counts_the_terms_of_each_batch(devices):
     """Ignored labels, weights of classes, and probabilities: in a window as in one batch."""
-    model = build(lambda: mlp())
     batches = list(ROWS.split([4, 3]))
     labels = LABELS.clone()
     labels[:3] = -100
@@ -372,14 +356,10 @@ def test_cross_entropy_counts_the_terms_of_each_batch(devices):
         (nn.CrossEntropyLoss(weight=weight), labels),
         (nn.CrossEntropyLoss(), randn(7, CLASSES).softmax(1)),
     ):
-        model.zero_grad()
-        loss, expected = whole_batch(model, ROWS, targets, criterion)
-        with ScatterOnceParallel(model, 2, devices(2)) as engine:
-            inputs = Rows.from_batches(batches)
-            assert_close(engine.forward_backward(inputs, targets, criterion), loss, "loss")
-            split = Rows.from_batches(targets.split([4, 3]))
-            engine.forward_backward(inputs, split, criterion)
-        assert_gradients(model, {name: 2 * g for name, g in expected.items()})
+        with ScatterOnceParallel(build(mlp), 2, devices(2)) as engine:
+            for its in (targets, Rows.from_batches(targets.split([4, 3]))):
+                inputs = Rows.from_batches(batches)
+                assert_step(engine, inputs, its, criterion, plain=(ROWS, targets))
 
 
 def test_the_pair_takes_them_too(devices):

@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from helpers.agree import Case, agree
 from helpers.changes import CHANGES, Model, freeze, freeze_and_thaw, transpose_strides
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import ScatterOnceParallel
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
@@ -40,25 +41,6 @@ def test_inference_obeys_too(devices, change):
         assert_close(engine(BATCH[0]), expected, "output")
 
 
-def test_numbers_and_flags_that_schedules_turn(devices):
-    """Replicas take them over as they are; anything else in their place is built anew."""
-
-    class Scales(nn.Linear):
-        scale = None
-
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            return outputs if self.scale is None else outputs * self.scale
-
-    model = build(lambda: Scales(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        losses = []
-        for model.scale in (1, 0.5, 0.25, True, None, 0.25, torch.tensor(3.0), 2.0, False):
-            model.zero_grad()
-            losses.append(assert_step(engine, *BATCH, nn.CrossEntropyLoss()).item())
-    assert len(set(losses)) == 6
-
-
 def test_what_a_hook_wrote_is_gone_with_the_hook(devices):
     """It wrote on every device, and building the replicas anew keeps what lies there."""
     model = mlp()
@@ -70,18 +52,6 @@ def test_what_a_hook_wrote_is_gone_with_the_hook(devices):
         handle.remove()
         model.zero_grad()
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
-def test_hooks_that_are_taken_off_are_gone(devices):
-    model = mlp()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        plain = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        handle = model[0].register_forward_hook(lambda module, args, output: output * 2)
-        hooked = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        handle.remove()
-        again = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-    assert torch.equal(plain, again)
-    assert not torch.equal(plain, hooked)
 
 
 def test_train_and_eval_of_submodules(devices):
@@ -172,101 +142,6 @@ def test_what_a_forward_leaves_behind_does_not_outlive_the_step(devices):
     assert model.cache == []
 
 
-# A forward pass that leaves the Parameter in place and exchanges its storage. The replica stayed
-# where that pass had left it, and trained on the weights of the first step for ever.
-
-
-def set_storage(parameter):
-    with torch.no_grad():
-        parameter.set_(parameter.clone())
-
-
-def rebind_data_of(parameter):
-    parameter.data = parameter.data.clone()
-
-
-class Flattens(nn.Module):
-    """What ``flatten_parameters`` does on an accelerator, on any device."""
-
-    def __init__(self, exchange):
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2)
-        self.head = nn.Linear(4, CLASSES)
-        self.exchange = exchange
-
-    def forward(self, inputs):
-        for parameter in self.parameters():
-            self.exchange(parameter)
-        return self.head(self.lstm(inputs[None])[0][0])
-
-
-EXCHANGES = [set_storage, rebind_data_of]
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
-def test_storage_that_a_forward_exchanges_does_not_freeze_the_weights(devices, exchange):
-    model = build(lambda: Flattens(exchange))
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    losses = []
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for _ in range(4):
-            optimizer.zero_grad()
-            losses.append(assert_step(engine, *BATCH, nn.CrossEntropyLoss()).item())
-            optimizer.step()
-    assert losses == sorted(losses, reverse=True)
-    assert len(set(losses)) == 4
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
-def test_the_pair_lets_a_forward_exchange_storage(devices, exchange):
-    """It raised "Output 0 of _Attach is a view and its base or another view ... inplace"."""
-    model = build(lambda: Flattens(exchange))
-    plain = copy.deepcopy(model)
-    pair = DataParallelModel(model, devices(2))
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
-    for _ in range(3):
-        criterion(pair(BATCH[0]), BATCH[1]).backward()
-        nn.functional.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert_close(one.grad, other.grad, "gradient")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_a_buffer_whose_storage_a_forward_exchanges(devices):
-    """A buffer that a forward pass lets grow could not be refreshed in the next step."""
-
-    class Grows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-            self.register_buffer("seen", torch.ones(1))
-
-        def forward(self, inputs):
-            self.seen.data = torch.cat([self.seen, self.seen.new_ones(1)])
-            return self.linear(inputs) * len(self.seen)
-
-    model = build(Grows)
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        for size in (2, 3, 4):
-            model.zero_grad()
-            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-            assert len(model.seen) == size
-
-
-def test_a_rebound_parameter_is_followed(devices):
-    """Its address says nothing: an allocator gives the same one to other weights again."""
-    model = mlp()
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        for seed in range(3):
-            model.zero_grad()
-            model[0].weight.data = randn(*model[0].weight.shape, seed=seed)
-            assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_recurrent_weights_lie_as_cudnn_wants_them(bidirectional, bias):
@@ -324,50 +199,6 @@ def test_what_a_forward_pass_freezes_trains_again(devices):
         assert model.body.weight.grad is not None
 
 
-class Scaled(nn.Module):
-    """Multiplies by what it finds on its tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.factor = nn.Buffer(torch.ones(CLASSES))
-        self.table = nn.Buffer(torch.eye(CLASSES).to_sparse())
-
-    def forward(self, inputs):
-        outputs = self.linear(inputs)
-        for tensor in (self.linear.bias, self.factor, self.table):
-            outputs = outputs * getattr(tensor, "scale", 1.0)
-        return outputs
-
-
-def assert_scaled_step(engine, factor):
-    """``copy.deepcopy`` of a parameter leaves its attributes behind, so the twin is told."""
-    engine.module.zero_grad()
-    loss = engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    twin = build(lambda: nn.Linear(FEATURES, CLASSES))
-    twin.load_state_dict(engine.module.linear.state_dict())
-    expected = nn.functional.cross_entropy(twin(BATCH[0]) * factor, BATCH[1])
-    expected.backward()
-    assert_close(loss, expected.detach(), "loss")
-    assert_close(engine.module.linear.weight.grad, twin.weight.grad, "weight")
-
-
-@pytest.mark.parametrize("name", ["linear.bias", "factor", "table"])
-def test_attributes_of_tensors_are_obeyed(devices, name):
-    """Replicas once kept those of the first step, and had none of a buffer's."""
-    model = build(Scaled)
-    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
-    tensor.scale = 2.0
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        assert_scaled_step(engine, 2.0)
-        tensor.scale = 5.0
-        assert_scaled_step(engine, 5.0)
-        del tensor.scale
-        assert_scaled_step(engine, 1.0)
-        tensor.scale = torch.tensor(3.0, dtype=torch.float64)
-        assert_scaled_step(engine, 3.0)
-
-
 def test_an_attribute_of_a_tensor_that_turns_writing_on(devices):
     """It is more than a number: forward passes may write parameters from now on."""
 
@@ -406,40 +237,156 @@ def test_what_a_forward_pass_sets_on_a_tensor_ends_with_the_step(devices):
     assert not hasattr(model.bias, "shift")
 
 
-def test_the_class_of_a_parameter_is_obeyed(devices):
-    """The user gives a parameter another class between two steps."""
-
-    class Doubled(nn.Parameter):
-        pass
-
-    class Looks(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs) * (2 if isinstance(self.weight, Doubled) else 1)
-
-    model = build(lambda: Looks(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        model.weight.__class__ = Doubled
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+# Changes that plain torch follows too, by every way to train.
 
 
-@pytest.mark.parametrize("name", ["weight", "shift"])
-def test_a_tensor_that_becomes_its_own_conjugate(devices, name):
-    """It lies where it did, in the same storage with the same strides, and means something else."""
+class Scales(nn.Linear):
+    scale = None
 
-    class Turns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((FEATURES,), 1 + 2j, dtype=torch.complex128))
-            self.register_buffer("shift", torch.full((FEATURES,), 2 - 1j, dtype=torch.complex128))
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs if self.scale is None else outputs * self.scale
 
-        def forward(self, inputs):
-            turned = self.weight * inputs + self.shift * self.weight**2
-            return turned.imag + 2 * turned.real
 
-    model = Turns()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for _ in range(3):
-            assert_step(engine, BATCH[0], BATCH[0], nn.MSELoss())
-            tensor = getattr(model, name)
-            tensor.data = tensor.data.conj()
+class Flattens(nn.Module):
+    """What ``flatten_parameters`` does on an accelerator, on any device.
+
+    It leaves the Parameter in place and exchanges its storage. The replica stayed where that pass
+    had left it, and trained on the weights of the first step for ever.
+    """
+
+    def __init__(self, exchange):
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, 4, num_layers=2)
+        self.head = nn.Linear(4, CLASSES)
+        self.exchange = exchange
+
+    def forward(self, inputs):
+        for parameter in self.parameters():
+            self.exchange(parameter)
+        return self.head(self.lstm(inputs[None])[0][0])
+
+
+def set_storage(parameter):
+    with torch.no_grad():
+        parameter.set_(parameter.clone())
+
+
+def rebind_data_of(parameter):
+    parameter.data = parameter.data.clone()
+
+
+class Grows(nn.Module):
+    """A buffer that a forward pass lets grow could not be refreshed in the next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("seen", torch.ones(1))
+
+    def forward(self, inputs):
+        self.seen.data = torch.cat([self.seen, self.seen.new_ones(1)])
+        return self.linear(inputs) * len(self.seen)
+
+
+class Scaled(nn.Module):
+    """Multiplies by what it finds on its tensors: replicas once kept that of the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.factor = nn.Buffer(torch.ones(CLASSES))
+        self.table = nn.Buffer(torch.eye(CLASSES).to_sparse())
+
+    def forward(self, inputs):
+        outputs = self.linear(inputs)
+        for tensor in (self.linear.bias, self.factor, self.table):
+            outputs = outputs * getattr(tensor, "scale", 1.0)
+        return outputs
+
+
+def scale(name, value):
+    def change(module):
+        module.get_submodule(name.rpartition(".")[0]).__getattr__(name.split(".")[-1]).scale = value
+
+    return change
+
+
+class Doubled(nn.Parameter):
+    pass
+
+
+class Looks(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs) * (2 if isinstance(self.weight, Doubled) else 1)
+
+
+class Turns(nn.Module):
+    """Its own conjugate lies where it did, in the same storage, and means something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((FEATURES,), 1 + 2j, dtype=torch.complex128))
+        self.register_buffer("shift", torch.full((FEATURES,), 2 - 1j, dtype=torch.complex128))
+
+    def forward(self, inputs):
+        turned = self.weight * inputs + self.shift * self.weight**2
+        return turned.imag + 2 * turned.real
+
+
+def turn(name):
+    def change(module):
+        tensor = getattr(module, name)
+        tensor.data = tensor.data.conj()
+
+    return change
+
+
+def hook(module):
+    module.handle = module[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def attribute(name, value):
+    return lambda module: setattr(module, name, value)
+
+
+SCALES = (1, 0.5, True, None, 0.25, torch.tensor(3.0), 2.0, False)
+WEIGHTS = [randn(7, FEATURES, seed=seed) for seed in range(3)]
+FOLLOWED = {
+    "numbers and flags": Case(
+        lambda: Scales(FEATURES, CLASSES), changes=[attribute("scale", s) for s in SCALES]
+    ),
+    "a hook, taken off": Case(mlp, changes=[hook, lambda module: module.handle.remove()]),
+    "storage set": Case(lambda: Flattens(set_storage)),
+    "storage rebound": Case(lambda: Flattens(rebind_data_of)),
+    "a buffer that grows": Case(Grows, accum=1),
+    "a rebound parameter": Case(
+        mlp, changes=[lambda m, w=w: setattr(m[0].weight, "data", w.clone()) for w in WEIGHTS]
+    ),
+    **{
+        f"an attribute of {name}": Case(
+            Scaled, changes=[scale(name, value) for value in (2.0, 5.0, torch.tensor(3.0), 1.0)]
+        )
+        for name in ("linear.bias", "factor", "table")
+    },
+    "the class of a parameter": Case(
+        lambda: Looks(FEATURES, CLASSES),
+        changes=[lambda module: setattr(module.weight, "__class__", Doubled)],
+    ),
+    **{
+        f"a conjugate {name}": Case(
+            Turns,
+            batch=(BATCH[0], BATCH[0]),
+            criterion=lambda _: nn.MSELoss(),
+            changes=[turn(name)] * 2,
+            keep_dtypes=True,
+        )
+        for name in ("weight", "shift")
+    },
+}
+
+
+@pytest.mark.parametrize("runner", ["engine", "pair"])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_plain_torch_follows(devices, name, runner):
+    agree(FOLLOWED[name], runner, devices(3))

@@ -158,45 +158,41 @@ def test_what_was_learned_reproduces_the_plan():
     )
 
 
-def test_the_engine_learns_from_its_steps():
+class Slow(nn.Module):
     """The second virtual device takes four times as long for a row; no clock is asserted."""
 
-    class Slow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
 
-        def forward(self, inputs):
-            device = inputs.mean().item()  # the rows say which device they are on
-            time.sleep(0.002 * len(inputs) * (SLOWER if device else 1))
-            return inputs * self.weight
-
-    def batch(engine):
-        first = engine.plan(20).shares[0].rows
-        rows = torch.zeros(20, 1)
-        rows[first:] = 1
-        return rows
-
-    with ScatterOnceParallel(Slow(), 2, ["cpu:0", "cpu:1"], shares="auto") as engine:
-        assert engine.shares == (1.0, 1.0)
-        for _ in range(3):
-            engine.forward_backward(batch(engine), criterion=lambda out, _: out.mean())
-        assert engine.last_step.plan.shares[0].rows > 12
-        before = engine.shares
-        with torch.no_grad():
-            engine.eval()(batch(engine))
-        assert engine.shares == before  # inference teaches nothing
+    def forward(self, inputs):
+        device = inputs.mean().item()  # the rows say which device they are on
+        time.sleep(0.002 * len(inputs) * (SLOWER if device else 1))
+        return inputs * self.weight
 
 
-def test_a_step_that_fails_teaches_nothing():
+def rows_by_device(engine):
+    rows = torch.zeros(20, 1)
+    rows[engine.plan(20).shares[0].rows :] = 1
+    return rows
+
+
+def test_the_engine_learns_from_its_steps_alone():
     class Fails(Exception):
         pass
 
-    def criterion(outputs, targets):
+    def fails(outputs, targets):
         raise Fails
 
-    with ScatterOnceParallel(nn.Linear(3, 1), 1, ["cpu:0", "cpu:1"], shares="auto") as engine:
-        for _ in range(3):
+    with ScatterOnceParallel(Slow(), 2, ["cpu:0", "cpu:1"], shares="auto") as engine:
+        for _ in range(3):  # a step that fails teaches nothing
             with pytest.raises(Fails):
-                engine.forward_backward(torch.randn(8, 3), criterion=criterion)
-        assert not engine._pace._paces
+                engine.forward_backward(rows_by_device(engine), criterion=fails)
+        assert engine.shares == (1.0, 1.0)
+        for _ in range(3):
+            engine.forward_backward(rows_by_device(engine), criterion=lambda out, _: out.mean())
+        assert engine.last_step.plan.shares[0].rows > 12
+        before = engine.shares
+        with torch.no_grad():
+            engine.eval()(rows_by_device(engine))
+        assert engine.shares == before  # nor does inference

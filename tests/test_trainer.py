@@ -16,9 +16,12 @@ import transformers
 from helpers.isolation import guarded
 from helpers.oracle import assert_close, seeded
 from helpers.trainers import (
+    LAYOUTS,
     PADDING,
+    SAME,
     VOCABULARY,
     arguments,
+    assert_same_parameters,
     image_classifier,
     images,
     language_model,
@@ -35,7 +38,6 @@ from scatterpar.integrations.transformers import ScatterOnceMixin, ScatterOnceTr
 pytestmark = pytest.mark.draws
 
 ROWS = 29  # in windows of 12: the last one is ragged, and so is a batch in it
-SAME = 1e-9
 
 
 def collate_images(rows):
@@ -88,8 +90,12 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "number": prediction.label_ids.size}
 
 
+def sizes(rows, k=1):
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": k}
+
+
 def build(cls, folder, case, options, trainer_options=None, model=None):
-    factory, data, collate = CASES[case]
+    factory, data, collate = CASES[case] if isinstance(case, str) else case
     return cls(
         model if model is not None else factory(),
         arguments(folder, remove_unused_columns=False, **options),
@@ -100,37 +106,37 @@ def build(cls, folder, case, options, trainer_options=None, model=None):
     )
 
 
-def beside(folder, case, *, options=None, trainer_options=None, model=None, devices=None):
+def beside(
+    folder,
+    case,
+    *,
+    options=None,
+    trainer_options=None,
+    model=None,
+    devices=None,
+    ours=(3, 2),
+    stock=(12,),
+    classes=(ScatterOnceTrainer, transformers.Trainer),
+    prepare=lambda trainer: None,
+):
     """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows."""
-    options, trainer_options = options or {}, trainer_options or {}
-    model = model if model is not None else CASES[case][0]()
-    ours = build(
-        ScatterOnceTrainer,
-        folder,
-        case,
-        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **options},
-        {"device_ids": devices or ["cpu:0", "cpu:1"], **trainer_options},
-        copy.deepcopy(model),
-    )
-    stock = build(
-        transformers.Trainer,
-        folder,
-        case,
-        {"per_device_train_batch_size": 12, **options},
-        trainer_options,
-        copy.deepcopy(model),
-    )
-    for trainer in (ours, stock):
-        quietly(trainer.train)
-    return ours, stock
+    if model is None:
+        model = (CASES[case] if isinstance(case, str) else case)[0]()
+    trainers = []
+    for cls, own, extra in zip(
+        classes, (ours, stock), ({"device_ids": devices or LAYOUTS["virtual"]}, {}), strict=True
+    ):
+        together = {**sizes(*own), **(options or {})}, {**extra, **(trainer_options or {})}
+        trainers.append(build(cls, folder, case, *together, copy.deepcopy(model)))
+        prepare(trainers[-1])
+        quietly(trainers[-1].train)
+    return trainers
 
 
 def assert_same(ours, stock, relative=SAME):
-    for (name, parameter), other in zip(
-        ours.model.named_parameters(), stock.model.parameters(), strict=True
-    ):
-        off = (parameter - other).norm()
-        assert off <= relative * other.norm().clamp(min=1e-3), f"{name}: off by {off}"
+    assert_same_parameters(
+        *(dict(trainer.model.named_parameters()) for trainer in (ours, stock)), relative
+    )
     mine, theirs = (trainer.state.log_history for trainer in (ours, stock))
     assert len(mine) == len(theirs)
     for log, other in zip(mine, theirs, strict=True):
@@ -161,7 +167,7 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     ]  # stock Trainers add up the others' means
     trainers = []
     for cls, size, callback, extra in (
-        (ScatterOnceTrainer, 3, heard[0], {"device_ids": ["cpu:0", "cpu:1"]}),
+        (ScatterOnceTrainer, 3, heard[0], {"device_ids": LAYOUTS["virtual"]}),
         (transformers.Trainer, 6, heard[1], {}),
     ):
         trainer = cls(
@@ -197,7 +203,7 @@ def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
     """7 rows in batches of 4: the loss is the mean over rows, not over batches."""
     losses = []
     for cls, size, extra in (
-        (ScatterOnceTrainer, 2, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (ScatterOnceTrainer, 2, {"device_ids": LAYOUTS["virtual"]}),
         (transformers.Trainer, 4, {}),
     ):
         options = {"per_device_eval_batch_size": size}
@@ -210,7 +216,7 @@ def test_speeds_count_the_batches_of_all_replicas(tmp_path):
     """Evaluation told N times as many steps a second as it took."""
     sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
     options = {**sizes, "gradient_accumulation_steps": 2, "max_steps": 2}
-    devices = {"device_ids": ["cpu:0", "cpu:1"]}
+    devices = {"device_ids": LAYOUTS["virtual"]}
     trainer = build(ScatterOnceTrainer, tmp_path, "sequence classifier", options, devices)
 
     def told(metrics, part):
@@ -251,7 +257,7 @@ def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
             return self.accelerator.prepare(loader)
 
     options = {"per_device_eval_batch_size": 2}
-    case, devices = "sequence classifier", {"device_ids": ["cpu:0", "cpu:1"]}
+    case, devices = "sequence classifier", {"device_ids": LAYOUTS["virtual"]}
     losses = [
         quietly(build(cls, tmp_path, case, options, devices).evaluate)["eval_loss"]
         for cls in (Own, ScatterOnceTrainer)
@@ -274,8 +280,8 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
         Looks,
         tmp_path,
         "causal language model",
-        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 1},
-        {"device_ids": ["cpu:0", "cpu:1"]},
+        sizes(3, 2) | {"max_steps": 1},
+        {"device_ids": LAYOUTS["virtual"]},
     )
     quietly(trainer.train)
     (report,) = seen
@@ -347,11 +353,11 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
     model.loss_type = "ForCausalLM"
     trainers, steps = [], 3
     for cls, size, backend, extra in (
-        (ScatterOnceTrainer, 3, "eager", {"device_ids": ["cpu:0", "cpu:1"]}),
+        (ScatterOnceTrainer, 3, "eager", {"device_ids": LAYOUTS["virtual"]}),
         (transformers.Trainer, 6, None, {}),
     ):
         torch.compiler.reset()
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2}
+        options = sizes(size, 2)
         options |= {"max_steps": steps, "torch_compile_backend": backend}
         trainer = build(
             cls, tmp_path, "causal language model", options, extra, copy.deepcopy(model)
@@ -376,28 +382,19 @@ def test_the_scaler_of_fp16(tmp_path, scale):
     model = sequence_classifier().float()
     with torch.no_grad():
         model.classifier.weight.mul_(1e3)  # gradients that overflow at the larger scale
-    trainers, scales = [], []
-    for cls, size, k, extra in (
-        (ScatterOnceTrainer, 3, 2, {"device_ids": ["cpu"] * 2}),
-        (transformers.Trainer, 12, 1, {}),
-    ):
-        trainer = build(
-            cls,
-            tmp_path,
-            "sequence classifier",
-            {"per_device_train_batch_size": size, "gradient_accumulation_steps": k},
-            extra,
-            copy.deepcopy(model),
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-        trainer.accelerator.scaler = scaler
+    scalers = []
+
+    def prepare(trainer):
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+        trainer.accelerator.scaler = scalers[-1]
         trainer.accelerator.state._mixed_precision = "fp16"
         trainer.accelerator.native_amp = False
-        quietly(trainer.train)
-        trainers.append(trainer)
-        scales.append(scaler.get_scale())
-    assert scales[0] == scales[1] != scale
-    assert_same(*trainers, relative=1e-4)
+
+    devices = LAYOUTS["shared"]
+    both = beside(tmp_path, "sequence classifier", model=model, devices=devices, prepare=prepare)
+    one, other = (scaler.get_scale() for scaler in scalers)
+    assert one == other != scale
+    assert_same(*both, relative=1e-4)
 
 
 class IgnoresItems(nn.Module):
@@ -437,17 +434,8 @@ def test_a_row_of_which_nothing_counts_tells_how_losses_combine(tmp_path, recwar
     """Its own loss is NaN, which once hid that the losses of both rows combine by the rest."""
     model = IgnoresItems(LOSSES["ignores it"]).double()  # shifts, and the Trainer does not know
     rows = [{"input_ids": [1] if i % 2 else [1, 2, 3, i % 9], "number": i} for i in range(24)]
-    trainers = []
-    for cls, size, extra in (
-        (ScatterOnceTrainer, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
-        (transformers.Trainer, 6, {}),
-    ):
-        options = {"per_device_train_batch_size": size, "remove_unused_columns": False}
-        args = arguments(tmp_path, **options)
-        trainer = cls(copy.deepcopy(model), args, data_collator=padded, train_dataset=rows, **extra)
-        quietly(trainer.train)
-        trainers.append(trainer)
-    assert_same(*trainers)
+    case = lambda: model, lambda count: rows[:count], padded
+    assert_same(*beside(tmp_path, case, ours=(3,), stock=(6,)))
     assert not [w for w in recwarn if "combine" in str(w.message)]
 
 
@@ -553,19 +541,10 @@ def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
     def unlabelled(rows):
         return {name: value for name, value in padded(rows).items() if name != "labels"}
 
-    trainers = []
-    for cls, k, extra in (
-        (ScatterOnceTrainer, 1, {"device_ids": ["cpu:0", "cpu:1"]}),
-        (transformers.Trainer, 2, {}),
-    ):
-        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": k}
-        args = arguments(tmp_path, remove_unused_columns=False, max_steps=2, **options)
-        data = {"data_collator": unlabelled, "train_dataset": sentences(16)}
-        words = "is not known: .* loss that compares rows"
-        with pytest.warns(UserWarning, match=words) if extra else contextlib.nullcontext():
-            trainers.append(cls(Ranks(), args, **data, **extra))
-            quietly(trainers[-1].train)
-    assert_same(*trainers)
+    case = Ranks, lambda count: sentences(count // 16 * 16), unlabelled
+    with pytest.warns(UserWarning, match="is not known: .* loss that compares rows"):
+        both = beside(tmp_path, case, ours=(4,), stock=(4, 2), options={"max_steps": 2})
+    assert_same(*both)
 
 
 def test_a_loss_function_that_adds_up(tmp_path):
@@ -592,23 +571,11 @@ def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
             loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
             return (loss, outputs) if return_outputs else loss
 
-    case = "sequence classifier"
-    ours = build(
+    classes = (
         type("Ours", (ScatterOnceMixin, Weighted, transformers.Trainer), {}),
-        tmp_path,
-        case,
-        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
-        {"device_ids": ["cpu:0", "cpu:1"]},
-    )
-    stock = build(
         type("Stock", (Weighted, transformers.Trainer), {}),
-        tmp_path,
-        case,
-        {"per_device_train_batch_size": 12},
     )
-    for trainer in (ours, stock):
-        quietly(trainer.train)
-    assert_same(ours, stock)
+    assert_same(*beside(tmp_path, "sequence classifier", classes=classes))
 
 
 class Distills:
@@ -641,13 +608,13 @@ class Teacher(nn.Module):
         return mask.double().sum(1, keepdim=True) / 9 * self.scale
 
 
-@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "virtual"])
+@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
     """It reached the Trainer's own: another device's at once, and one module in two threads."""
     case, options = "sequence classifier", {"max_steps": 3}
-    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    own = sizes(3, 2)
     both = type("Ours", (ScatterOnceMixin, Distills, transformers.Trainer), {})
-    ours = build(both, tmp_path, case, {**sizes, **options}, {"device_ids": devices})
+    ours = build(both, tmp_path, case, {**own, **options}, {"device_ids": devices})
     apart = guarded(monkeypatch, ours.model, *ours.teachers.values())
     with apart if devices[1] != "cpu" else contextlib.nullcontext():
         quietly(ours.train)
@@ -697,7 +664,7 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
 
     trainers = []
     for cls, collate, size, extra in (
-        (Looks, flat, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (Looks, flat, 3, {"device_ids": LAYOUTS["virtual"]}),
         (transformers.Trainer, padded, 12, {}),
     ):
         options = {"per_device_train_batch_size": size, "max_steps": 2}
@@ -747,23 +714,14 @@ def test_iterable_datasets_and_workers(tmp_path, source):
     options = {"max_steps": 3}
     if source == "workers":
         options["dataloader_num_workers"] = 1
-    trainers = []
-    for cls, size, k, extra in (
-        (ScatterOnceTrainer, 3, 2, {"device_ids": ["cpu"] * 2}),
-        (transformers.Trainer, 6, 2, {}),
-    ):
-        trainer = build(
-            cls,
-            tmp_path,
-            "causal language model",
-            {"per_device_train_batch_size": size, "gradient_accumulation_steps": k, **options},
-            extra,
-        )
+
+    def prepare(trainer):
         if source == "iterable":
             trainer.train_dataset = Streams()
-        quietly(trainer.train)
-        trainers.append(trainer)
-    assert_same(*trainers)
+
+    language, shared = "causal language model", LAYOUTS["shared"]
+    how = {"options": options, "devices": shared, "stock": (6, 2), "prepare": prepare}
+    assert_same(*beside(tmp_path, language, **how))
 
 
 def test_model_init(tmp_path):
@@ -772,13 +730,11 @@ def test_model_init(tmp_path):
         args=arguments(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6),
         data_collator=padded,
         train_dataset=sentences(ROWS),
-        device_ids=["cpu:0", "cpu:1"],
+        device_ids=LAYOUTS["virtual"],
     )
     quietly(ours.train)
     quietly(ours.train)  # anew, with another model
-    stock = build(
-        transformers.Trainer, tmp_path, "causal language model", {"per_device_train_batch_size": 12}
-    )
+    stock = build(transformers.Trainer, tmp_path, "causal language model", sizes(12))
     quietly(stock.train)
     for parameter, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
         assert_close(parameter.detach(), other.detach(), "parameter", SAME)
@@ -790,7 +746,7 @@ def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, 
     monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
     trainers = []
     for cls, size, extra in (
-        (ScatterOnceTrainer, 3, {"device_ids": ["cpu:0", "cpu:1"]}),
+        (ScatterOnceTrainer, 3, {"device_ids": LAYOUTS["virtual"]}),
         (transformers.Trainer, 6, {}),
     ):
         trainer = cls(
@@ -802,7 +758,7 @@ def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, 
         )
         trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
         trainer.hp_space = lambda trial: trial.params
-        params = {"per_device_train_batch_size": size}
+        params = sizes(size)
         quietly(partial(trainer.train, trial=SimpleNamespace(number=0, params=params)))
         trainers.append(trainer)
     assert_same(*trainers)
@@ -816,12 +772,12 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     classes = [
         (
             ScatterOnceTrainer,
-            {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
-            {"device_ids": ["cpu:0", "cpu:1"], "shard_optimizer": sharded},
+            sizes(3, 2),
+            {"device_ids": LAYOUTS["virtual"], "shard_optimizer": sharded},
         ),
         (
             transformers.Trainer,
-            {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+            sizes(6, 2),
             {},
         ),
     ]
@@ -850,7 +806,7 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_sharded_optimizer_trains_again(tmp_path, given):
-    case, kept = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
+    case, kept = "causal language model", {"device_ids": LAYOUTS["virtual"]}
     options = {"per_device_train_batch_size": 3, "max_steps": 2, "max_grad_norm": 0.1}
     trainers = [
         build(ScatterOnceTrainer, tmp_path, case, options, {**kept, "shard_optimizer": flag})
@@ -869,8 +825,8 @@ def test_a_sharded_optimizer_trains_again(tmp_path, given):
 
 
 def test_resumed_is_uninterrupted_with_dropout(tmp_path):
-    case, ids = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
-    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
+    case, ids = "causal language model", {"device_ids": LAYOUTS["virtual"]}
+    options = sizes(3, 2) | {"max_steps": 6}
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole = build(
         ScatterOnceTrainer, tmp_path, case, {**options, **saving}, ids, language_model(0.2)
@@ -887,7 +843,7 @@ def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
     """It warned where the size was the same: of one device's rows beside those of all."""
     warned = []
     monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", warned.append)
-    case, ids = "causal language model", {"device_ids": ["cpu:0", "cpu:1"]}
+    case, ids = "causal language model", {"device_ids": LAYOUTS["virtual"]}
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     first = {"per_device_train_batch_size": 3, **saving}
     quietly(build(ScatterOnceTrainer, tmp_path, case, first, ids).train)
@@ -979,7 +935,7 @@ def pictures_with_texts(rows):
     return {**texts, "pixel_values": pixels, "return_loss": True}
 
 
-@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1"]], ids=["shared", "virtual"])
+@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_a_contrastive_model_sees_all_rows_of_a_step(tmp_path, monkeypatch, kind, devices):
     """It saw those of one batch, with a warning."""
@@ -987,23 +943,13 @@ def test_a_contrastive_model_sees_all_rows_of_a_step(tmp_path, monkeypatch, kind
         {**image, "text": text, "flat": kind == "Siglip"}
         for image, text in zip(images(ROWS), sentences(ROWS), strict=True)
     ]
-    trainers = []
-    for cls, size, k, extra in (
-        (ScatterOnceTrainer, 3, 2, {"device_ids": devices}),
-        (transformers.Trainer, 12, 1, {}),
-    ):
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": k}
-        options |= {"remove_unused_columns": False, "optim": "sgd", "max_steps": 3}
-        trainer = cls(
-            clip(kind),
-            arguments(tmp_path, **options),
-            data_collator=pictures_with_texts,
-            train_dataset=rows,
-            eval_dataset=rows[:8],
-            **extra,
-        )
-        quietly(trainer.train)
-        trainers.append(trainer)
+    case = (
+        partial(clip, kind),
+        lambda count: rows[: count if count == ROWS else 8],
+        pictures_with_texts,
+    )
+    options = {"optim": "sgd", "max_steps": 3}
+    trainers = beside(tmp_path, case, options=options, devices=devices)
     assert_same(*trainers)
     losses = [quietly(trainer.evaluate)["eval_loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

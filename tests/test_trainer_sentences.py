@@ -11,10 +11,19 @@ import random
 import numpy
 import pytest
 import torch
-import transformers
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
-from helpers.trainers import VOCABULARY, example, quietly, sequence_classifier
+from helpers.trainers import (
+    LAYOUTS,
+    SAME,
+    VOCABULARY,
+    assert_same_bits,
+    assert_same_parameters,
+    example,
+    quietly,
+    sequence_classifier,
+    tokenizer,
+)
 from torch import nn
 
 pytest.importorskip("sentence_transformers", reason="pip install '.[sentence-transformers]'")
@@ -38,8 +47,7 @@ from scatterpar.integrations.sentence_transformers import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.draws
-ROWS, SAME = 29, 1e-9  # in steps of 12 rows: the last one is ragged
-LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
+ROWS = 29  # in steps of 12 rows: the last one is ragged
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +60,12 @@ def _quick(monkeypatch):
     )
 
 
-def tokenizer():
-    import tokenizers
-
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
-    )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="0", unk_token="0", sep_token="2", cls_token="3"
-    )
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A tiny encoder where its library looks for models: in a folder."""
     folder = tmp_path_factory.mktemp("encoder")
     sequence_classifier(num_labels=1).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(sep_token="2", cls_token="3").save_pretrained(folder)
     return str(folder)
 
 
@@ -187,40 +183,11 @@ def parameters(trainer):
 
 
 def assert_same(ours, stock, relative=SAME):
-    mine, theirs = parameters(ours), parameters(stock)
-    assert mine.keys() == theirs.keys()
-    for name, parameter in mine.items():
-        off = (parameter - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-3)
-        assert off <= relative, f"{name}: off by {off}"
+    assert_same_parameters(parameters(ours), parameters(stock), relative)
     for log, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
         for key in ("loss", "grad_norm", "learning_rate"):
             if key in other:
                 assert log[key] == pytest.approx(other[key], rel=1e-4, abs=1e-9), key
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", LOSSES)
-def test_embeddings(saved, tmp_path, name, layout):
-    loss, rows = LOSSES[name]
-    ours, again = (
-        trained(
-            ScatterOnceTrainer,
-            saved,
-            tmp_path,
-            loss,
-            rows(),
-            size=3,
-            k=2,
-            device_ids=LAYOUTS[layout],
-        )
-        for _ in range(2)
-    )
-    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, loss, rows(), size=12)
-    assert_same(ours, stock)
-    start = dict(encoder(saved).named_parameters())
-    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
-    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(parameter, other), "the same bits"
 
 
 # The pairs of a cross-encoder: what the loss makes of the columns.
@@ -253,30 +220,29 @@ PAIR_LOSSES = {
 }
 
 
+def compared(saved, folder, classes, case, layout, relative, model):
+    """Ours on two replicas with k = 2, twice, beside the stock one with the rows of a step."""
+    (mine, stock), (loss, rows) = classes, case
+    options = {"size": 3, "k": 2, "model": model, "device_ids": LAYOUTS[layout]}
+    ours, again = (trained(mine, saved, folder, loss, rows(), **options) for _ in range(2))
+    assert_same(ours, trained(stock, saved, folder, loss, rows(), size=12, model=model), relative)
+    start = dict(model(saved).named_parameters())
+    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
+    assert_same_bits(ours.model, again.model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_embeddings(saved, tmp_path, name, layout):
+    classes = ScatterOnceTrainer, st.SentenceTransformerTrainer
+    compared(saved, tmp_path, classes, LOSSES[name], layout, SAME, encoder)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_cross_encoders(saved, tmp_path, name, layout):
-    loss, rows = PAIR_LOSSES[name]
-    ours, again = (
-        trained(
-            ScatterOnceCrossEncoderTrainer,
-            saved,
-            tmp_path,
-            loss,
-            rows(),
-            size=3,
-            k=2,
-            model=scorer,
-            device_ids=LAYOUTS[layout],
-        )
-        for _ in range(2)
-    )
-    stock = trained(st.CrossEncoderTrainer, saved, tmp_path, loss, rows(), size=12, model=scorer)
-    assert_same(ours, stock, 1e-6)
-    start = dict(scorer(saved).named_parameters())
-    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
-    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(parameter, other), "the same bits"
+    classes = ScatterOnceCrossEncoderTrainer, st.CrossEncoderTrainer
+    compared(saved, tmp_path, classes, PAIR_LOSSES[name], layout, 1e-6, scorer)
 
 
 def both(saved, folder, loss, rows, **options):

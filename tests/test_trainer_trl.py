@@ -5,14 +5,22 @@ TRL computes in float32 here and there. Skipped where TRL is not installed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
 from helpers.isolation import guarded
 from helpers.oracle import randint, seeded
-from helpers.trainers import VOCABULARY, example, language_model, quietly, sentences
+from helpers.trainers import (
+    LAYOUTS,
+    VOCABULARY,
+    assert_same_bits,
+    assert_same_parameters,
+    example,
+    language_model,
+    quietly,
+    sentences,
+    tokenizer,
+)
 
 from scatterpar.integrations.transformers import ScatterOnceMixin
 
@@ -22,7 +30,6 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.draws
 ROWS = 14  # in steps of 8: the last one is ragged
-LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 COMMON = {
     "use_cpu": True,
     "report_to": "none",
@@ -43,15 +50,8 @@ def _offline(monkeypatch):
     monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
 
 
-def tokenizer() -> Any:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
-    )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0", padding_side="left"
-    )
+def words():
+    return tokenizer(eos_token="1", padding_side="left")
 
 
 def text(row):
@@ -174,7 +174,7 @@ def build(name, folder, devices, **changes):
             model=model(),
             args=args,
             train_dataset=data_of(name),
-            processing_class=tokenizer(),
+            processing_class=words(),
             **extra,
         )
 
@@ -198,22 +198,15 @@ def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", CASES)
 def test_beside_the_stock_trainer(tmp_path, name, layout, recwarn):
     ours, stock = trained(name, tmp_path, LAYOUTS[layout]), trained(name, tmp_path, None)
-    moved = False
-    start = dict(CASES[name][3]().named_parameters())
-    for (key, parameter), other in zip(
-        ours.model.named_parameters(), stock.model.parameters(), strict=True
-    ):
-        off = (parameter - other).norm() / other.norm().clamp(min=1e-3)
-        assert off <= 1e-6, f"{key}: off by {off}"
-        moved = moved or not torch.equal(start[key], other)
-    assert moved
+    start, parameters = (dict(model.named_parameters()) for model in (CASES[name][3](), ours.model))
+    assert_same_parameters(parameters, dict(stock.model.named_parameters()), 1e-6)
+    assert any(not torch.equal(start[key], parameter) for key, parameter in parameters.items())
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
         for key in ("loss", "num_tokens", "rewards/margins", "learning_rate", "min_reward"):
             if key in theirs and (name, key) != ("KTO", "rewards/margins"):
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
     again = trained(name, tmp_path, LAYOUTS[layout])
-    for parameter, other in zip(ours.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(parameter, other), "the same bits"
+    assert_same_bits(ours.model, again.model)
     assert not [w for w in recwarn if "scatterpar" in str(w.filename)]
 
 
@@ -260,7 +253,7 @@ def test_the_example(tmp_path):
     options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
     trainer = script.trainer_for(
         language_model(),
-        tokenizer(),
+        words(),
         preferences(),
         device_ids=LAYOUTS["virtual"],
         rank=2,
@@ -312,7 +305,7 @@ def test_an_auxiliary_loss_of_experts_is_refused_by_name(tmp_path):
             model=transformers.MixtralForCausalLM(config),
             args=trl.SFTConfig(output_dir=str(tmp_path), **COMMON),
             train_dataset=data_of("SFT"),
-            processing_class=tokenizer(),
+            processing_class=words(),
             device_ids=["cpu"] * 2,
         )
 
@@ -329,7 +322,7 @@ def test_other_trainers_are_refused_by_name(tmp_path):
                 model=language_model(),
                 args=args,
                 train_dataset=preferences(),
-                processing_class=tokenizer(),
+                processing_class=words(),
                 device_ids=["cpu"] * 2,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,38 +17,68 @@ from helpers.weighted import (
     classes,
     gradient_by_hand,
     padded,
+    probabilities,
+    values,
 )
+from pair.common import assert_pair
 from torch import nn
 from torch.nn import functional as F
 
 from scatterpar import ScatterOnceParallel
 
-SIZES = [(3, 4), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((1, 3), (4, 1)))]
+
+def step(runner, devices, model, batch, criterion, **options):
+    """One step gives the loss and the gradients of the whole batch."""
+    if runner == "pair":
+        return assert_pair(model, *batch, criterion, devices(4), **options)
+    with ScatterOnceParallel(model, 3, devices(4)) as engine:
+        return assert_step(engine, *batch, criterion, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("replicas", "accum"), SIZES)
-def test_whole_batch_oracle(devices, replicas, accum, case):
-    criterion = CASES[case].criterion()
-    with ScatterOnceParallel(mlp(), accum, devices(replicas)) as engine:
-        for rows in (37, 9, 3):
-            assert_step(engine, randn(rows, FEATURES), CASES[case].targets(rows), criterion)
+by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
 
+class Method:
+    def squared(self, output, targets):
+        return F.mse_loss(output, targets)
+
+
+FUNCTIONS = {
+    "function of torch": (F.cross_entropy, classes),
+    "function": (lambda output, targets: ((output - targets) ** 2).sum(1).mean(), probabilities),
+    "bound method": (Method().squared, values),
+    "method of a module": (nn.MSELoss().forward, values),
+    "partial": (partial(F.smooth_l1_loss, beta=0.5), values),
+    "no weight for a class": (
+        nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0, 0.5]).double()),
+        lambda rows: torch.tensor([0, 0, 0, 1, 2, 3]).repeat(rows)[-rows:],
+    ),
+}
+LOSSES = FUNCTIONS | {name: (case.criterion(), case.targets) for name, case in CASES.items()}
+
+
+@by_both
+@pytest.mark.parametrize("name", LOSSES)
+def test_whole_batch_oracle(devices, name, runner):
+    criterion, targets = LOSSES[name]
+    for rows in (37, 12, 3):  # ragged, even, and fewer than replicas
+        step(runner, devices, mlp(), (randn(rows, FEATURES), targets(rows)), criterion)
+
+
+@by_both
 @pytest.mark.parametrize("case", ["mean", "padded", "class weights", "sum", "smoothing"])
-def test_rows_of_many_terms(devices, case):
+def test_rows_of_many_terms(devices, case, runner):
     """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
-    length = 6
-    rows = 11
+    rows, length = 11, 6
     targets = CASES[case].targets(rows * length).view(rows, length)
-    with ScatterOnceParallel(token_classifier(), 3, devices(3)) as engine:
-        assert_step(engine, randint(11, rows, length, seed=5), targets, CASES[case].criterion())
+    batch = randint(11, rows, length, seed=5), targets
+    step(runner, devices, token_classifier(), batch, CASES[case].criterion())
 
 
-def test_probabilities_for_every_position(devices):
-    targets = randn(7, CLASSES, 3).softmax(1)
-    with ScatterOnceParallel(token_classifier(), 2, devices(3)) as engine:
-        assert_step(engine, randint(11, 7, 3), targets, nn.CrossEntropyLoss())
+@by_both
+def test_probabilities_for_every_position(devices, runner):
+    batch = randint(11, 7, 3), randn(7, CLASSES, 3).softmax(1)
+    step(runner, devices, token_classifier(), batch, nn.CrossEntropyLoss())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
@@ -146,23 +177,23 @@ def test_count_may_look_at_inputs_and_return_a_number(devices):
     assert seen == [(3, None)] * 4
 
 
-def test_reduction_given_for_a_function(devices):
-    def summed(output, targets):
-        return F.cross_entropy(output, targets, reduction="sum")
-
-    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
-        assert_step(engine, randn(9, FEATURES), classes(9), summed, reduction="sum")
+def summed(output, targets):
+    return (output - targets).pow(2).sum()
 
 
-def test_reduction_given_wins_over_the_criterion(devices):
-    class Summed(nn.Module):
-        reduction = "mean"
+class Summed(nn.Module):
+    reduction = "mean"
 
-        def forward(self, output, targets):
-            return (output - targets).pow(2).sum()
+    def forward(self, output, targets):
+        return summed(output, targets)
 
-    with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
-        assert_step(engine, randn(9, FEATURES), randn(9, CLASSES), Summed(), reduction="sum")
+
+@by_both
+@pytest.mark.parametrize("criterion", [summed, Summed()], ids=["of a function", "wins"])
+def test_reduction_given(devices, criterion, runner):
+    for rows in (9, 3):
+        batch = randn(rows, FEATURES), randn(rows, CLASSES)
+        step(runner, devices, mlp(), batch, criterion, reduction="sum")
 
 
 def test_micro_batches_without_terms_add_nothing(devices):
@@ -191,31 +222,6 @@ def test_a_batch_without_terms_moves_nothing_and_is_never_nan(devices):
     assert loss == 0
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or not parameter.grad.any(), name
-
-
-def test_zero_weight_of_a_class_counts_as_no_term(devices):
-    weight = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    targets = torch.tensor([0, 0, 0, 1, 2, 3])
-    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
-        loss = assert_step(engine, randn(6, FEATURES), targets, nn.CrossEntropyLoss(weight))
-    assert torch.isfinite(loss)
-
-
-def test_criteria_that_are_methods_and_partials(devices):
-    import functools
-
-    class Losses:
-        def squared(self, output, targets):
-            return F.mse_loss(output, targets)
-
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        batch = randn(6, FEATURES), randn(6, CLASSES)
-        for criterion in (
-            Losses().squared,
-            functools.partial(F.smooth_l1_loss, beta=0.5),
-            nn.MSELoss().forward,
-        ):
-            assert_step(engine, *batch, criterion)
 
 
 def test_reduction_none_says_what_to_do(devices):

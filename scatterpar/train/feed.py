@@ -61,8 +61,7 @@ class Feed:
 
     `workers` processes read; with 0 this one does, when it is asked. `skip_broken` images may be
     left out that cannot be read; `warn` is called with a line for each. `waited` are the seconds
-    that whoever asked has waited, `started` those for the first batch, when the workers start, and
-    `broken` tells how often images were left out, by name.
+    that whoever asked has waited, and `broken` tells how often images were left out, by name.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Feed:
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source = source
-        self.waited = self.started = 0.0
+        self.waited = 0.0
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
@@ -105,9 +104,7 @@ class Feed:
         else:
             request, found = self._next.result()
             self._next = self._assembler.submit(next, self._batches)
-        seconds = time.perf_counter() - start
-        self.started = self.started if self.waited else seconds
-        self.waited += seconds
+        self.waited += time.perf_counter() - start
         for problem in found.broken:
             self._leave_out(problem)
         return request, found

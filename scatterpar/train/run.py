@@ -55,7 +55,6 @@ from scatterpar.train.training import (
     train_epoch,
 )
 
-_LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 
@@ -258,21 +257,15 @@ class Run:
         batches, feed = self.training.batches, self.feed
         number, before = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
-        start, waited, started, used = time.perf_counter(), feed.waited, feed.started, before
+        start, waited, used = time.perf_counter(), feed.waited, before
         for report, rate in train_epoch(self.training, feed, self._criterion):
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
             self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{share:.0%}", refresh=False)
             self._after_step(number, rate, images, report)
             self._stopping.check(self.training.machines)
-        seconds, waited = time.perf_counter() - start, feed.waited - waited
-        steady = waited - (feed.started - started)  # once the workers had started
-        self._end_epoch(batches.consumed - before, seconds, waited)
-        if steady > _LONG_WAIT * seconds and not feed.source.in_memory:
-            self._say(
-                f"  {steady / seconds:.0%} of the time was spent waiting for images: give more "
-                "--workers, or store smaller images"
-            )
+        seconds = time.perf_counter() - start
+        self._end_epoch(batches.consumed - before, seconds, feed.waited - waited)
 
     def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
         progress, batches = self.progress, self.training.batches

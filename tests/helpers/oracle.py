@@ -95,11 +95,16 @@ def assert_step(
     targets: Any = None,
     criterion: Callable[[Any, Any], Any] | None = None,
     *,
+    plain: tuple[Any, Any] | None = None,
     relative: float = RELATIVE,
     **options: Any,
 ) -> Tensor:
-    """One step of ``engine`` gives the whole batch's loss and gradients."""
-    expected_loss, expected = whole_batch(engine.module, inputs, targets, criterion)
+    """One step of ``engine`` gives the whole batch's loss and gradients.
+
+    ``plain``: the inputs and targets as plain torch takes them, where the engine's have markers.
+    """
+    whole = (inputs, targets) if plain is None else plain
+    expected_loss, expected = whole_batch(engine.module, *whole, criterion)
     engine.module.zero_grad()
     loss = engine.forward_backward(inputs, targets, criterion, **options)
     assert_close(loss, expected_loss, "loss", relative)

@@ -8,6 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -20,6 +21,8 @@ tqdm.monitor_interval = 0  # no thread of its own
 
 VOCABULARY = 31
 PADDING = -100
+SAME = 1e-9
+LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
 
 
 def language_model(dropout: float = 0.0) -> nn.Module:
@@ -108,6 +111,30 @@ def padded(rows: list[dict[str, Any]], kind: str = "language") -> dict[str, torc
     elif kind == "numbers":
         labels = numbers.double() / 10
     return {**batch, "labels": labels}
+
+
+def tokenizer(**special: str) -> Any:
+    """Of the words that are the vocabulary's numbers."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="0", unk_token="0", **special
+    )
+
+
+def assert_same_parameters(mine: dict[str, Any], theirs: dict[str, Any], relative: float) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, parameter in mine.items():
+        off = (parameter - theirs[name]).norm() / theirs[name].norm().clamp(min=1e-3)
+        assert off <= relative, f"{name}: off by {off}"
+
+
+def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
+    for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, its), "the same bits"
 
 
 def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:

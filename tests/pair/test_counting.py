@@ -74,12 +74,6 @@ def test_a_batch_that_is_all_ignored_is_no_nan(placed):
         assert not pair.loss(INPUTS, torch.full((9,), -100)).requires_grad
 
 
-def test_class_weights_of_zero_take_out_a_share(placed):
-    weight = torch.tensor([0.0, 1.0, 2.0, 0.5]).double()
-    targets = torch.tensor([0, 0, 0, 1, 2, 3, 0, 1, 1])
-    assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(weight=weight), placed(4))
-
-
 def test_nested_targets(placed):
     def criterion(output, targets):
         classes, (soft,) = targets["classes"], targets["soft"]

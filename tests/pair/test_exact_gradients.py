@@ -1,72 +1,19 @@
-"""The whole batch's gradient, per parameter: replicas x even and ragged x every kind of loss."""
+"""The whole batch's gradient, per parameter; every kind of loss is in test_weighted_losses.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, gradients, randint, randn
-from helpers.weighted import CASES, padded, probabilities
+from helpers.weighted import padded
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 
-from pair.common import Pair, assert_pair
+from pair.common import assert_pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 EVEN, RAGGED = 12, 11
-FEW_OR_MANY = [1, 4, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))]
-
-
-@pytest.mark.parametrize("replicas", FEW_OR_MANY)
-@pytest.mark.parametrize("case", CASES)
-def test_losses(placed, case, replicas):
-    pair = Pair(mlp(), CASES[case].criterion(), placed(replicas))
-    for rows in (EVEN, RAGGED):
-        pair.check(randn(rows, FEATURES), CASES[case].targets(rows))
-
-
-def per_row(output, targets):
-    return ((output - targets) ** 2).sum(1).mean()
-
-
-class Method:
-    def loss(self, output, targets):
-        return cross_entropy(output, targets)
-
-
-FUNCTIONS = {
-    "function of torch": (cross_entropy, lambda rows: randint(CLASSES, rows)),
-    "function": (per_row, probabilities),
-    "lambda": (lambda output, targets: (output * targets).mean(), probabilities),
-    "bound method": (Method().loss, lambda rows: randint(CLASSES, rows)),
-    "method of a module": (nn.MSELoss().forward, probabilities),
-}
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions(placed, function, replicas):
-    criterion, targets = FUNCTIONS[function]
-    pair = Pair(mlp(), criterion, placed(replicas))
-    for rows in (EVEN, RAGGED):
-        pair.check(randn(rows, FEATURES), targets(rows))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@pytest.mark.parametrize("case", ["mean", "sum", "padded", "class weights", "kl, batchmean"])
-def test_fewer_rows_than_replicas(placed, case, rows):
-    batch = randn(rows, FEATURES), CASES[case].targets(rows)
-    assert_pair(mlp(), *batch, CASES[case].criterion(), placed(4))
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_reduction_of_a_function(placed, replicas):
-    def summed(output, targets):
-        return mse_loss(output, targets, reduction="sum")
-
-    pair = Pair(mlp(), summed, placed(replicas))
-    for rows in (EVEN, RAGGED, 3):
-        pair.check(randn(rows, FEATURES), probabilities(rows), reduction="sum")
 
 
 def counted(output, targets):
@@ -89,14 +36,6 @@ def test_count_gets_each_output_with_its_targets(placed, replicas, rows, answer)
     assert [a for a, _ in seen] == [b for _, b in seen]
     assert sum(a for a, _ in seen) == rows
     assert len(seen) == replicas
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_padded_tokens(placed, replicas):
-    ids, targets = randint(11, 9, 6), randint(CLASSES, 9, 6)
-    for row in range(9):
-        targets[row, : row % 6] = -100
-    assert_pair(token_classifier(), ids, targets, nn.CrossEntropyLoss(), placed(replicas))
 
 
 def test_a_weight_tied_between_model_and_criterion(placed):

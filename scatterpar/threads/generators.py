@@ -39,17 +39,21 @@ _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-@contextlib.contextmanager
-def followed(roots: Sequence[Tensor]) -> Iterator[None]:
+def followed(roots: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
     """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing
     draws there again what the forward pass drew.
     """
     make = getattr(_thread, "generator", None)
-    if make is None or not _thread.has_helpers:
-        yield
-        return
+    return _NOBODY if make is None or not _thread.has_helpers else _adopting(roots, make)
+
+
+_NOBODY = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _adopting(roots: Sequence[Tensor], make: Callable[[], torch.Generator]) -> Iterator[None]:
     tasks = set()
 
     def adopt(_: Tensor) -> None:

@@ -165,7 +165,7 @@ class Broadcast:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is no parameter, and each of its elements has a place that can be written."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     has_places = all(stride or size == 1 for size, stride in sizes)

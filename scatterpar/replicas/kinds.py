@@ -211,6 +211,11 @@ def _refuse_frozen(root: nn.Module) -> None:
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
     """Refuse quantised tensors whose values replicas would not take along."""
     kind = type(tensor)
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
+            f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
+        )
     if hasattr(kind, "__tensor_flatten__"):
         raise TypeError(
             f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "

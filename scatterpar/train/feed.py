@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, UsageError, words_of
+from scatterpar.train.data import Broken, Images, Source, UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
@@ -77,7 +77,7 @@ class Feed:
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
-        self._workers = workers
+        self._workers = 0 if source.in_memory else workers
         self._assembler: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         if requests:
@@ -163,18 +163,6 @@ class Feed:
                 )
             self._warn(f"left out: {said}")
         self.broken[problem.name] += 1
-
-
-def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
-    """Look at all pictures, in parallel; return those that cannot be read."""
-    parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
-    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
-    broken: list[Broken] = []
-    with Feed(source, requests, workers, float("inf"), lambda _: None) as feed:
-        for request in requests:
-            broken += feed.take()[1].broken
-            told(len(request.rows))
-    return broken
 
 
 def default_workers() -> int:

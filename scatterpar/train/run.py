@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -29,9 +30,9 @@ from scatterpar.train.checkpoint import (
     save,
     written,
 )
-from scatterpar.train.data import Source, UsageError
+from scatterpar.train.data import TEST, TRAIN, Broken, Source, UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
-from scatterpar.train.feed import Feed, FeedError, check_data, default_workers
+from scatterpar.train.feed import PIECE, Feed, FeedError, Request, default_workers
 from scatterpar.train.machines import (
     Stopped,
     Stopping,
@@ -101,9 +102,16 @@ def run(options: Options) -> int:
 
 def _look_at(source: Source, options: Options, workers: int, out: Path) -> None:
     """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
-    total, path = len(source.train) + len(source.test), out / "broken.txt"
-    with tqdm(total=total, desc="checking", unit=" images", disable=None) as bar:
-        broken = check_data(source, workers, bar.update)
+    parts, path = ((TRAIN, len(source.train)), (TEST, len(source.test))), out / "broken.txt"
+    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
+    total, broken = sum(n for _, n in parts), list[Broken]()
+    with (
+        tqdm(total=total, desc="checking", unit=" images", disable=None) as bar,
+        Feed(source, requests, workers, math.inf, lambda _: None) as feed,
+    ):
+        for request in requests:
+            broken += feed.take()[1].broken
+            bar.update(len(request.rows))
     with written(path) as file:
         file.write("".join(f"{p.name}\t{p.reason}\n" for p in broken).encode(errors="replace"))
     print(f"{len(broken)} of {total:,} pictures cannot be read; the list is in {path}")

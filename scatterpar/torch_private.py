@@ -17,7 +17,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -130,6 +129,8 @@ def are_held(leaves: Sequence[Tensor]) -> bool:
 
     Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
     """
+    if not leaves:
+        return False
     for metadata in _metadata_of_nodes(leaves):
         metadata[_VISITED] = True
     kept = [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
@@ -140,7 +141,7 @@ def _metadata_of_nodes(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
     """What anybody has noted on the nodes that accumulate the leaves' gradients."""
     with torch.enable_grad():
         root: Any = _Root.apply(*leaves)  # type: ignore[no-untyped-call]
-    return [node.metadata for node, _ in root.grad_fn.next_functions] if leaves else []
+    return [node.metadata for node, _ in root.grad_fn.next_functions]
 
 
 class _Root(torch.autograd.Function):
@@ -273,56 +274,29 @@ def has_dynamo() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-_UNCOMPILED: ContextVar[bool] = ContextVar("scatterpar, uncompiled", default=False)
+_eager: list[Any] = []  # the stance that bodies of ``uncompiled`` have set, once for each of them
+_eager_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Nothing compiles in the body, nor runs compiled; in all other threads compiled code does.
+    """Nothing compiles in the body, nor runs compiled: in no thread, workers and autograd's too.
 
-    ``torch.compiler.set_stance`` is of the whole process. Two threads whose bodies overlap would
-    each put back what the other had set: from then on all of the process would run eager, in
-    silence. So the stance set here is one that looks at the caller's context. The workers carry
-    that, and torch brings it to the threads of a backward pass.
+    Two threads whose bodies overlap would each put back what the other had set: so the first one
+    sets torch's stance, and the last one puts it back.
     """
     if not has_dynamo():
         yield
         return
-    from torch._dynamo import eval_frame
-
-    frames: Any = eval_frame
-    found = hasattr(frames, "_stance") and hasattr(frames, "_callback_from_stance")
-    _require("torch._dynamo.eval_frame._stance", "to look at a few rows uncompiled", found)
-    if not isinstance(frames._stance, _Stance):
-        frames._stance = _Stance(frames._stance)  # it stays: without a body it changes nothing
-    token = _UNCOMPILED.set(True)
+    with _eager_lock:
+        _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _UNCOMPILED.reset(token)
-
-
-class _Stance:
-    """The stance that was set, but ``force_eager`` in the context of ``uncompiled``."""
-
-    def __init__(self, usual: Any) -> None:
-        self.usual = usual
-
-    @property
-    def stance(self) -> Any:
-        return "force_eager" if _is_uncompiled() else self.usual.stance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.usual, name)
-
-
-def _is_uncompiled() -> bool:
-    if _UNCOMPILED.get():
-        return True
-    if current_graph_task() == -1 or not torch._C._is_key_in_tls("context"):
-        return False
-    context: Any = torch._C._get_obj_in_tls("context")  # of the thread that called backward
-    return context is not None and bool(context.get(_UNCOMPILED, False))
+        with _eager_lock:
+            stance = _eager.pop()
+            if not _eager:
+                stance.__exit__(None, None, None)
 
 
 @contextlib.contextmanager

@@ -403,12 +403,12 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
         thread.start()
     assert entered[1].wait(60)
     function(rows)
-    assert graphs.calls == {here: 1}, "in the midst of both"
+    assert not graphs.calls, "in the midst of both"
     entered[3].set()
     for thread in threads:
         thread.join()
     function(rows)
-    assert graphs.calls == {here: 2}, "after both, and in none"
+    assert graphs.calls == {here: 1}, "after both, and in none"
 
 
 def test_nothing_compiles_for_a_look(graphs):

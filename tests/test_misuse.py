@@ -328,15 +328,22 @@ def frozen():
     return nn.Sequential(torch.jit.freeze(script), nn.Linear(3, 3))
 
 
+def integers():
+    model = nn.Linear(4, 3)
+    model.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8))
+    return model
+
+
 class Slotted(nn.Linear):
     __slots__ = ("scale",)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
         (lambda: Slotted(4, 3), r"a Slotted cannot be replicated, .* keeps 'scale' in __slots__; "),
         (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),

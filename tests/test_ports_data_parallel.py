@@ -12,8 +12,9 @@ Cases without a meaning here, and why:
   autocast's dtype, the user's own exception) is asked of the pair and the engine.
 * ``output_device``: ``gather`` is told where to; the pair's own outputs stay where they are.
 
-* What ``test_agree.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of every module: sparse
-  gradients, buffers that require grad, grad mode, autocast around a call, ``zero_grad`` in forward.
+* What ``test_agree.py``, ``test_inference.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of
+  every module: sparse gradients, buffers that require grad, grad mode, autocast around a call,
+  ``zero_grad`` in forward, several inputs, nested inputs and outputs.
 
 One answer differs on purpose: 0-dim outputs are averaged, where torch makes a vector of them with a
 warning.
@@ -21,7 +22,6 @@ warning.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import gc
 import io
@@ -199,26 +199,6 @@ def test_gradients_have_the_parameters_strides(devices, formats, wide):
 # --- inputs and outputs ---
 
 
-class Mixed(nn.Module):
-    def forward(self, one, two, factor, three=None):
-        return factor * (one * two if three is None else one * two + three)
-
-
-@pytest.mark.parametrize("named", [False, True])
-@in_every_order
-def test_several_inputs_and_a_number(device_ids, named):
-    one, two = (randn(5, 5, seed=seed).requires_grad_() for seed in (1, 2))
-    mine, yours = (t.detach().clone().requires_grad_() for t in (one, two))
-    three = {"three": randn(5, 5, seed=3)} if named else {}
-    expected = Mixed()(one, two, 1.7, **three)
-    output = gather(DataParallelModel(Mixed(), device_ids)(mine, yours, 1.7, **three), "cpu")
-    assert_close(output, expected, "output")
-    expected.sum().backward()
-    output.sum().backward()
-    assert_close(mine.grad, one.grad, "first input")
-    assert_close(yours.grad, two.grad, "second input")
-
-
 @pytest.mark.parametrize("empty", [[], {}, ()], ids=repr)
 @pytest.mark.parametrize("by", ["engine", "pair"])
 def test_keyword_inputs_with_something_empty(devices, empty, by):
@@ -239,43 +219,6 @@ def test_keyword_inputs_with_something_empty(devices, empty, by):
     else:
         output = gather(DataParallelModel(model, devices(2))(input=given), "cpu")
     assert_close(output, model.layer(inputs), "output")
-
-
-@pytest.mark.parametrize("by", ["engine", "pair"])
-def test_nested_inputs_and_outputs(devices, by):
-    class Net(nn.Module):
-        def forward(self, first, both, last):
-            x = both[0] + first - last
-            mapping = collections.OrderedDict(a=x, b=[x.sin()])
-            return [x, (x.sin(), x.cos(), [x + 1]), x, mapping]
-
-    inputs = randn(5, 3)
-    given = inputs.cos(), (inputs.sin(), inputs), inputs.sin()
-    if by == "engine":
-        with ScatterOnceParallel(Net().eval(), 1, devices(2)) as engine:
-            output = engine(*given)
-    else:
-        output = gather(DataParallelModel(Net(), devices(2))(*given), "cpu")
-    expected = Net()(*given)
-    assert _types(output) == _types(expected)
-    for mine, its in zip(_leaves(output), _leaves(expected), strict=True):
-        assert torch.equal(mine, its)
-
-
-def _children(value):
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _types(value):
-    return type(value), [_types(child) for child in _children(value)]
-
-
-def _leaves(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for child in _children(value) for leaf in _leaves(child)]
 
 
 @pytest.mark.parametrize("ids", [(0, 1), [torch.device("cpu:0"), "cpu:1"]], ids=["tuple", "mixed"])

@@ -196,27 +196,6 @@ def test_every_kind_of_parameter(size):
             assert gradient is None or torch.equal(gradient, other[name]), name
 
 
-def train_sometimes(group):
-    """Frozen later and freed again, on all ranks alike; tied embedding; several steps."""
-    model = build(mlp)
-    twin = copy.deepcopy(model)
-    criterion = nn.CrossEntropyLoss()
-    inputs, targets = randn(13, FEATURES), randint(CLASSES, 13)
-    batch = part(group, inputs, ROWS[2]), part(group, targets, ROWS[2])
-    first = next(model.parameters())
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
-        for trained in (True, False, True):
-            first.requires_grad_(trained)
-            next(twin.parameters()).requires_grad_(trained)
-            engine.forward_backward(*batch, criterion)
-            criterion(twin(inputs), targets).backward()
-            assert_gradients(model, gradients(twin))
-
-
-def test_what_is_trained_may_change_between_steps():
-    gang()(2, train_sometimes)
-
-
 class SharedTable(nn.Module):
     """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
 

@@ -327,7 +327,7 @@ def test_fine_tuning_takes_what_fits(folder, tmp_path, capsys):
     assert "--init absent.pth cannot be read: " in capsys.readouterr().err
 
 
-def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monkeypatch):
+def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
     joined = feed._joined
 
     def slowly(pieces, rows):
@@ -335,14 +335,10 @@ def test_waiting_is_shown_and_what_to_do_about_it(folder, tmp_path, capsys, monk
         return joined(pieces, rows)
 
     monkeypatch.setattr(feed, "_joined", slowly)
-    monkeypatch.setattr(tool, "_LONG_WAIT", 0.01)  # the machine may be busy
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--batch", "12") == 0
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d\d%", printed.out)
-    assert re.search(
-        r"\d\d% of the time was spent waiting for images: give more --work", printed.out
-    )
     assert re.search(r"images/s, loss=\d.*, waiting=\d\d%", printed.err)
 
 

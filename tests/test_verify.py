@@ -251,29 +251,6 @@ def test_under_autocast():
             step(engine, in_a_def, padded(ROWS), INPUTS.float())
 
 
-def test_holes_that_appear_later_are_a_new_kind_of_batch(devices):
-    """Same shapes, same criterion: the first batch had no padding."""
-    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
-        step(engine, in_a_def, classes(ROWS))
-        assert looked_at(engine)
-        with pytest.raises(ValueError, match="count="):
-            step(engine, in_a_def, padded(ROWS))
-
-
-def test_a_mask_that_gets_holes_is_one_too():
-    def masked(output, targets):
-        losses = F.cross_entropy(output, targets["y"], reduction="none")
-        return (losses * targets["mask"]).sum() / targets["mask"].sum()
-
-    targets = {"y": classes(ROWS), "mask": torch.ones(ROWS, dtype=torch.float64)}
-    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
-        step(engine, masked, targets)
-        targets["mask"] = targets["mask"].clone()
-        targets["mask"][5:9] = 0
-        with pytest.raises(ValueError, match="count="):
-            step(engine, masked, targets)
-
-
 def test_a_new_function_at_an_old_address_is_another_criterion():
     """No address is a key: each lambda dies before the next one is made."""
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
@@ -388,13 +365,6 @@ def test_a_look_leaves_no_trace(devices, case):
     assert ledger == plain_ledger
     for mine, its in zip(plain, looked, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
-
-
-def test_one_micro_batch_has_nothing_to_combine_and_is_looked_at_when_there_are_two():
-    with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
-        step(engine, in_a_def, padded(ROWS)[-1:], INPUTS[-1:])
-        with pytest.raises(ValueError, match="count="):
-            step(engine, in_a_def, padded(ROWS))
 
 
 def steps_with_a_look(criterion, steps=40):

@@ -15,7 +15,7 @@ from faults.state import capture, differences
 from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, build, randint, randn
-from helpers.weighted import CLASS_WEIGHTS, classes
+from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from test_verify import INPUTS, ROWS, looked_at, step
 from torch import nn
 from torch.nn import functional as F
@@ -239,6 +239,7 @@ def spread(low, high):
 
 
 LATE = {
+    "labels left out": (lambda o, t: F.cross_entropy(o, t), lambda: classes(ROWS), padded),
     "a second label that is left out": (leaves_out_two, lambda: classes(ROWS) * 0, classes),
     "class weights": (weighted, lambda: classes(ROWS) * 0 + 1, classes),
     "sample weights": (

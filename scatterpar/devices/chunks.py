@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**26
 
 ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one
 
-_ALIGNMENT = 256  # bytes
+_ALIGNMENT = 64  # bytes, as of allocations
 _Key = TypeVar("_Key")
 Pairs = tuple[list[Tensor], list[Tensor]]
 
@@ -159,7 +159,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs (near, far) of a tree over ``count`` devices: the far one's sum joins the near one's.
+    """Pairs (near, far) of a tree over replicas or memories: the far sum joins the near one.
 
     Backwards, each round sends from those that have something to as many that have not.
 
@@ -182,77 +182,45 @@ def by_dtype(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[torch.dtype, list[_
     return groups
 
 
-class FlatCopy:
-    """Room for tensors that travel together: a flat buffer per dtype, and a view for each tensor.
+def room_like(
+    tensors: Sequence[Tensor], device: torch.device, together: Callable[[Tensor], bool]
+) -> list[Tensor]:
+    """Room on ``device``: like each tensor, but that gaps are closed.
 
-    Views keep the strides of what they stand for (``channels_last`` stays so), and begin where an
-    allocation could: a kernel that finds a tensor at 60 of 64 bytes goes about the same sum in
-    another order. Tensors that lie one after the other in one storage do so here, from the start
-    of a storage of its own: so cuDNN takes the weights of a recurrent layer as they are.
-
+    Each begins where allocations do: a kernel that finds one at 60 of 64 bytes goes about the same
+    sum in another order. Those that are ``together`` and share a storage lie in one here, as they
+    do there: what is written to ``table`` is read in ``table[0]``, and cuDNN takes the weights of a
+    recurrent layer as they are.
     """
-
-    def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
-        self.order: list[int] = []  # positions of the tensors in the order in which they lie
-        self.views = list(like)
-        self.pieces = list(like)  # the same memory, 1-D
-        self.flats: dict[torch.dtype, Tensor] = {}  # the buffer of each dtype
-        self.offsets = [0] * len(like)  # where in it each tensor begins
-        runs = _runs(like)
-        for dtype, firsts in by_dtype((run, like[run[0]]) for run in runs).items():
-            self._lay(firsts, like, dtype, device)
-
-    def _lay(
-        self,
-        runs: Sequence[Sequence[int]],
-        like: Sequence[Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Give the tensors of one dtype their places: those first that leave no gap behind."""
-        unit = max(1, _ALIGNMENT // dtype.itemsize)
-        sizes = {run[0]: sum(like[i].numel() for i in run) for run in runs}
-        runs = sorted(runs, key=lambda run: sizes[run[0]] % unit > 0)
-        flat = verbs.empty(sum(-(-size // unit) * unit for size in sizes.values()), dtype, device)
-        self.flats[dtype] = flat
-        start = 0
-        for run in runs:
-            room = flat[start : start + sizes[run[0]]]
-            if len(run) > 1:
-                first, last = (part * dtype.itemsize for part in (start, start + len(room)))
-                storage = flat.untyped_storage()[first:last]
-                room = flat.new_empty(0).set_(storage, 0, (len(room),), (1,))
-            offset = start
-            for i in run:
-                stop = offset + like[i].numel()
-                strides = torch.empty_like(like[i], device="meta").stride()
-                inside = room[offset - start : stop - start]
-                self.views[i] = inside.as_strided(like[i].shape, strides)
-                self.pieces[i] = flat[offset:stop]
-                self.offsets[i] = offset
-                offset = stop
-            self.order += run
-            start = -(-offset // unit) * unit
-
-
-def _runs(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of the tensors, those together that lie one after the other in one storage."""
-    places = []
-    runs = []
+    groups: dict[Any, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
-        if isinstance(tensor, nn.Parameter) and tensor.numel() and tensor.is_contiguous():
-            places.append((tensor.untyped_storage().data_ptr(), tensor.data_ptr(), i))
-        else:
-            runs.append([i])
-    end: Any = None
-    for storage, start, i in sorted(places):
-        key = (storage, tensors[i].dtype, start)
-        if key == end:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-        end = (storage, tensors[i].dtype, start + tensors[i].nbytes)
-    return sorted(runs)
+        groups[tensor.untyped_storage().data_ptr() if together(tensor) else -1 - i].append(i)
+    found = {}
+    for group in groups.values():
+        if len(group) == 1:
+            tensor = tensors[group[0]]
+            strides = torch.empty_like(tensor, device="meta").stride()
+            room = verbs.empty(tensor.numel(), tensor.dtype, device)
+            found[group[0]] = room.as_strided(tensor.shape, strides)
+            continue
+        spans = {i: _span(tensors[i]) for i in group}
+        first = min(start for start, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
+        size = max(stop for _, stop in spans.values()) - first
+        storage = verbs.empty(size, torch.uint8, device).untyped_storage()
+        for i, (start, _) in spans.items():
+            like, offset = tensors[i], (start - first) // tensors[i].element_size()
+            view = verbs.empty(0, like.dtype, device)
+            view.set_(storage, offset, like.shape, like.stride())
+            found[i] = view.conj() if like.is_conj() else view
+    return [found[i] for i in range(len(tensors))]
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where its memory begins, and where it ends."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -32,8 +32,6 @@ _MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd, and without 
 _BYTES = 2**20
 _BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class Fingerprints:
     """Those of dense tensors in one memory, computed there; the host reads ``values``."""
@@ -104,33 +102,11 @@ def _factors(size: int, device: torch.device) -> Tensor:
     return numbers.bitwise_or_(1)
 
 
-def differing(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements of two dense tensors of one shape and dtype differ: a mask of that shape.
-
-    >>> differing(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
-    tensor([ True, False])
-    """
-    if one.is_complex():
-        reals = [torch.view_as_real(tensor.resolve_conj()) for tensor in (one, other)]
-        return differing(*reals).any(-1)
-    return _as_integers(one.detach()) != _as_integers(other.detach())
-
-
-def changes(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """For each pair of dense tensors in one memory a flag there: whether any bit differs."""
-    return [differing(one, other).any() for one, other in zip(ones, others, strict=True)]
-
-
-def changed(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """The same on the host, which waits once for all of them."""
-    found = changes(ones, others)
-    return torch.stack(found).tolist() if found else []
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.resolve_neg().view(_INTEGERS[tensor.element_size()])
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one memory, not sparse ones, are alike in shape, dtype and bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(_as_bytes(one), _as_bytes(other))
 
 
 class Readout:
@@ -169,7 +145,8 @@ def _on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class LinkCheck:

@@ -194,11 +194,8 @@ def capture(
 
     On the CPU that is ``work`` itself, with the arguments of each call.
 
-    Args:
-        stream: ``another_stream``, on which ``work`` has been called before.
-        work: in it nothing may wait for the device.
-        args: of ``work``.
-        pool: the memory of an earlier one, which is never at work at the same time.
+    Before it, ``work``, in which nothing may wait for the device, has been called on ``stream``.
+    ``pool`` is the memory of an earlier one, which is never at work at the same time.
 
     Returns:
         It, and its memory.

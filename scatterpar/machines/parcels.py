@@ -1,10 +1,9 @@
-"""What ranks send each other: gradients to be added up, all else as bytes, side by side."""
+"""What ranks send each other: gradients to be added up, and all else side by side."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor
 from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
-from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Gradient
 
-__all__ = ["Parcels", "Shown"]
+__all__ = ["Parcels", "kind_of", "pack", "unpack"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -25,7 +23,8 @@ _SUMMED = (
     *(torch.complex64, torch.complex128),
 )  # what collectives can add up; other buffers travel as bytes
 
-_Piece = tuple[torch.dtype, torch.Size, Tensor | None]  # what this rank adds; nothing: zeros
+# What this rank adds at a place: a gradient to all of it, what is averaged to a row; None: zeros.
+_Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 
 
 class Parcels:
@@ -54,16 +53,14 @@ class Parcels:
         self._averaged = [each for each in there if mean and _has_mean(each[2])]
         self._first = [each for each in there if not (mean and _has_mean(each[2]))]
         self._rows = [value for *_, value in self._averaged] + _moments(layers)
-        pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, g) for t, g in gradients]
+        pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, ..., g) for t, g in gradients]
         if gradients:
             used = torch.tensor([gradient is not None for _, gradient in gradients])
-            pieces.append((pieces[0][0], used.shape, used))
+            pieces.append((pieces[0][0], used.shape, ..., used))
         for value in (_summable(value) for *_, value in self._first):
-            pieces.append((value.dtype, value.shape, None if rank else value))
+            pieces.append((value.dtype, value.shape, ..., None if rank else value))
         for value in map(_summable, self._rows):
-            table = value.new_zeros(size, *value.shape)
-            table[rank] = value
-            pieces.append((table.dtype, table.shape, table))
+            pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
         tensors = (*self._leaves, *(value for *_, value in self._first), *self._rows)
         self.kind = str([piece[:2] for piece in pieces])
         self.flats: list[Tensor] = []
@@ -73,10 +70,10 @@ class Parcels:
             sizes = [pieces[i][1].numel() for i in own]
             self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device))
             for i, part in zip(own, self.flats[-1].split(sizes), strict=True):
-                _, shape, mine = pieces[i]
+                _, shape, at, mine = pieces[i]
                 self._views[i] = part.view(shape)
                 if mine is not None:
-                    self._views[i].copy_(mine.detach())
+                    self._views[i][at].copy_(mine.detach())
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients, now that the other ranks' counts are known."""
@@ -99,64 +96,39 @@ class Parcels:
         return list(zip(self._leaves, given, strict=True)), [*buffers, *self._gone], layers
 
 
-class Shown:
-    """One rank's outputs and targets, and how the other ranks' are read.
+def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    """The tensors' bytes and then the numbers', flat, in the memory of the first one."""
+    flat = [*map(_flat_bytes, tensors), _flat_bytes(torch.tensor(numbers))]
+    return torch.cat([each.to(flat[0].device) for each in flat])
 
-    A rank's bytes are a header of integers, which has the sizes of its tensors, and then those of
-    the tensors. What the tensors are part of is the same on every rank.
+
+def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
+    """What another rank has in place of the tensors in ``like``, and its first numbers.
+
+    It packed those and, as its last numbers, the sizes of its tensors.
     """
+    sizes = parcel[-8 * numbers :].clone().view(torch.int64).tolist()
+    own = sum(leaf.ndim for leaf in nested.tensors(like))
+    found, remaining = sizes[: numbers - own], iter(sizes[numbers - own :])
+    end = 0
 
-    def __init__(
-        self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
-    ) -> None:
-        self._pieces, self._rows, self._dim = pieces, rows, dim
-        detached = [nested.transform(_detached, piece) for piece in pieces]
-        self._own = join_rows(detached, dim, rows, rows), targets
-        self._tensors = [*nested.tensors(self._own)]
-        self._header = [seed, sum(rows), *(n for tensor in self._tensors for n in tensor.shape)]
-        self.kind = ";".join([_kind(leaf, dim) for leaf in nested.leaves(self._own)])
+    def read(leaf: Any) -> Any:
+        nonlocal end
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = [next(remaining) for _ in leaf.shape]
+        start, end = end, end + math.prod(shape) * leaf.itemsize
+        return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
-    def pack(self) -> Tensor:
-        """A flat tensor of bytes, in the master's memory."""
-        flat = [*map(_flat_bytes, self._tensors), _flat_bytes(torch.tensor(self._header))]
-        return torch.cat([each.to(flat[0].device) for each in flat])
-
-    def of_all(
-        self, parcels: Sequence[Tensor], rank: int
-    ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """Pieces, rows and targets of the whole batch, and rank 0's seed, of what each packed."""
-        pieces: list[Any] = []
-        rows: list[int] = []
-        targets: list[Any] = []
-        seeds: list[int] = []
-        for number, parcel in enumerate(parcels):
-            header = parcel[-8 * len(self._header) :].clone().view(torch.int64).tolist()
-            seeds.append(header.pop(0))
-            count = header.pop(0)
-            output, target = nested.transform(partial(_next_in, [parcel], header), self._own)
-            pieces += self._pieces if number == rank else [output]
-            rows += self._rows if number == rank else [count]
-            targets.append(target)
-        return (pieces, rows, nested.merge(self._join_targets, targets)), seeds[0]
-
-    def _join_targets(self, leaves: list[Any]) -> Any:
-        """Targets without rows are rank 0's."""
-        has_rows = isinstance(leaves[0], Tensor) and leaves[0].ndim
-        return torch.cat(leaves, self._dim) if has_rows else leaves[0]
+    return nested.transform(read, like), found
 
 
-def _next_in(remaining: list[Tensor], sizes: list[int], leaf: Any) -> Any:
-    """The next tensor like ``leaf`` of the remaining bytes, of the next of these sizes."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    shape = [sizes.pop(0) for _ in leaf.shape]
-    count = math.prod(shape) * leaf.itemsize
-    (own,), remaining[0] = [remaining[0][:count]], remaining[0][count:]
-    return own.clone().view(leaf.dtype).view(shape).to(leaf.device)
+def kind_of(value: Any, dim: int) -> str:
+    """What must be the same on all ranks, of whatever number of rows."""
+    return ";".join([_kind(leaf, dim) for leaf in nested.leaves(value)])
 
 
 def _kind(leaf: Any, dim: int) -> str:
-    """What must be the same on all ranks."""
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
     others = list(leaf.shape)
@@ -194,26 +166,24 @@ def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _moments(layers: Sequence[Layer]) -> list[Tensor]:
-    """Of each layer how many values it has seen, their mean and their variance."""
-    found = []
+    """How many values the layers have seen; and of each their mean and their variance."""
+    moments = []
     for layer in layers:
         like = layer.buffers["running_mean"]
         assert like is not None
         nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-        values, *both = layer.moments or (0, nothing, nothing)
-        found += [torch.tensor(values, device=like.device), *both]
-    return found
+        moments.append(layer.moments or Moments(0, nothing, nothing))
+    both = [tensor for own in moments for tensor in own[1:]]
+    if not both:
+        return []
+    return [torch.tensor([own.values for own in moments], device=both[0].device), *both]
 
 
 def _pooled(layers: Sequence[Layer], rows: Sequence[Sequence[Tensor]]) -> list[Layer]:
     """The layers with what all ranks have seen."""
-    found = []
-    for k, layer in enumerate(layers):
-        each = zip(*rows[3 * k : 3 * k + 3], strict=True)
-        moments = [Moments(int(values), *both) for values, *both in each if values]
-        found.append(layer._replace(moments=pooled(moments)))
-    return found
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    found: list[list[Moments]] = [[] for _ in layers]
+    for counts, *both in zip(*rows, strict=True):
+        for k, count in enumerate(counts.tolist()):
+            if count:
+                found[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
+    return [layer._replace(moments=pooled(own)) for layer, own in zip(layers, found, strict=True)]

@@ -15,6 +15,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import physical
 from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
-from scatterpar.machines.parcels import Parcels, Shown
+from scatterpar.machines.parcels import Parcels, kind_of, pack, unpack
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
+from scatterpar.step import nested
+from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Outcome, Spread
+from scatterpar.step.substeps import kept
 from scatterpar.threads.workers import note
 
 __all__ = ["Ranks"]
@@ -155,13 +159,25 @@ class Ranks:
             RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
                 another kind.
         """
-        shown = Shown(pieces, rows, targets, dim, seed)
-        parcel, layout = shown.pack(), _checksum(f"outputs {shown.kind}")
+        own = join_rows([kept(piece, True) for piece in pieces], dim, rows, rows), targets
+        tensors = [*nested.tensors(own)]
+        numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
+        parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own, dim)}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
         parcels = self._collectives.show(parcel, sizes, "the outputs and targets of all ranks")
         self._all_know = False
-        return shown.of_all(parcels, self.rank)
+        found = [unpack(each, own, len(numbers)) for each in parcels]
+        outputs = [[output] for (output, _), _ in found]
+        counts = [[count] for _, (_, count) in found]
+        outputs[self.rank], counts[self.rank] = list(pieces), list(rows)
+
+        def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
+            has_rows = isinstance(leaves[0], Tensor) and leaves[0].ndim
+            return torch.cat(leaves, dim) if has_rows else leaves[0]
+
+        joined = nested.merge(join, [its for (_, its), _ in found])
+        return ([*chain(*outputs)], [*chain(*counts)], joined), found[0][1][0]
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed; they raise in this step too."""

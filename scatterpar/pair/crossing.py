@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.chunks import room_like
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.broadcast import Broadcast, in_one_storage, version
+from scatterpar.replicas.broadcast import Broadcast, is_plain, version
 from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement
@@ -99,14 +100,13 @@ def replicate(
         broadcast.send(Ledger())
         arrived = {device: broadcast.at(device) for device in device_ids}
         copies = [
-            [
-                tensor.detach().clone() if is_own else tensor.data if replica else tensor.detach()
-                for tensor, is_own in zip(arrived[device], owned, strict=True)
-            ]
+            [tensor.data if replica else tensor.detach() for tensor in arrived[device]]
             for replica, device in enumerate(device_ids)
         ]
+        states = [i for i, is_own in enumerate(owned) if is_own]
         for copy, device in zip(copies, device_ids, strict=True):
-            for i, room in in_one_storage(originals, device).items():
+            rooms = room_like([originals[i] for i in states], device, is_plain)
+            for i, room in zip(states, rooms, strict=True):
                 copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     for i, original in enumerate(originals):
         if original.requires_grad:

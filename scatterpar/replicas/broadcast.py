@@ -1,23 +1,15 @@
-"""The master's tensors in the memory of every other device: what has changed goes out, once.
-
-And room for buffers, of which each replica has its own: where some overlap in memory, what a
-forward pass writes to one it reads in the other.
-"""
+"""The master's tensors in the memory of every other device: what has changed goes out, once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import FlatCopy, Message, in_memory_order, packed, rounds
+from scatterpar.devices.chunks import Message, in_memory_order, packed, room_like, rounds
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Readout
 from scatterpar.devices.ledger import Ledger
-
-_ALIGNMENT = 64  # bytes, as of allocations: elsewhere other kernels are taken
 
 
 def version(tensor: Tensor) -> int:
@@ -48,7 +40,13 @@ class Broadcast:
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
         self._memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
-        self._arrivals = {device: FlatCopy(tensors, device) for device in self._memories[1:]}
+        self._arrivals = {
+            device: room_like(tensors, device, _is_weight) for device in self._memories[1:]
+        }
+        self._pieces = {  # their elements in the order of memory, 1-D
+            device: [flat for tensor in there if (flat := in_memory_order(tensor)) is not None]
+            for device, there in self._arrivals.items()
+        }
         self._parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
         self._places: list[Tensor] = []  # where the master's lie, and their elements there, 1-D
         self._flats: list[Tensor | None] = []
@@ -63,7 +61,7 @@ class Broadcast:
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
-        return self._tensors if device == self._memories[0] else self._arrivals[device].views
+        return self._tensors if device == self._memories[0] else self._arrivals[device]
 
     def compare(self, readout: Readout) -> None:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
@@ -78,8 +76,7 @@ class Broadcast:
             return
         master, other = self._memories[:2]
         here = Fingerprints([self._in_memory_order(i) for i in self._doubtful], master)
-        pieces = self._arrivals[other].pieces
-        there = Fingerprints([pieces[i] for i in self._unknown], other)
+        there = Fingerprints([self._pieces[other][i] for i in self._unknown], other)
         known = there.values
         if self._unknown:
             known = Ledger().copy(known, master, "replicate")  # the host waits for one device
@@ -129,7 +126,7 @@ class Broadcast:
         flat = self._flats[i]
         if flat is None:
             tensor = self._tensors[i].detach()
-            there = self._arrivals[self._memories[1]].views[i]
+            there = self._arrivals[self._memories[1]][i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
             flat = in_memory_order(tensor)
             assert flat is not None
@@ -137,9 +134,8 @@ class Broadcast:
 
     def _send(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
-        order = self._arrivals[self._memories[1]].order
         for number, owner in enumerate(self._memories):
-            flats = {i: self._flat(i, owner) for i in order if owners.get(i) == owner}
+            flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             tree = [*self._memories[number:], *self._memories[:number]]
             for message, flat in packed(flats):
                 self._spread(message, flat, tree, ledger)
@@ -147,85 +143,34 @@ class Broadcast:
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
         """The elements of a tensor in that memory, 1-D."""
-        away = self._arrivals.get(device)
-        return self._in_memory_order(i) if away is None else away.pieces[i]
+        here = device == self._memories[0]
+        return self._in_memory_order(i) if here else self._pieces[device][i]
 
     def _spread(
         self, message: Message, flat: Tensor, tree: Sequence[torch.device], ledger: Ledger
     ) -> None:
-        """Bring a message from the first device to all, straight to its place where that is one."""
+        """Bring a message from the first device to all; what comes alone, straight to its place."""
         here = {0: flat}
-        stretch = _stretch(message, self._arrivals[self._memories[1]].offsets)  # in all alike
+        keys = {piece.key for piece in message.pieces}
         for pairs in reversed(rounds(len(tree))):
             for near, far in pairs:
-                device = tree[far]
-                away = self._arrivals.get(device)
-                if away is not None and stretch is not None:
-                    here[far] = away.flats[flat.dtype][stretch]
+                parts = message.of({i: self._flat(i, tree[far]) for i in keys})
+                if len(parts) == 1:
+                    (here[far],) = parts
                     ledger.copy_into(here[far], here[near], "replicate")
                 else:
-                    here[far] = ledger.copy(here[near], device, "replicate")
-                    keys = {piece.key for piece in message.pieces}
-                    own = away.pieces if away else {i: self._in_memory_order(i) for i in keys}
-                    torch._foreach_copy_(message.of(own), here[far].split(message.sizes))
+                    here[far] = ledger.copy(here[near], tree[far], "replicate")
+                    torch._foreach_copy_(parts, here[far].split(message.sizes))
 
 
-def _stretch(message: Message, offsets: Sequence[int]) -> slice | None:
-    """What the pieces of a message are in a flat tensor; ``None`` if they have gaps there."""
-    start = end = offsets[message.pieces[0].key] + message.pieces[0].start
-    for piece, size in zip(message.pieces, message.sizes, strict=True):
-        if offsets[piece.key] + piece.start != end:
-            return None
-        end += size
-    return slice(start, end)
-
-
-def like_memory(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Room on ``device`` for ``tensors``; those of one storage lie in one there too."""
-    shared = in_one_storage(tensors, device)
-    alone = [i for i in range(len(tensors)) if i not in shared]
-    views = zip(alone, FlatCopy([tensors[i] for i in alone], device).views, strict=True)
-    found = shared | dict(views)
-    return [found[i] for i in range(len(tensors))]
-
-
-def in_one_storage(tensors: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
-    """Room for those that share a storage, by position: they lie in another as they do there.
-
-    A module may register ``table`` and ``table[0]``. Copies apart from each other would let it
-    read a row that it has just written in the table, as it was before.
-    """
-    groups: dict[int, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        if type(tensor) is Tensor and tensor.layout == torch.strided and _is_plain(tensor):
-            groups[tensor.untyped_storage().data_ptr()].append(i)
-    found = {}
-    for group in groups.values():
-        if len(group) > 1:
-            spans = {i: _span(tensors[i]) for i in group}
-            first = min(start for start, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
-            size = max(stop for _, stop in spans.values()) - first
-            room = verbs.empty(size, torch.uint8, device).untyped_storage()
-            for i, (start, _) in spans.items():
-                like, offset = tensors[i], (start - first) // tensors[i].element_size()
-                view = verbs.empty(0, like.dtype, device)
-                view.set_(room, offset, like.shape, like.stride())
-                found[i] = view.conj() if like.is_conj() else view
-    return found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether each of its elements has a place of its own that can be written."""
-    if tensor.is_quantized or tensor.is_neg() or not tensor.numel():
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is no parameter, and each of its elements has a place that can be written."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
-    return all(
-        stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins, and where it ends."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in sizes)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    has_places = all(stride or size == 1 for size, stride in sizes)
+    return has_places and tensor.numel() > 0 and not tensor.is_neg()
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.is_contiguous() and tensor.numel() > 0

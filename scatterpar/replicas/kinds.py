@@ -1,4 +1,4 @@
-"""What replicas can be made of, TorchScript, fx, slots and sparse tensors too; what is refused."""
+"""What replicas can be made of, TorchScript, fx and sparse tensors too; what is refused."""
 
 from __future__ import annotations
 
@@ -73,16 +73,12 @@ def new_like(module: nn.Module) -> nn.Module:
         vars(replica)["_is_replica"] = True
     else:
         replica = module._replicate_for_data_parallel()
-    vars(replica)["zero_grad"] = zero_grad_has_no_effect
+    vars(replica)["zero_grad"] = _zero_grad
     return replica
 
 
-def zero_grad_has_no_effect(set_to_none: bool = True) -> None:
-    """What ``self.zero_grad()`` is inside a forward pass.
-
-    Each replica's gradients are those of the sub-steps before: they are not the user's to
-    clear, and ``nn.DataParallel`` does not let it happen either.
-    """
+def _zero_grad(set_to_none: bool = True) -> None:
+    """What ``self.zero_grad()`` is inside a forward pass, as in ``nn.DataParallel``."""
     warnings.warn(
         "zero_grad() inside forward has no effect: a replica's gradients are those of earlier "
         "sub-steps of the same step; call zero_grad() before forward_backward",
@@ -215,6 +211,11 @@ def _refuse_frozen(root: nn.Module) -> None:
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
     """Refuse quantised tensors whose values replicas would not take along."""
     kind = type(tensor)
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{what}, which is of torch's quantised dtype {tensor.dtype}: replicas cannot have "
+            f"copies of it; keep its .int_repr(), scale and zero point as plain buffers"
+        )
     if hasattr(kind, "__tensor_flatten__"):
         raise TypeError(
             f"{what}, a {kind.__name__}, which is made of other tensors, as torchao's are: "

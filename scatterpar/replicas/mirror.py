@@ -233,12 +233,12 @@ class Mirror:
         # Of the originals, and what is in them: the copies' functions do not see that change.
         self.cells: list[tuple[types.CellType, Any]] = []
         self._kept: list[Any] = []  # so that no id in _made is used again
-        self.sparse: list[tuple[Tensor, list[Tensor]]] = []
+        self.sparse: list[Tensor] = []
         self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for original, pieces in survey.sparse.values():
-            own = [self._made.get(id(piece), piece) for piece in pieces]
-            self._made[id(original)] = assembled(original, own)
-            self.sparse.append((self._made[id(original)], own))
+            own = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
+            self._made[id(original)] = own
+            self.sparse.append(own)
         for module in survey.modules.values():
             self.of(module)
         self.rebind()

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order
+from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order, room_like
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.broadcast import Broadcast, like_memory
+from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
@@ -151,10 +151,6 @@ class Replicas:
         """
         if self._state is None or self._facts() != self._built_of or not self._are_like_before():
             return False
-        if not all(replica.is_whole() for replica in self.replicas):
-            return False
-        if any(contents(cell) is not value for cell, value in self.replicas[0].cells):
-            return False
         if not self._state.unchanged():
             turned = self._state.turned()
             if turned is None:
@@ -190,7 +186,6 @@ class Replicas:
         modules = list(survey.modules.values())
         before, self.tensors = self.tensors, list(survey.tensors.values())
         self._modules = survey.modules
-        self._sparse = list(survey.sparse.values())
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
@@ -204,6 +199,8 @@ class Replicas:
             Replica(index, device, sources[device], *common)
             for index, device in enumerate(self.device_ids)
         ]
+        self._sparse = [tensor for tensor, _ in survey.sparse.values()]
+        self._sparse += [tensor for replica in self.replicas for tensor in replica.sparse]
         self._share(sources)
         self._train()
         self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
@@ -232,8 +229,11 @@ class Replicas:
             *map(_DTYPE, self.tensors),
             *map(type, self._modules.values()),
         ]
-        for tensor, _ in self._sparse:
+        for tensor in self._sparse:
             facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
+        facts += [
+            id(contents(cell)) for cell, _ in self.replicas[0].cells
+        ]  # kept: no id comes again
         for script in self._scripts:
             facts += script_state(script)
         return facts
@@ -309,7 +309,7 @@ class Replica:
         self.device = device
         originals = list(survey.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
-        own = like_memory([originals[i] for i in private], device)
+        own = room_like([originals[i] for i in private], device, is_plain)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
         for i, view in zip(private, own, strict=True):
@@ -324,7 +324,7 @@ class Replica:
         self._mirror = mirror = Mirror(survey, copies, compiler)
         self.of = mirror.of  # the counterpart of a module of the master's, or of a method of one
         self.roots = tuple(mirror.of(root) for root in roots)
-        self.cells = mirror.cells
+        self.cells, self.sparse = mirror.cells, mirror.sparse
         self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
         self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
         self.state = Snapshot(mirror.containers)
@@ -341,8 +341,10 @@ class Replica:
         if not self.state.unchanged():
             self.state.restore()
         self._mirror.rebind()
-        for i in self.strays():
-            self.tensors[i].data = self._homes[i]
+        if not self._is_home():
+            for tensor, home in zip(self.tensors, self._homes, strict=True):
+                if not tensor.is_set_to(home):
+                    tensor.data = home
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
@@ -350,21 +352,10 @@ class Replica:
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
-        return self.state.unchanged() and not self.strays()
+        return self.state.unchanged() and self._is_home()
 
-    def is_whole(self) -> bool:
-        """Whether sparse tensors still lie on the pieces that are refreshed."""
-        return all(
-            all(map(Tensor.is_set_to, pieces_of(tensor), pieces))
-            for tensor, pieces in self._mirror.sparse
-        )
-
-    def strays(self) -> list[int]:
-        """Positions of the tensors that do not lie where they did after the last refresh."""
-        if all(map(Tensor.is_set_to, self.tensors, self._homes)):
-            return []
-        pairs = enumerate(zip(self.tensors, self._homes, strict=True))
-        return [i for i, (tensor, home) in pairs if not tensor.is_set_to(home)]
+    def _is_home(self) -> bool:
+        return all(map(Tensor.is_set_to, self.tensors, self._homes))
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""

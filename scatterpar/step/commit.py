@@ -14,7 +14,7 @@ from scatterpar.devices.chunks import (
     copy_lists,
     grouped,
 )
-from scatterpar.devices.fingerprints import changed
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
@@ -107,10 +107,8 @@ def _fits(target: Tensor, value: Tensor) -> bool:
 def _same(target: Tensor, value: Tensor) -> bool:
     """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
     if not is_sparse(target):
-        return not any(changed([target], [value]))
-    pairs = list(zip(pieces_of(target), pieces_of(value), strict=False))
-    fit = all(_fits(one, other) for one, other in pairs)
-    return fit and not any(changed(*zip(*pairs, strict=True)))
+        return same_bits(target, value)
+    return all(map(same_bits, pieces_of(target), pieces_of(value)))
 
 
 def _remember(pairs: Sequence[_Pair]) -> list[_Before]:
@@ -161,7 +159,7 @@ def _hand_over(pairs: list[_Pair]) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
         root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
-        backward([root], [torch.zeros_like(root)])
+        backward([root], [root.detach()])
 
 
 class _Hand(torch.autograd.Function):

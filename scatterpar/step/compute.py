@@ -135,11 +135,11 @@ def warm_up(
     attempt: Attempt,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
-    forward: Callable[[Task, Any], Any],
+    compute_rows: Callable[[Task, Any], Any],
 ) -> None:
     """Run what compiled replicas have not met, and leave no trace of it but compiled code.
 
-    ``forward`` is all of a sub-step but its backward pass.
+    ``compute_rows`` is all of a sub-step but its backward pass.
     """
     model = parts[0]
     if not any(part.compiler.is_used for part in parts):
@@ -148,7 +148,7 @@ def warm_up(
     new: list[dict[Hashable, int]] = []  # of each replica the kinds, and a micro-batch of each
     for task in tasks:
         numbers = range(len(task.share.micro_batches))
-        flags: Hashable = task.share.replica, forward, model.flags, modes
+        flags: Hashable = task.share.replica, compute_rows, model.flags, modes
         kinds = [(flags, _outline(task.arrival.at_source(number))) for number in numbers]
         found = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
         new.append({kind: number for kind, number in found if kind not in model.rehearsed})
@@ -166,7 +166,7 @@ def warm_up(
                 proceed()
                 with noted(task.share, number), torch_private.many_graphs():
                     rows = task.arrival.rows_of(number, keep=True)  # the step will ask for them
-                    output = forward(task, rows)
+                    output = compute_rows(task, rows)
                     roots = [t for t in nested.tensors(output) if t.requires_grad]
                     if roots:
                         pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())

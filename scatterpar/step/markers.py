@@ -184,25 +184,24 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def take(value: Any, start: int, stop: int, dim: int) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views.
+    """Rows ``start:stop`` of every tensor in ``value``: views. Markers stay, with fewer rows."""
+    return nested.transform(lambda leaf: sliced(leaf, start, stop, dim), value)
 
-    0-dim tensors are copied always: no two takers share one. Markers stay, with fewer rows.
-    """
 
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
-        return Rows(leaf.entries[start:stop], leaf.collate) if isinstance(leaf, Rows) else leaf
-
-    return nested.transform(one, value)
+def sliced(leaf: Any, start: int, stop: int, dim: int) -> Any:
+    """``take`` of a leaf. 0-dim tensors are copied always: no two takers share one."""
+    if isinstance(leaf, Tensor):
+        return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
+    return Rows(leaf.entries[start:stop], leaf.collate) if isinstance(leaf, Rows) else leaf
 
 
 def opened(value: Any, *, copy: bool = False) -> Any:
     """``value`` as a module or criterion sees it, without markers; with ``copy`` nobody else's."""
-    return nested.transform(partial(_opened, copy=copy), value)
+    return nested.transform(partial(unmarked, copy=copy), value)
 
 
-def _opened(leaf: Any, *, copy: bool) -> Any:
+def unmarked(leaf: Any, *, copy: bool) -> Any:
+    """``opened`` of a leaf."""
     if isinstance(leaf, Tensor):
         return leaf.clone() if copy else leaf
     if isinstance(leaf, Rows):

@@ -8,7 +8,7 @@ Every worker brings its own rows. What has no rows goes once to each memory, at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,30 +19,33 @@ from scatterpar.devices.chunks import by_dtype
 from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, take
+from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, sliced, take, unmarked
 
 Batch = Sequence[tuple[int, Any]]  # of each of several batches the first row, inputs and targets
 
+_COPIED = partial(unmarked, copy=True)
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
-def rows_at(batch: Batch, start: int, stop: int, dim: int) -> Any:
-    """Rows ``start:stop``, which are all of one of the batches: views; markers stay."""
-    first, value = next(each for each in reversed(batch) if each[0] <= start)
-    return take(value, start - first, stop - first, dim)
+def _batch_of(batch: Batch, start: int, stop: int) -> tuple[Any, int, int]:
+    """The one of several batches that has rows ``start:stop``, and where they are in it."""
+    number = -1
+    while batch[number][0] > start:
+        number -= 1
+    first, value = batch[number]
+    return value, start - first, stop - first
 
 
 def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
     """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
     for share in plan.shares:
         for start, stop in share.micro_batches:
-            yield opened(rows_at(batch, start, stop, dim))
+            yield opened(take(*_batch_of(batch, start, stop), dim))
 
 
 def scatter(batch: Batch, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
     """Each share's rows, which have not left yet. What has no rows is where it is needed."""
     sources = {tensor.device for tensor in [*all_tensors(batch)]}
-    marked = any(isinstance(leaf, (Rows, Replicated)) for leaf in nested.leaves(batch))
     delivery, arrivals = Delivery(ledger), []
     for share in plan.shares:
         if sources <= {share.device}:
@@ -51,6 +54,7 @@ def scatter(batch: Batch, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]
         ahead = Ahead(share.device, sources)
         ledger.follow(ahead)
         here = nested.transform(partial(delivery.bring_rowless, share.device), batch)
+        marked = any(isinstance(leaf, (Rows, Replicated)) for leaf in nested.leaves(batch))
         shared = marked or share.device in sources
         arrivals.append(Arrival(here, share, dim, ahead, shared=shared))
     return arrivals
@@ -78,7 +82,12 @@ class Arrival:
 
     def at_source(self, number: int) -> Any:
         """The rows of one micro-batch where the caller has them."""
-        return rows_at(self._batch, *self._share.micro_batches[number], self._dim)
+        return self._walk(number, lambda leaf: leaf)
+
+    def _walk(self, number: int, function: Callable[[Any], Any]) -> Any:
+        """What ``function`` makes of each leaf of a micro-batch's rows, in one walk."""
+        value, start, stop = _batch_of(self._batch, *self._share.micro_batches[number])
+        return nested.transform(lambda leaf: function(sliced(leaf, start, stop, self._dim)), value)
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch as module and criterion see them; the next ones set out.
@@ -86,16 +95,16 @@ class Arrival:
         With ``keep`` they will be asked for again, and stay.
         """
         if self._ahead is None:
-            return opened(self.at_source(number), copy=True)
+            return self._walk(number, _COPIED)
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
                 bring = partial(_bring_rows, self._ahead, self._share.device)
-                self._arrived[coming] = nested.transform(bring, self.at_source(coming))
+                self._arrived[coming] = self._walk(coming, bring)
                 self._ahead.depart(coming)
             if coming == number:
                 self._ahead.arrive(number)
         rows = self._arrived[number] if keep else self._arrived.pop(number)
-        return opened(rows, copy=keep or self._shared)
+        return opened(rows, copy=True) if keep or self._shared else rows
 
     def let_go(self) -> None:
         """Keep no rows; they come again if they are asked for."""

@@ -50,13 +50,10 @@ from scatterpar.threads.workers import Attempt, Workers, note
 from scatterpar.torch_private import nodes_of
 
 
-def differences(output: Any, piece: Any) -> list[Tensor]:
+def _differences(output: Any, piece: Any) -> list[Tensor]:
     """By how much of the tolerance an output of the second pass is not that of the first.
 
     Left on the device: to ask for the numbers here would make the next sub-step wait.
-
-    Raises:
-        RuntimeError: the outputs are not of the same kind.
     """
     now, before = list(nested.tensors(output)), list(nested.tensors(piece))
     if [_kind(tensor) for tensor in now] != [_kind(tensor) for tensor in before]:
@@ -84,12 +81,8 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
 
 
-def require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
-    """Refuse gradients that belong to other outputs than the loss was computed from.
-
-    Raises:
-        RuntimeError: an output of the second pass is not that of the first.
-    """
+def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
+    """Refuse gradients that belong to other outputs than the loss was computed from."""
     for number, found in enumerate(changes):
         if not all(change.item() <= 1 for change in found):
             with noted(share, number):
@@ -117,33 +110,30 @@ class Peers(Protocol):
         """All ranks' outputs, their rows and targets, this rank's as they are; rank 0's seed."""
 
 
+@dataclass
+class Seen:
+    """What the first pass leaves of one share."""
+
+    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
+    last: Any  # the last micro-batch's output, with its graph
+    states: list[State]  # where the generators were before each micro-batch
+    outputs: Any  # what is returned of them, where they were asked for
+
+
 class WholeBatch:
     """The outputs and targets of all rows, in row order, in the master's memory.
 
     Outputs cross once to the master, their gradients once back, counted under ``compute``.
-
-    Args:
-        joined: for each share, its outputs joined, one value for each of its spans.
-        shares: the shares.
-        targets: those of each batch, as the caller gave them, and its rows.
-        dim: the dimension that holds the rows.
-        lists: an output that is a list with one entry per row is joined as such.
-        ledger: copies, and counts what it copied.
     """
 
     def __init__(
-        self,
-        joined: Sequence[Sequence[Any]],
-        shares: Sequence[Share],
-        targets: tuple[list[Any], Sequence[int]],
-        dim: int,
-        lists: bool,
-        ledger: Ledger,
+        self, request: Request, seen: Sequence[Seen], shares: Sequence[Share], ledger: Ledger
     ) -> None:
-        self._shares, self._dim, self._lists, self._ledger = shares, dim, lists, ledger
+        self._request, self._shares, self._ledger = request, shares, ledger
         self._own = [
-            [nested.transform(partial(self._leaf, share), value) for value in values]
-            for values, share in zip(joined, shares, strict=True)
+            [nested.transform(partial(self._leaf, share), value) for value in one.joined]
+            for one, share in zip(seen, shares, strict=True)
         ]
         spans = [
             (start, stop - start, value)
@@ -153,22 +143,16 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
-        self._targets = self._whole(*targets)
+        self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
-        everyones, seed = peers.outputs_of_all(
-            self._pieces, self._rows, self._targets, self._dim, seed
-        )
-        self._pieces, self._rows, self._targets = everyones
+        own = self._pieces, self._rows, self._targets, self._request.dim
+        (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*own, seed)
         return seed
 
     def backward(
-        self,
-        criterion: Callable[[Any, Any], Any],
-        reach: Callable[[Tensor, Sequence[Any]], None],
-        scale: float,
-        check_finite: bool,
+        self, criterion: Callable[..., Any], reach: Callable[[Tensor, Sequence[Any]], None]
     ) -> Tensor:
         """The loss; its gradients are then in the outputs and in what the criterion has.
 
@@ -179,9 +163,10 @@ class WholeBatch:
             nodes = nodes_of(nested.tensors(joined))
             loss = scalar_loss(criterion(joined, self._targets), "the criterion")
             reach(loss, nodes)
-            if check_finite and not torch.isfinite(loss):
+            if self._request.check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
-            pull([loss], [torch.full_like(loss, scale, requires_grad=False)], autocast_types())
+            scale = torch.full_like(loss, self._request.scale, requires_grad=False)
+            pull([loss], [scale], autocast_types())
         except BaseException as error:
             note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
             raise
@@ -204,16 +189,17 @@ class WholeBatch:
 
     def _joined(self) -> Any:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
-        rows = self._rows
-        joined = join_rows(self._pieces, self._dim, rows, rows, lists=self._lists)
+        rows, lists = self._rows, has_entries(self._request.batch)
+        joined = join_rows(self._pieces, self._request.dim, rows, rows, lists=lists)
         return nested.transform(_no_leaf, joined)
 
-    def _whole(self, targets: list[Any], sizes: Sequence[int]) -> Any:
+    def _whole(self, targets: list[Any]) -> Any:
         """All targets, for the criterion to write to if it likes."""
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        return join(opened(here, copy=is_home), self._dim, sizes)
+        rows = opened(here, copy=is_home)
+        return join(rows, self._request.dim, self._request.sizes)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:
@@ -223,17 +209,6 @@ class WholeBatch:
 
 def _no_leaf(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and value.is_leaf else value
-
-
-@dataclass
-class Seen:
-    """What the first pass leaves of one share."""
-
-    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
-    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
-    last: Any  # the last micro-batch's output, with its graph
-    states: list[State]  # where the generators were before each micro-batch
-    outputs: Any  # what is returned of them, where they were asked for
 
 
 def train_whole(
@@ -252,13 +227,9 @@ def train_whole(
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
     seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
-    shares = [task.share for task in tasks]
-    lists = has_entries(request.batch)
-    joined = [one.joined for one in seen]
-    targets = [own for _, own in request.batches], request.sizes
-    batch = WholeBatch(joined, shares, targets, request.dim, lists, attempt.ledger)
+    batch = WholeBatch(request, seen, [task.share for task in tasks], attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
-    backward = partial(batch.backward, criterion, stash.reach, request.scale, request.check_finite)
+    backward = partial(batch.backward, criterion, stash.reach)
     try:
         with generators.of_criterion(seed):  # out here interrupts wait: none cuts it in half
             loss = _tried(attempt.workers, backward, tasks, seen)
@@ -318,10 +289,7 @@ def first_pass(
 
 
 def _tried(
-    workers: Workers,
-    backward: Callable[[], Tensor],
-    tasks: Sequence[Task],
-    seen: Sequence[Seen],
+    workers: Workers, backward: Callable[[], Tensor], tasks: Sequence[Task], seen: Sequence[Seen]
 ) -> Tensor:
     """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
 
@@ -387,14 +355,14 @@ def second_pass(
         with noted(task.share, number):
             generators.set_state(share.replica, own.states[number])
             output = output_at(task, task.arrival.rows_of(number))
-            changes.append(differences(output, own.pieces[number]))
+            changes.append(_differences(output, own.pieces[number]))
             _pull(nested.tensors(output), _gradients(own.pieces[number]))
             waiting = unalias(waiting)
             del output
     generators.set_state(share.replica, state)
     commit_buffers(buffers)
     replica.seen.update(moments)
-    require_unchanged(changes, share)
+    _require_unchanged(changes, share)
 
 
 def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -422,6 +390,6 @@ def _buffers(replica: Replica) -> list[BufferValue]:
 
 
 def _leaf(value: Any) -> Any:
-    return (
-        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-    )
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)

@@ -39,32 +39,35 @@ _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-@contextlib.contextmanager
-def followed(roots: Sequence[Tensor]) -> Iterator[None]:
+class followed:
     """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
-    Accelerators' backward passes run in threads of autograd's own; activation checkpointing
-    draws there again what the forward pass drew.
+    Accelerators' backward passes run in threads of autograd's own; activation checkpointing draws
+    there again what the forward pass drew. (No generator: a tensor may raise ``StopIteration``.)
     """
-    make = getattr(_thread, "generator", None)
-    if make is None or not _thread.has_helpers:
-        yield
-        return
-    tasks = set()
 
-    def adopt(_: Tensor) -> None:
-        task = torch_private.current_graph_task()
-        tasks.add(task)
-        _graph_tasks[task] = make
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self._roots = roots
+        self._tasks: set[int] = set()
+        self._handles: list[Any] = []
 
-    # Each root: what a node draws comes after the hook of some root above it.
-    handles = [root.register_hook(adopt) for root in roots if root.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
+    def __enter__(self) -> None:
+        make = getattr(_thread, "generator", None)
+        if make is None or not _thread.has_helpers:
+            return
+
+        def adopt(_: Tensor) -> None:
+            task = torch_private.current_graph_task()
+            self._tasks.add(task)
+            _graph_tasks[task] = make
+
+        # Each root: what a node draws comes after the hook of some root above it.
+        self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
             handle.remove()
-        for task in tasks:
+        for task in self._tasks:
             del _graph_tasks[task]
 
 

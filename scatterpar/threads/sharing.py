@@ -27,12 +27,8 @@ _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 class Turn:
     """One replica at a time is in the body, in the order in which they come.
 
-    The next one waits as long as the one whose turn it is gets on. One that does not, because it
-    waits for something itself, lets others go beside it.
-
-    Args:
-        watch: ``watch(thread)()`` tells whether a thread gets on: it changes while it does.
-        seconds: how long it may stay the same.
+    The next one waits as long as the one whose turn it is gets on: while ``watch(thread)()``
+    changes within so many ``seconds``. One that waits for something itself lets others go beside.
     """
 
     def __init__(self, watch: Callable[[int], Callable[[], Hashable]], seconds: float) -> None:

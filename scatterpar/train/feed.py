@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from scatterpar.train.data import TEST, TRAIN, Broken, Images, Source, UsageError, words_of
+from scatterpar.train.data import Broken, Images, Source, UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
@@ -61,8 +61,7 @@ class Feed:
 
     `workers` processes read; with 0 this one does, when it is asked. `skip_broken` images may be
     left out that cannot be read; `warn` is called with a line for each. `waited` are the seconds
-    that whoever asked has waited, `started` those for the first batch, when the workers start, and
-    `broken` tells how often images were left out, by name.
+    that whoever asked has waited, and `broken` tells how often images were left out, by name.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class Feed:
         warn: Callable[[str], object] = print,
     ) -> None:
         self.source = source
-        self.waited = self.started = 0.0
+        self.waited = 0.0
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
-        self._workers = workers
+        self._workers = 0 if source.in_memory else workers
         self._assembler: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         if requests:
@@ -105,9 +104,7 @@ class Feed:
         else:
             request, found = self._next.result()
             self._next = self._assembler.submit(next, self._batches)
-        seconds = time.perf_counter() - start
-        self.started = self.started if self.waited else seconds
-        self.waited += seconds
+        self.waited += time.perf_counter() - start
         for problem in found.broken:
             self._leave_out(problem)
         return request, found
@@ -166,18 +163,6 @@ class Feed:
                 )
             self._warn(f"left out: {said}")
         self.broken[problem.name] += 1
-
-
-def check_data(source: Source, workers: int, told: Callable[[int], object]) -> list[Broken]:
-    """Look at all pictures, in parallel; return those that cannot be read."""
-    parts = ((TRAIN, len(source.train)), (TEST, len(source.test)))
-    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
-    broken: list[Broken] = []
-    with Feed(source, requests, workers, float("inf"), lambda _: None) as feed:
-        for request in requests:
-            broken += feed.take()[1].broken
-            told(len(request.rows))
-    return broken
 
 
 def default_workers() -> int:

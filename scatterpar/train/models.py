@@ -34,10 +34,6 @@ class SmallCNN(nn.Sequential):
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
         channels, height, width = image_shape
-        if min(height, width) < 8:
-            raise UsageError(
-                f"cnn takes images of 8 x 8 pixels or more, but these are {height} x {width}"
-            )
         super().__init__(
             _convolution(channels, 16),
             _convolution(16, 32),
@@ -130,9 +126,7 @@ def _find(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
         parameters = inspect.signature(factory).parameters.values()
         if any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters):
             factory = functools.partial(factory, num_classes=classes)
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"it returned a {type(model).__name__}, not an nn.Module")
+    model: nn.Module = factory()
     return model
 
 

@@ -110,7 +110,7 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(git, capture_output=True, encoding="utf-8", timeout=10, check=True)
         commit = done.stdout.strip()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

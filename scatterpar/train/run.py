@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -29,9 +30,9 @@ from scatterpar.train.checkpoint import (
     save,
     written,
 )
-from scatterpar.train.data import Source, UsageError
+from scatterpar.train.data import TEST, TRAIN, Broken, Source, UsageError
 from scatterpar.train.evaluation import Evaluation, evaluate
-from scatterpar.train.feed import Feed, FeedError, check_data, default_workers
+from scatterpar.train.feed import PIECE, Feed, FeedError, Request, default_workers
 from scatterpar.train.machines import (
     Stopped,
     Stopping,
@@ -55,7 +56,6 @@ from scatterpar.train.training import (
     train_epoch,
 )
 
-_LONG_WAIT = 0.2  # of the time; from here on the tool says what to do
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 
@@ -102,9 +102,16 @@ def run(options: Options) -> int:
 
 def _look_at(source: Source, options: Options, workers: int, out: Path) -> None:
     """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
-    total, path = len(source.train) + len(source.test), out / "broken.txt"
-    with tqdm(total=total, desc="checking", unit=" images", disable=None) as bar:
-        broken = check_data(source, workers, bar.update)
+    parts, path = ((TRAIN, len(source.train)), (TEST, len(source.test))), out / "broken.txt"
+    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
+    total, broken = sum(n for _, n in parts), list[Broken]()
+    with (
+        tqdm(total=total, desc="checking", unit=" images", disable=None) as bar,
+        Feed(source, requests, workers, math.inf, lambda _: None) as feed,
+    ):
+        for request in requests:
+            broken += feed.take()[1].broken
+            bar.update(len(request.rows))
     with written(path) as file:
         file.write("".join(f"{p.name}\t{p.reason}\n" for p in broken).encode(errors="replace"))
     print(f"{len(broken)} of {total:,} pictures cannot be read; the list is in {path}")
@@ -258,21 +265,15 @@ class Run:
         batches, feed = self.training.batches, self.feed
         number, before = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
-        start, waited, started, used = time.perf_counter(), feed.waited, feed.started, before
+        start, waited, used = time.perf_counter(), feed.waited, before
         for report, rate in train_epoch(self.training, feed, self._criterion):
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
             self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{share:.0%}", refresh=False)
             self._after_step(number, rate, images, report)
             self._stopping.check(self.training.machines)
-        seconds, waited = time.perf_counter() - start, feed.waited - waited
-        steady = waited - (feed.started - started)  # once the workers had started
-        self._end_epoch(batches.consumed - before, seconds, waited)
-        if steady > _LONG_WAIT * seconds and not feed.source.in_memory:
-            self._say(
-                f"  {steady / seconds:.0%} of the time was spent waiting for images: give more "
-                "--workers, or store smaller images"
-            )
+        seconds = time.perf_counter() - start
+        self._end_epoch(batches.consumed - before, seconds, feed.waited - waited)
 
     def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
         progress, batches = self.progress, self.training.batches

@@ -2,10 +2,9 @@
 
 While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
 (McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
-`--batch auto` the batch starts small and is doubled between epochs, in the spirit of Smith et al.
-2018, arXiv:1711.00489. The learning rate is scaled with it (Goyal et al. 2017, arXiv:1706.02677,
-section 2.1); otherwise it goes by the images that were used, and ends at the same place whenever
-the batch grew. Schedulers of libraries go by steps or epochs.
+`--batch auto` it is doubled between epochs (Smith et al. 2018, arXiv:1711.00489). The learning rate
+is scaled with it (Goyal et al. 2017, arXiv:1706.02677, section 2.1) and goes by the images that
+were used, where schedulers of libraries go by steps or epochs.
 """
 
 from __future__ import annotations
@@ -234,12 +233,11 @@ def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
     """Build the model with its first weights, on the first device, and the engine for it."""
-    classes, layout = len(source.class_names), torch.preserve_format
-    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
+    about = source.image_shape, len(source.class_names), source.mean, source.std
+    model = build_model(options.model, *about)
     if options.init is not None:
         initialise(model.network, options.init)
-    if options.channels_last:
-        layout = torch.channels_last
+    layout = torch.channels_last if options.channels_last else torch.preserve_format
     try:
         return ScatterOnceParallel(
             model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
@@ -331,9 +329,8 @@ def _too_few_to_normalise(
     """Return the rows of a batch of an epoch that makes micro-batches of one; 0 if all is well."""
     if not any(isinstance(layer, nn.BatchNorm1d) for layer in engine.module.modules()):
         return 0
-    full = min(batch, images)
-    for rows in {full, images % batch or full}:
+    for rows in {min(batch, images), images % batch} - {0}:
         shares = engine.plan(max(1, rows // machines.size)).shares  # those of the last rank
-        if min(stop - start for share in shares for start, stop in share.micro_batches) == 1:
+        if any(stop - start == 1 for share in shares for start, stop in share.micro_batches):
             return rows
     return 0

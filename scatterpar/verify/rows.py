@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, Rows
+from scatterpar.step.markers import Rows, opened
 from scatterpar.step.request import Request
 
 __all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
@@ -155,20 +155,10 @@ def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
     """Copies of these rows of every tensor in ``value``, as a module or criterion sees them."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            given = leaf.detach()
-            if not leaf.ndim:
-                return given.clone()
-            return torch.cat([given.narrow(dim, row, 1) for row in rows], dim)
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return torch.cat([leaf.detach().narrow(dim, row, 1) for row in rows], dim)
         if isinstance(leaf, Rows):
-            few = nested.transform(_copied, [leaf.entries[row] for row in rows])
-            return few if leaf.collate is None else leaf.collate(few)
-        if isinstance(leaf, Replicated):
-            return nested.transform(_copied, leaf.value)
+            return Rows([leaf.entries[row] for row in rows], leaf.collate)
         return leaf
 
-    return nested.transform(one, value)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    return opened(nested.transform(one, value), copy=True)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.mirror import Snapshot, Survey, contents
 from scatterpar.step.captured import surroundings
 from scatterpar.torch_private import uncompiled
@@ -129,9 +130,9 @@ class _Reach(Survey):
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Compare all of it: batch normalisation writes statistics that torch counts no version of."""
-    if one.shape != other.shape or one.layout != torch.strided:
-        return one.shape == other.shape and torch.equal(one.to_dense(), other.to_dense())
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    if one.layout == torch.strided:
+        return same_bits(one, other)
+    return one.shape == other.shape and torch.equal(one.to_dense(), other.to_dense())
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,14 +1,17 @@
 """The tables of README.md: ``tests/nullcuda/run python -m nullcuda.figures counts`` or ``time``.
 
 ``counts``: what one step does on each card, and the most memory that torch's allocator gave out.
-``time``: how long the host is at work in one step, on cards whose kernels take no time. This is the
-bound that launching sets: a real card is kept busy only where its own time for a sub-step is longer
-than the host's. Nothing computes, so losses mean nothing.
+``time``: how long the host is at work in one step, on cards whose kernels and copies take no time.
+This is the bound that launching sets: a real card is kept busy only where its own time for a
+sub-step is longer than the host's. Nothing computes, so losses mean nothing. DDP is one process
+with one card; the exchange is left out, and its buckets are not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +19,9 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from nullcuda import card, values
 from scatterpar import ScatterOnceParallel
@@ -27,14 +32,14 @@ Step = Callable[[], None]
 
 
 class GPT(nn.Module):
-    """Twelve layers of GPT-2's size, in torch's own blocks."""
+    """Twelve layers in torch's own blocks; narrow, since launching costs the same at any width."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(50257, 768)
-        layer = nn.TransformerEncoderLayer(768, 12, 3072, 0.0, "gelu", batch_first=True)
+        self.words = nn.Embedding(1024, 192)
+        layer = nn.TransformerEncoderLayer(192, 12, 768, 0.0, "gelu", batch_first=True)
         self.body = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
-        self.head = nn.Linear(768, 4)
+        self.head = nn.Linear(192, 4)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.words(words)).mean(1))
@@ -53,32 +58,49 @@ def network(name: str) -> nn.Module:
 def batch(name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pinned, as a loader for cards gives it."""
     is_text = name == "gpt"
-    inputs = torch.randint(50257, (rows, 32)) if is_text else torch.randn(rows, 3, 64, 64)
+    inputs = torch.randint(1024, (rows, 32)) if is_text else torch.randn(rows, 3, 64, 64)
     return inputs.pin_memory(), torch.zeros(rows, dtype=torch.long).pin_memory()
 
 
 def plain_loop(name: str, model: nn.Module, accum: int) -> Step:
-    """The sub-steps of one card without an engine."""
+    """The sub-steps of one card without an engine; of DDP all but the last without a reduction."""
     inputs, targets = batch(name, ROWS)
     criterion = nn.CrossEntropyLoss()
 
     def step() -> None:
         model.zero_grad()
-        for x, y in zip(inputs.chunk(accum), targets.chunk(accum), strict=True):
+        pairs = zip(inputs.chunk(accum), targets.chunk(accum), strict=True)
+        for number, (x, y) in enumerate(pairs, 1):
             x, y = x.to("cuda:0", non_blocking=True), y.to("cuda:0", non_blocking=True)
-            (criterion(model(x), y) / accum).backward()
+            silent = isinstance(model, DistributedDataParallel) and number < accum
+            with model.no_sync() if silent else contextlib.nullcontext():
+                (criterion(model(x), y) / accum).backward()
 
     return step
 
 
-def engine(name: str, model: nn.Module, accum: int, cards: int) -> Step:
+def ddp(model: nn.Module) -> nn.Module:
+    """The module as one process of DistributedDataParallel has it, but for the exchange."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = DistributedDataParallel(model, device_ids=[0])
+
+    def exchange(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    made.register_comm_hook(None, exchange)
+    return made
+
+
+def engine(name: str, model: nn.Module, accum: int, cards: int, *, graphs: bool = False) -> Step:
     """The engine on so many cards, with as many rows for each."""
     inputs, targets = batch(name, ROWS * cards)
     criterion = nn.CrossEntropyLoss()
-    made = ScatterOnceParallel(model, accum, list(range(cards)), verify=False)
-    few = accum * cards  # its first steps compare values: these are computed for few rows
-    for _ in range(2):
-        made.forward_backward(inputs[:few], targets[:few], criterion)
+    made = ScatterOnceParallel(model, accum, list(range(cards)), verify=False, graphs=graphs)
+    for _ in range(2):  # its first steps compare values: these are computed for few rows
+        made.forward_backward(inputs[:cards], targets[:cards], criterion)
 
     def step() -> None:
         model.zero_grad()
@@ -126,46 +148,64 @@ def print_layout(name: str, cards: int, accum: int) -> None:
         print(f" | {waits} | {copies} | {peak:.2f} |")
 
 
-def print_times(name: str, cards: list[int], accums: list[int], rounds: int) -> None:
-    """All layouts in turn in every round."""
-    print("| sub-steps | | ms, median | times the plain loop |\n|---:|---|---:|---:|")
-    layouts = {}
-    for accum in accums:
-        model = network(name)
-        layouts[accum] = {"plain loop, 1 card": plain_loop(name, model, accum)}
-        layouts[accum] |= {f"engine, {n}": engine(name, model, accum, n) for n in cards}
+def print_times(names: list[str], cards: list[int], accums: list[int], rounds: int) -> None:
+    """A line for each model and number of sub-steps, each in a process of its own."""
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}; ms\n")
+    print("| | sub-steps | plain loop, 1 card | DDP, 1 card |", end="")
+    print("".join(f" engine, {n} |" for n in cards) + "".join(f" graphs, {n} |" for n in cards))
+    print("|---|---:|---:|---:|" + "---:|" * 2 * len(cards), flush=True)
+    for name in names:
+        for accum in accums:
+            arguments = ["--model", name, "--accum", str(accum), "--rounds", str(rounds)]
+            arguments += ["--cards", *map(str, cards)]
+            command = [sys.executable, "-W", "ignore", "-m", "nullcuda.figures", "line"]
+            variables = os.environ | {"NULLCUDA_DEVICES": str(max(4, *cards))}
+            subprocess.run([*command, *arguments], env=variables, check=True)
+
+
+def print_line(name: str, cards: list[int], accum: int, rounds: int) -> None:
+    """Medians of all layouts, in turn in every round, and their ratios to the plain loop."""
+    model = network(name)
+    steps = [plain_loop(name, model, accum), plain_loop(name, ddp(network(name)), accum)]
+    steps += [engine(name, model, accum, n) for n in cards]
+    steps += [engine(name, model, accum, n, graphs=True) for n in cards]
     values.remove()
-    for accum, each in layouts.items():
-        seconds: dict[str, list[float]] = {what: [] for what in each}
-        for number in range(rounds + 2):
-            for what, step in each.items():
-                start = time.perf_counter()
-                step()
-                if number >= 2:  # the first steps allocate, and look around
-                    seconds[what].append(time.perf_counter() - start)
-        plain = next(iter(seconds.values()))
-        for what, taken in seconds.items():
-            ratio = statistics.median(a / b for a, b in zip(taken, plain, strict=True))
-            print(f"| {accum} | {what} | {statistics.median(taken) * 1e3:.0f} | {ratio:.2f} |")
+    seconds: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds + 2):
+        for step, taken in zip(steps, seconds, strict=True):
+            start = time.perf_counter()
+            step()
+            if number >= 2:  # the first steps allocate, and look around
+                taken.append(time.perf_counter() - start)
+    print(f"| {name} | {accum} | {statistics.median(seconds[0]) * 1e3:.0f}", end="")
+    for taken in seconds[1:]:
+        ratio = statistics.median(a / b for a, b in zip(taken, seconds[0], strict=True))
+        print(f" | {statistics.median(taken) * 1e3:.0f} ({ratio:.2f})", end="")
+    print(" |", flush=True)
 
 
 def main() -> None:
     """Parse the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["counts", "time", "layout"])
-    parser.add_argument("--model", choices=["resnet50", "gpt"], default="resnet50")
-    parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--accum", type=int, nargs="+", default=[16])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("what", choices=["counts", "time", "layout", "line"])
+    parser.add_argument("--model", choices=["resnet50", "gpt"], nargs="+")
+    parser.add_argument("--cards", type=int, nargs="+")
+    parser.add_argument("--accum", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    models, cards = options.model or ["resnet50"], options.cards or [1, 2, 4]
+    accums = options.accum or [16]
     if options.what == "counts":
-        print_counts(options.model, options.cards, options.accum[0])
-        return
-    values.install()
-    if options.what == "layout":
-        print_layout(options.model, options.cards[0], options.accum[0])
+        print_counts(models[0], cards, accums[0])
+    elif options.what == "time":
+        models, cards = options.model or ["resnet50", "gpt"], options.cards or [1, 2, 4, 8]
+        print_times(models, cards, options.accum or [1, 4, 16], options.rounds)
     else:
-        print_times(options.model, options.cards, options.accum, options.rounds)
+        values.install()
+        if options.what == "layout":
+            print_layout(models[0], cards[0], accums[0])
+        else:
+            print_line(models[0], cards, accums[0], options.rounds)
 
 
 if __name__ == "__main__":

@@ -219,6 +219,7 @@ def _graph_of(device: torch.device) -> list[Callable[[int, int], None]] | None:
 def remove() -> None:
     """Take the twins away: from now on nothing computes, and nothing costs the host more."""
     _library._destroy()
+    card.runtime().null_moves(0)
     torch.cuda.CUDAGraph = _Graph.__base__
     torch.backends.cudnn.enabled = True
     _fused_attention(True)

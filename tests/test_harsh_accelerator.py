@@ -694,7 +694,7 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     def copy_another():  # by the worker
         made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    with mock.patch("scatterpar.devices.ahead.mark") as mark:
+    with mock.patch("scatterpar.devices.ledger.mark") as mark:
         mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None

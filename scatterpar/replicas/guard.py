@@ -127,8 +127,9 @@ class _Guard:
                 elif now[i] != before[i]:
                     moved.add((i, device))
         for device, values in self._shared.memories.items():
-            for i, kept in enumerate(self._kept):
-                if _differ(values[i], Ledger().copy(kept, device, "replicate")):
+            for i, kept in enumerate(self._kept):  # in the host: a device has no room to spare
+                value = Ledger().copy(values[i].detach(), kept.device, "replicate")
+                if not same_bits(value, kept):
                     written.add((i, device))
         return written | (moved - exchanged)
 

@@ -108,7 +108,7 @@ class _Reach(Survey):
         elif hasattr(value, "bit_generator"):  # NumPy's
             source = value.bit_generator
             self.generators.append((lambda: source.state, partial(setattr, source, "state")))
-        elif isinstance(home, str) and home.split(".")[0] not in _FOREIGN:
+        elif isinstance(home, str) and not _is_foreign(home):
             own = getattr(value, "__dict__", {})
             if isinstance(value, types.FunctionType):
                 self._visit_function(value)
@@ -118,6 +118,8 @@ class _Reach(Survey):
     def _visit_function(self, function: types.FunctionType) -> None:
         own, of_file = surroundings(function)
         space = function.__globals__
+        if _is_foreign(space.get("__name__")):  # a wrapper that goes by its function's name
+            of_file = {}
         for cell in function.__closure__ or ():
             if contents(cell) is not cell:
                 put = partial(setattr, cell, "cell_contents")
@@ -126,6 +128,10 @@ class _Reach(Survey):
             if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
                 self.variables.append((partial(space.get, name), partial(space.__setitem__, name)))
         self._visit((*own.values(), *of_file.values(), vars(function)))
+
+
+def _is_foreign(module: Any) -> bool:
+    return isinstance(module, str) and module.split(".")[0] in _FOREIGN
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

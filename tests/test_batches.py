@@ -484,9 +484,9 @@ REFUSED = {
         r"inputs: a list of 7 texts, or lists of them, beside 7 rows would go whole.*Rows\(texts\)",
     ),
     "graphs in one": (
-        type("DataBatch", (), {"__len__": lambda self: 3})(),
+        type("DataBatch", (), {"__module__": "torch_geometric.data.batch"})(),
         ValueError,
-        r"inputs: a DataBatch is no tensor.*Rows\(graphs, Batch.from_data_list\)",
+        r"inputs: a DataBatch cannot be split.*Rows\(graphs, Batch.from_data_list\)",
     ),
     "no entries": (Rows([]), ValueError, r"batch is empty: inputs with 0 \(Rows\(0 x nothing\)\)"),
     "all replicated": (Replicated(ROWS), ValueError, "no tensor with rows: inputs is Replicated"),

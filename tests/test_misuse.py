@@ -334,17 +334,12 @@ def integers():
     return model
 
 
-class Slotted(nn.Linear):
-    __slots__ = ("scale",)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("make", [ScatterOnceParallel, DataParallelModel])
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
-        (lambda: Slotted(4, 3), r"a Slotted cannot be replicated, .* keeps 'scale' in __slots__; "),
         (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
         (frozen, r"since its child '0' is a TorchScript module that torch.jit.freeze made"),

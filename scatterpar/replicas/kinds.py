@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -86,15 +87,17 @@ def _zero_grad(set_to_none: bool = True) -> None:
     )
 
 
-def _refuse_slots(kind: type) -> None:
-    """Replicas copy a module's dictionary."""
-    for base in kind.__mro__:
-        for member in vars(base).values():
-            if isinstance(member, types.MemberDescriptorType):
-                raise TypeError(
-                    f"a {kind.__name__} cannot be replicated, since {base.__name__} keeps "
-                    f"{member.__name__!r} in __slots__; let modules have plain attributes"
-                )
+def slots(module: nn.Module) -> list[tuple[types.MemberDescriptorType, Any]]:
+    """What its classes keep in ``__slots__`` instead of its ``__dict__``, and what is there."""
+    kind: Any = type(module)
+    members = _slots_of(kind)
+    return [(slot, slot.__get__(module)) for slot in members if hasattr(module, slot.__name__)]
+
+
+@functools.cache
+def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
+    values = [value for base in kind.__mro__ for value in vars(base).values()]
+    return tuple(value for value in values if isinstance(value, types.MemberDescriptorType))
 
 
 class _ScriptBuffers(MutableMapping[str, "Tensor | None"]):
@@ -174,8 +177,6 @@ def check_placement(
     expected = verbs.physical(device_ids[0])
     for root in roots:
         _refuse_frozen(root)
-        for kind in {type(module) for module in root.modules()}:
-            _refuse_slots(kind)
         _refuse_renormalised(root)
         owner = type(root).__name__
         tensors: list[tuple[str, str, Tensor]]

@@ -32,6 +32,7 @@ from scatterpar.replicas.kinds import (
     pieces_of,
     rebind_script,
     script_tensors,
+    slots,
 )
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
@@ -81,6 +82,7 @@ class Survey:
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
                 self._visit_container(vars(value))
+                self._visit(tuple(inside for _, inside in slots(value)))
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
@@ -235,6 +237,7 @@ class Mirror:
         self._kept: list[Any] = []  # so that no id in _made is used again
         self.sparse: list[Tensor] = []
         self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        self._slots: list[tuple[nn.Module, types.MemberDescriptorType, Any]] = []
         for original, pieces in survey.sparse.values():
             own = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
             self._made[id(original)] = own
@@ -286,6 +289,8 @@ class Mirror:
         """Undo what a forward pass rebound where no snapshot sees it."""
         for script, tensors in self._scripts:
             rebind_script(script, tensors)
+        for replica, slot, value in self._slots:
+            slot.__set__(replica, value)
 
     def _module(self, module: nn.Module) -> nn.Module:
         replica = new_like(module)
@@ -300,6 +305,9 @@ class Mirror:
             # The protocol copies some containers; the mirror copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
             state[name] = self.of(source)
+        for slot, value in slots(module):
+            self._kept.append(value)
+            self._slots.append((replica, slot, self.of(value)))
         _, how = self._survey.compiled.get(id(module), (None, None))
         is_root = any(module is root for root in self._survey.roots)
         state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)

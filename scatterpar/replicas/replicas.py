@@ -19,7 +19,7 @@ from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
-from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state
+from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state, slots
 from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
@@ -199,6 +199,7 @@ class Replicas:
             Replica(index, device, sources[device], *common)
             for index, device in enumerate(self.device_ids)
         ]
+        self._slotted = [module for module in self._modules.values() if slots(module)]
         self._sparse = [tensor for tensor, _ in survey.sparse.values()]
         self._sparse += [tensor for replica in self.replicas for tensor in replica.sparse]
         self._share(sources)
@@ -231,9 +232,9 @@ class Replicas:
         ]
         for tensor in self._sparse:
             facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
-        facts += [
-            id(contents(cell)) for cell, _ in self.replicas[0].cells
-        ]  # kept: no id comes again
+        # What cells and slots held is kept: no id comes again.
+        facts += [id(contents(cell)) for cell, _ in self.replicas[0].cells]
+        facts += [id(value) for module in self._slotted for _, value in slots(module)]
         for script in self._scripts:
             facts += script_state(script)
         return facts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from scatterpar.step import nested
 
@@ -265,12 +266,7 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, Rows):
         return len(leaf.entries)
     if not isinstance(leaf, Tensor):
-        if hasattr(leaf, "__len__") and not isinstance(leaf, (str, bytes, Replicated)):
-            raise ValueError(
-                f"{name}: a {type(leaf).__name__} is no tensor, and would go whole to every "
-                f"replica: pass torch.from_numpy(array), Rows(list) for one entry per row, "
-                f"Rows(graphs, Batch.from_data_list), or Replicated(value) if it has no rows"
-            )
+        _refuse_foreign(name, leaf)
         return None
     if leaf.is_nested:
         raise ValueError(
@@ -292,6 +288,20 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
     return leaf.size(dim)
+
+
+def _refuse_foreign(name: str, leaf: Any) -> None:
+    """What holds rows, but not as tensors, would go whole to every replica."""
+    modules = [kind.__module__ for kind in type(leaf).__mro__]
+    if isinstance(leaf, DataLoader):
+        instead = "iterate the loader, for inputs, targets in loader: …"
+    elif any(module.startswith("torch_geometric.data") for module in modules):
+        instead = "pass Rows(graphs, Batch.from_data_list)"
+    elif modules[0] == "numpy" and getattr(leaf, "shape", None):
+        instead = "pass torch.from_numpy(array), or Replicated(array) if it has no rows"
+    else:
+        return
+    raise ValueError(f"{name}: a {type(leaf).__name__} cannot be split into rows: {instead}")
 
 
 def _shown(leaf: Any) -> str:

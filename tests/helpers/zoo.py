@@ -224,6 +224,18 @@ def exported():
     return torch.export.export(small(), (torch.randn(3, FEATURES),), dynamic_shapes=rows).module()
 
 
+class Slotted(nn.Linear):
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.scale = 2.0
+        self.__hidden = [nn.Linear(CLASSES, CLASSES).double()]
+
+    def forward(self, inputs):
+        return self.__hidden[0](super().forward(inputs)) * self.scale
+
+
 class ScriptInAList(nn.Module):
     def __init__(self):
         super().__init__()
@@ -258,21 +270,22 @@ class Normed(nn.Module):
 
 
 class Parts(nn.Module):
-    """What has no dictionary that tells of changes: TorchScript, sparse values."""
+    """What has no dictionary that tells of changes: slots, TorchScript, sparse values."""
 
     def __init__(self):
         super().__init__()
-        self.graph = Graph(torch.sparse_coo)
+        self.slots, self.graph = Slotted(), Graph(torch.sparse_coo)
         self.script = torch.jit.script(build(small))
 
     def forward(self, inputs):
-        return self.graph(inputs) + self.script(inputs)
+        return self.slots(inputs) + self.graph(inputs) + self.script(inputs)
 
     def script_layer(self, name):
         return dict(self.script.named_modules())[name]
 
 
 PARTS_CHANGES = [
+    lambda parts: setattr(parts.slots, "scale", 5.0),
     lambda parts: parts.script_layer("0").weight.data.mul_(2),
     lambda parts: setattr(
         parts.script_layer("2"), "weight", nn.Parameter(randn(CLASSES, 6, seed=5))
@@ -286,6 +299,7 @@ KINDS = {
     "fx": lambda: torch.fx.symbolic_trace(small()),
     "fx subclass": traced_subclass,
     "export": exported,
+    "slots": Slotted,
     "script": lambda: torch.jit.script(small()),
     "jit trace": lambda: torch.jit.trace(small(), torch.randn(3, FEATURES)),
     "script child": lambda: nn.Sequential(

@@ -136,11 +136,19 @@ def test_a_module_that_returns_logits_and_a_loss(devices):
             output = super().forward(inputs)
             return output, output.mean()
 
-    words = r"got tuple; pass a criterion, such as lambda output, _: output\[0\]"
+    words = r"got tuple; pass a criterion, such as lambda output, _: output\[1\]"
     with ScatterOnceParallel(build(lambda: Returns(5, 4)), 1, devices(2)) as engine:
         with pytest.raises(TypeError, match=words):
             engine.forward_backward(ROWS)
         assert_step(engine, ROWS, None, lambda output, _: output[1])
+
+
+def test_a_module_with_nothing_to_train(devices):
+    model = mlp().requires_grad_(False)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        words = r"has no parameter that requires grad: there is nothing to train; call .requires"
+        with pytest.raises(ValueError, match=words):
+            engine.forward_backward(ROWS, None, lambda output, _: output.sum())
 
 
 def test_a_loss_that_depends_on_nothing(devices):

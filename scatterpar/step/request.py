@@ -226,7 +226,7 @@ def check_module(module: Any) -> None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
         raise TypeError(
             f"module is wrapped in {type(module).__name__}, whose work this does; pass the model "
-            f"itself, which is its .module, and process_group= for several processes"
+            f"itself, which is its .module (and process_group=, for several processes)"
         )
 
 

@@ -146,6 +146,8 @@ class Launched:
         output_kept = kept(output, self._keep) if self._keep else None
         del output
         if weight:
+            if not loss.requires_grad:
+                _require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             pull([loss], [factor], self._autocast)
             if self._waiting:  # for all of them in the first sub-step, as a rule
@@ -256,11 +258,14 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     """``loss``, if it is a real 0-dim tensor; else an error that says where it came from."""
     if not isinstance(loss, Tensor):
         by_criterion, found = source == "the criterion", type(loss).__name__
+        entries = loss if isinstance(loss, (tuple, list)) else ()
+        scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
+        which = scalars[0] if scalars else 0  # many models return (logits, loss)
         instead = (
             "return the loss tensor alone"
             if by_criterion
-            else "pass a criterion, such as lambda output, _: output[0], or return the loss, .loss "
-            "or ['loss'] from the module"
+            else f"pass a criterion, such as lambda output, _: output[{which}], or return the "
+            f"loss, .loss or ['loss'] from the module"
         )
         numbers = loss.values() if isinstance(loss, Mapping) else [None]
         if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
@@ -278,6 +283,15 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
             f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
         )
     return loss
+
+
+def _require_trainable(module: Any) -> None:
+    """Say what torch's own error does not, where it is the module."""
+    if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
+            f"nothing to train; call .requires_grad_() on what is to be trained"
+        )
 
 
 def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:

@@ -18,12 +18,11 @@ from torch import nn
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.card import contenders, findings, inside, lock, page, parts, steps  # noqa: E402
+from benchmarks.card import contenders, findings, inside, page, parts, steps  # noqa: E402
 from benchmarks.card.networks import Network  # noqa: E402
 from benchmarks.card.parts import Outcome, Part, run_part  # noqa: E402
 
 DEVICES = [torch.device("cpu", 0), torch.device("cpu", 1)]
-PAGE = (ROOT / "docs" / "on-your-cards.md").read_text(encoding="utf-8")
 
 
 def part(*command, seconds=170.0):
@@ -144,7 +143,7 @@ def test_a_run(simulated_accelerator, tmp_path, accelerator, network):
         pytest.skip("there is no g++ to build it")
     options = ["--simulated"] if accelerator else ["--quick", "--devices", "cpu:0,cpu:1"]
     outcome = run(
-        *("-m", "benchmarks", "card", "--out", str(tmp_path), *options, "--only", network, "lock"),
+        *("-m", "benchmarks", "card", "--out", str(tmp_path), *options, "--only", network),
         **(simulated_accelerator if accelerator else {}),
         silence=2 * 130,  # a part says nothing until its end
     )
@@ -222,31 +221,3 @@ def test_the_page_shows_ratios_of_rounds_and_what_failed(tmp_path):
     assert "| [doctor](doctor.txt) | not \\| done |" in shown
     assert "- DDP, no_sync: no part: ValueError: with one card it is a plain loop" in shown
     assert "mean nothing" not in shown
-
-
-def test_the_table_of_the_lock_is_that_of_the_figures_beside_it():
-    held = re.findall(r"^- (.+): (\d+\.\d) ms$", PAGE, re.MULTILINE)
-    assert len(held) == 3
-    assert lock.launching({name: float(ms) / 1e3 for name, ms in held}) in PAGE
-
-
-def test_a_launcher_that_is_slower_than_the_cards_is_marked():
-    shown = lock.launching({"ResNet-50": 0.010}).splitlines()
-    assert shown[2] == (
-        "| ResNet-50, 32 images | 13 | 10.0 | 20.0 (**1.5 x**) | 40.0 (**3.1 x**) "
-        "| 80.0 (**6.2 x**) |"
-    )
-    assert shown[-1] == "| ResNet-50, 256 images | 104 | 10.0 | 20.0 | 40.0 | 80.0 |"
-
-
-@pytest.mark.draws
-def test_what_holds_the_lock_is_measured(monkeypatch):
-    calls = []
-    monkeypatch.setattr(time, "thread_time", lambda: float(len(calls)))
-
-    def make():
-        loss = torch.zeros((), requires_grad=True)
-        return lambda: calls.append(None) or calls.append(None) or loss * 2
-
-    assert lock.held(make, rounds=4) == 2.0
-    assert len(calls) == 2 * (4 + 3)

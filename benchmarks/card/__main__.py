@@ -2,8 +2,8 @@
 
 ``python -m benchmarks card`` runs, each in a process of its own and within a time limit: the
 tests marked ``cuda``, the doctor, looks at the first card from inside, threads that launch, an
-assertion on the card, the step time of ResNet-50 and of GPT-2 small beside its peers, and what the
-interpreter's lock costs. A part that fails says so, and the others go on.
+assertion on the card, and the step time of ResNet-50 and of GPT-2 small beside its peers. A part
+that fails says so, and the others go on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How many small sub-steps a second N threads launch on N streams of one card.
 
-It measures directly what ``lock.py`` calculates: the sub-steps compute next to nothing, so a round
-of N of them takes as long as launching does, and N times as long where the threads wait for each
-other.
+The sub-steps compute next to nothing, so a round of N of them takes as long as launching does, and
+N times as long where the threads wait for each other.
 """
 
 from __future__ import annotations

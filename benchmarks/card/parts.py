@@ -80,10 +80,6 @@ def _steps_of(network: str, seconds: float) -> _Command:
     return command
 
 
-def _lock(devices: Sequence[str], folder: Path, small: bool) -> list[str]:
-    return ["benchmarks.card.lock", "--out", str(folder / "lock.json"), *["--quick"] * small]
-
-
 def _on_the_first(module: str) -> _Command:
     def command(devices: Sequence[str], folder: Path, small: bool) -> list[str]:
         out = ["--out", str(folder / f"{module}.json")]
@@ -105,7 +101,6 @@ PARTS = (
     Part("assertion", "An assertion on the card", 25, _assertion, sums_up=True),
     Part("resnet50", "ResNet-50", 100, _steps_of("resnet50", 60)),
     Part("gpt2", "GPT-2 small", 100, _steps_of("gpt2", 60)),
-    Part("lock", "The interpreter's lock", 35, _lock),
 )
 
 

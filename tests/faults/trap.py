@@ -89,10 +89,9 @@ class Trap:
         if place != self.place:
             return
         with self._lock:
-            self.visits += 1
-            springs = self.visits - 1 == self._visit
-        if springs:
-            self._spring(self.visits - 1)
+            visit, self.visits = self.visits, self.visits + 1
+        if visit == self._visit:
+            self._spring(visit)
 
     def _spring(self, where: Position | int) -> None:
         self.sprung[where] = error = self._make()

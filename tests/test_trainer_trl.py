@@ -299,8 +299,8 @@ def test_an_auxiliary_loss_of_experts_is_refused_by_name(tmp_path):
     config = transformers.MixtralConfig(
         **sizes, num_local_experts=2, output_router_logits=True, eos_token_id=1
     )
-    words = "SFTTrainer here: the auxiliary loss of a mixture of experts is a term over a batch"
-    with pytest.raises(ValueError, match=words):
+    told = "SFTTrainer here: the auxiliary loss of a mixture of experts is a term over a batch"
+    with pytest.raises(ValueError, match=told):
         type("Both", (ScatterOnceMixin, trl.SFTTrainer), {})(
             model=transformers.MixtralForCausalLM(config),
             args=trl.SFTConfig(output_dir=str(tmp_path), **COMMON),
@@ -316,8 +316,8 @@ def test_other_trainers_are_refused_by_name(tmp_path):
 
     for cls, config in ((CPOTrainer, CPOConfig), (ORPOTrainer, ORPOConfig)):
         args = config(output_dir=str(tmp_path), **COMMON)
-        words = f"{cls.__name__} here: its loss is not known to be made up of its batches'"
-        with pytest.raises(ValueError, match=words):
+        told = f"{cls.__name__} here: its loss is not known to be made up of its batches'"
+        with pytest.raises(ValueError, match=told):
             type("Both", (ScatterOnceMixin, cls), {})(
                 model=language_model(),
                 args=args,

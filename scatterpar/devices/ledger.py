@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import mark, on, physical, reads_late
+from scatterpar.devices.verbs import launches, mark, on, physical, reads_late
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
@@ -69,7 +69,7 @@ class Ledger:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self.count(tensor, phase)
-        is_late = device.type != "cpu"
+        is_late = launches(device)
         tensor = passable(tensor, device) if DETOURS else tensor
         copied = tensor.to(physical(device), copy=True, non_blocking=is_late)
         if is_late and reads_late(tensor, device):
@@ -80,7 +80,7 @@ class Ledger:
         """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
         self.count(source, phase)
         source = passable(source, target.device)
-        target.copy_(source, non_blocking=target.device.type != "cpu")
+        target.copy_(source, non_blocking=launches(target.device))
 
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
@@ -118,10 +118,10 @@ class Ahead(Ledger):
         self._copied: dict[int, torch.Event] = {}
         self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
         self._asking = threading.Lock()  # a worker that was left behind asks while others settle
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._stream = torch.Stream(device) if launches(device) else None
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():
-            if source.type != "cpu" and source != device:
+            if launches(source) and source != device:
                 sender = torch.Stream(source)
                 sender.wait_stream(torch.accelerator.current_stream(source))
                 self._senders.append(sender)
@@ -170,7 +170,7 @@ class Ahead(Ledger):
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""
-        if tensor.device.type != "cpu":
+        if launches(tensor.device):
             return tensor
         if tensor.is_pinned() and tensor.stride() == target.stride():
             return tensor

@@ -7,17 +7,23 @@ there for go first.
 
 from __future__ import annotations
 
+import gc
+import random
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from helpers.forks import environment
 from helpers.oracle import build, randn
 from torch import nn
 
 import scatterpar.devices.verbs
 import scatterpar.threads.workers
 from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.threads.sharing import stack_of
 
 REPLICAS = 4
 SECONDS = 120
@@ -156,3 +162,62 @@ def test_closed_while_some_wait_for_their_turn(devices, cores):
 
     engine.forward_backward(randn(REPLICAS, 2), criterion=criterion)
     assert len(model.watch.threads) == REPLICAS
+
+
+class Waits:
+    """Garbage in a cycle, whose finalizer lets other threads go on."""
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0.0005)
+
+
+def function(arguments):
+    """One that calls another at random; its frame has a size of its own."""
+    names = ", ".join(f"a{i}=len" for i in range(arguments))
+    source = f"def call(n, others, draw, {names}):\n    n and draw(others)(n - 1, others, draw)"
+    exec(source, space := {})
+    return space["call"]
+
+
+def look_at_threads():
+    """Where two threads are, which call and return all the time, while garbage is collected."""
+    functions = [function(number) for number in range(1, 12)]
+    sys.setswitchinterval(1e-5)
+    gc.set_threshold(7)
+    draw, stop = random.Random(1).choice, threading.Event()
+
+    def work():
+        while not stop.is_set():
+            functions[3](20, functions, draw)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(1000):
+            Waits()
+            for thread in threads:
+                hash(stack_of(thread.ident)())
+    finally:
+        stop.set()
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="no turns without the lock"
+)
+def test_where_another_thread_is_can_be_looked_at():
+    """A collection while CPython 3.11 made a frame's object let the thread leave that frame.
+
+    The step then failed with "'builtin_function_or_method' object has no attribute 'f_code'", or
+    the process could have crashed.
+    """
+    code = "import test_turns; test_turns.look_at_threads()"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code],
+        env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

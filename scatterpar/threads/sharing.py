@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import threading
@@ -76,14 +77,24 @@ def _clock_of(thread: int) -> Callable[[], float]:
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
-def _stack_of(thread: int) -> Callable[[], Hashable]:
-    """Where in its Python a thread is; stands still in what it calls, and while it waits."""
+def stack_of(thread: int) -> Callable[[], Hashable]:
+    """Where in its Python a thread is; stands still in what it calls, and while it waits.
+
+    Nothing is collected meanwhile: CPython 3.11 may do so while it makes a frame's object, and a
+    finalizer that waits lets the thread leave that frame (cpython issue 106883).
+    """
 
     def look() -> Hashable:
-        places, frame = [], sys._current_frames().get(thread)
-        while frame is not None:
-            places.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            places, frame = [], sys._current_frames().get(thread)
+            while frame is not None:
+                places.append((frame.f_code, frame.f_lasti))
+                frame = frame.f_back
+        finally:
+            if collects:
+                gc.enable()
         return tuple(places)
 
     return look
@@ -143,7 +154,7 @@ class Stash:
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
         self._turns = {physical(device): turn_of_criteria() for device in parts[0].device_ids}
-        self._launching = Turn(_stack_of, _LAUNCH_SECONDS)
+        self._launching = Turn(stack_of, _LAUNCH_SECONDS)
 
     def __enter__(self) -> Self:
         try:

@@ -59,6 +59,10 @@ class Unsure(Exception):
         self.rows = rows
 
 
+class ReadsOld(Exception):
+    """The criterion reads an attribute, of this name, that a forward pass sets on each replica."""
+
+
 class _NeedsParameters(Unsure):
     """Outputs alone do not tell."""
 
@@ -80,7 +84,6 @@ class Finding:
     of_losses: bool = False  # the losses differ, and no gradient does
     certain: bool = True  # it was computed as the step computes
     tolerance: float = 0.0  # what rounding may do
-    stale: str | None = None  # an attribute that is read where no forward pass sets it
 
 
 class Rehearsal:
@@ -91,20 +94,19 @@ class Rehearsal:
         self._module = cast(nn.Module, task.module)
         self._user = untouched([task.criterion, request.count], [task.share.device])
         self._micro = max(stop - start for start, stop in task.share.micro_batches)
-        self._stale: str | None = None
 
     def run(self, choose: Callable[[int], Sequence[Parts]] | None, most: int) -> Finding:
         """What the first choice of at most so many rows says; if that is anything, the second too.
 
-        Without any, only whether the criterion reads what no forward pass sets. ``Unsure``: it
-        cannot be told.
+        Without any, only whether the criterion reads what no forward pass sets, which is raised as
+        ``ReadsOld``. ``Unsure``: it cannot be told.
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
-                if choose is None:
-                    self._output([0])
-                found = Finding() if choose is None else self._with_fewer(choose, most)
-                return found if self._stale is None else Finding(math.inf, stale=self._stale)
+                if choose is not None:
+                    return self._with_fewer(choose, most)
+                self._output([0])
+                return Finding()
             finally:
                 self._put_back()
 
@@ -273,8 +275,9 @@ class Rehearsal:
         args, kwargs = as_call(self._bring(self._request.inputs, rows))
         with _users_code():
             output = self._module(*args, **kwargs)
-        master = self._parts[0].roots[0]
-        self._stale = self._stale or set_by_forward(self._request.criterion, master, self._module)
+        name = set_by_forward(self._request.criterion, self._parts[0].roots[0], self._module)
+        if name is not None:
+            raise ReadsOld(name)
         return output
 
     def _loss(self, output: Any, targets: Any) -> Tensor:

@@ -32,19 +32,18 @@ def commit(outcome: Outcome) -> None:
     hooks run as under a plain ``backward()``, once and on the whole gradient; if one fails,
     gradients are put back. The rest takes no memory, and runs no code of the user's.
     """
-    with outcome.attempt:  # random numbers as before, also where memory ends before the try
-        pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
-        outcome.gradients.clear()
-        moments = [value for layer in outcome.layers for value in running(layer)]
-        write_buffers = _planned([*outcome.buffers, *moments])
-        undo = _remember(pairs)
-        try:
-            _hand_over(pairs)
-        except BaseException as error:
-            _put_back(undo, error)
-            raise
-        write_buffers()
-        outcome.attempt.generators.commit()
+    pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
+    outcome.gradients.clear()
+    moments = [value for layer in outcome.layers for value in running(layer)]
+    write_buffers = _planned([*outcome.buffers, *moments])
+    undo = _remember(pairs)
+    try:
+        _hand_over(pairs)
+    except BaseException as error:
+        _put_back(undo, error)
+        raise
+    write_buffers()
+    outcome.attempt.generators.commit()
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:

@@ -701,6 +701,14 @@ def test_a_scaler_scales_the_gradients(devices):
             assert_close(dict(model.named_parameters())[name].grad, 1024 * gradient, name)
 
 
+def test_a_wide_sum(devices):
+    model = two_views().bfloat16()
+    views = tuple(view.bfloat16() for view in batch(12)[0])
+    with ScatterOnceParallel(model, 3, devices(2), accumulate_dtype=torch.float32) as engine:
+        engine.forward_backward(views, batch(12)[1], nt_xent, whole_batch=True)
+    assert model.first.weight.grad.dtype == torch.bfloat16
+
+
 def test_there_is_no_noise_scale_to_measure():
     """The replicas' gradients are parts of one loss, not means over rows of their own."""
     with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, measure_noise=True) as engine:

@@ -7,11 +7,9 @@ HigherOrderOperator custom_function_call". ``vmap`` over dropout failed at an ``
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from faults.processes import run
 from helpers.oracle import assert_step, build, randn, seeded
 from torch import nn
 
@@ -87,22 +85,8 @@ def test_control_flow():
 
     Later a replica's first call failed in every third process, while another replica compiled.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", CONTROL_FLOW],
-        cwd="tests",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=with_path("tests"),
-    )
-    assert done.stdout == "exact\n", done.stderr
-
-
-def with_path(*folders):
-    import os
-
-    path = [*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep), os.getcwd()]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(f) for f in path if f)}
+    outcome = run("-c", CONTROL_FLOW, silence=300.0)
+    assert outcome.out == "exact\n", outcome.err
 
 
 def test_an_operator_that_is_registered_later():

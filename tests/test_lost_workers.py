@@ -81,16 +81,13 @@ def test_an_exception_while_it_waits(devices, which):
         assert all(thread not in workers() for thread in crew)
 
 
-def test_one_that_is_dead_already_is_replaced(devices):
+def test_one_that_is_dead_already_is_replaced(devices, monkeypatch):
+    monkeypatch.setattr(threads, "_FREE_THREADED", True)  # it wakes, and dies
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         engine.forward_backward(*BATCH, LOSS)
         victim = workers()[1]
-        wait_until_idle(victim)
         kill(victim)
-        engine._workers._queues[1].put(lambda: None)  # wakes it up
-        deadline = time.monotonic() + SECONDS
-        while victim.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        victim.join(SECONDS)
         assert not victim.is_alive()
         assert_step(engine, *BATCH, LOSS)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 import torch
-from helpers.forks import environment
+from faults.processes import run
 from helpers.oracle import build, randn
 from torch import nn
 
@@ -215,9 +214,5 @@ def test_where_another_thread_is_can_be_looked_at():
     The step then failed with "'builtin_function_or_method' object has no attribute 'f_code'", or
     the process could have crashed.
     """
-    code = "import test_turns; test_turns.look_at_threads()"
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    outcome = run("-c", "import test_turns; test_turns.look_at_threads()")
+    assert outcome.code == 0, outcome.err

@@ -124,15 +124,33 @@ RIGHT = {
 }
 
 
-def looked_at(engine):
-    """Whether a look came to the result that all is right."""
-    return any(kind.met is not None for kind in engine._verifier._kinds.values())
-
-
 class Calls:
     """Counts where a look does not put it back: it leaves classes alone."""
 
     number = 0
+
+
+def counted(criterion):
+    def calls(output, targets):
+        Calls.number += 1
+        return criterion(output, targets)
+
+    return calls
+
+
+def assert_agreed(engine, step, looks=True):
+    """The first of two steps has a look, more calls, which comes to the result that all is right.
+
+    ``step`` calls what counts. Without ``looks`` neither has one.
+    """
+    numbers = []
+    for _ in range(2):
+        Calls.number = 0
+        step()
+        numbers.append(Calls.number)
+    sub_steps = sum(len(share.micro_batches) for share in engine.last_step.plan.shares)
+    assert numbers[1] == sub_steps
+    assert (numbers[0] > sub_steps) == looks
 
 
 def step(engine, criterion, targets, inputs=INPUTS, **options):
@@ -165,18 +183,8 @@ def test_a_right_one_is_verified_once_and_exact(devices, case):
     criterion, targets, options = RIGHT[case]
     with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
         assert_step(engine, INPUTS, targets(ROWS), criterion, **options)
-        assert looked_at(engine)
-
-        def counted(output, targets):
-            Calls.number += 1
-            return criterion(output, targets)
-
-        Calls.number = 0
-        step(engine, counted, targets(ROWS), **options)
-        first = Calls.number
-        step(engine, counted, targets(ROWS), **options)
-    assert Calls.number - first == 6  # one a sub-step
-    assert first > 6
+        counts = counted(criterion)
+        assert_agreed(engine, lambda: step(engine, counts, targets(ROWS), **options))
 
 
 def penalised(model, share):
@@ -236,8 +244,8 @@ def test_rounding_is_no_reason_and_no_excuse(dtype, halved):
         return F.cross_entropy(output, targets)
 
     with ScatterOnceParallel(mlp().to(dtype), 3, ["cpu"] * 2) as engine:
-        step(engine, loss, classes(ROWS), INPUTS.to(dtype))
-        assert looked_at(engine)
+        counts = counted(loss)
+        assert_agreed(engine, lambda: step(engine, counts, classes(ROWS), INPUTS.to(dtype)))
         with pytest.raises(ValueError, match="count="):
             step(engine, loss, padded(ROWS), INPUTS.to(dtype))
 
@@ -245,8 +253,8 @@ def test_rounding_is_no_reason_and_no_excuse(dtype, halved):
 def test_under_autocast():
     engine = ScatterOnceParallel(mlp().float(), 3, ["cpu"] * 2)
     with engine, torch.autocast("cpu", torch.bfloat16):
-        step(engine, in_a_def, classes(ROWS), INPUTS.float())
-        assert looked_at(engine)
+        counts = counted(in_a_def)
+        assert_agreed(engine, lambda: step(engine, counts, classes(ROWS), INPUTS.float()))
         with pytest.raises(ValueError, match="count="):
             step(engine, in_a_def, padded(ROWS), INPUTS.float())
 
@@ -263,34 +271,30 @@ def test_a_new_function_at_an_old_address_is_another_criterion():
 
 
 def test_a_lambda_made_anew_in_every_step_is_looked_at_once():
-
-    def counted(output, targets):
-        Calls.number += 1
-        return F.cross_entropy(output, targets)
-
+    counts = counted(in_a_def)
     Calls.number = 0
     with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
         for _ in range(4):
-            step(engine, lambda o, t: counted(o, t), classes(ROWS))
+            step(engine, lambda o, t: counts(o, t), classes(ROWS))
     assert Calls.number == 4 * 3 + 4  # all rows and three parts
 
 
 def test_nothing_of_the_user_s_is_kept_and_engines_still_pickle():
     class Loss:
         def __call__(self, output, targets):
+            Calls.number += 1
             return F.cross_entropy(output, targets)
 
     criterion = Loss()
     with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
-        step(engine, criterion, classes(ROWS))
-        assert looked_at(engine)
+        assert_agreed(engine, functools.partial(step, engine, criterion, classes(ROWS)))
         gone = weakref.ref(criterion)
         del criterion
         gc.collect()
         assert gone() is None
         with pickle.loads(pickle.dumps(engine)) as again:
-            step(again, in_a_def, classes(ROWS))
-            assert looked_at(again)
+            counts = counted(in_a_def)
+            assert_agreed(again, lambda: step(again, counts, classes(ROWS)))
 
 
 def with_torch(output, targets):
@@ -314,6 +318,7 @@ class Fed(nn.Module):
         self.last = None
 
     def forward(self, output, targets):
+        Calls.number += 1
         loss = (output - self.centre).pow(2).mean()
         self.centre.mul_(0.9).add_(output.detach().mean(0))
         self.last = loss.item()
@@ -327,9 +332,9 @@ def fails(output, targets):
 
 
 LOOKED_AT = {
-    "torch's random numbers": with_torch,
-    "Python's random numbers": with_python,
-    "NumPy's random numbers": with_numpy,
+    "torch's random numbers": counted(with_torch),
+    "Python's random numbers": counted(with_python),
+    "NumPy's random numbers": counted(with_numpy),
     "keeps a state": Fed(),
 }
 UNTOLD = {
@@ -350,11 +355,13 @@ def test_a_look_leaves_no_trace(devices, case):
         random.seed(1)
         np.random.seed(1)
         with ScatterOnceParallel(mlp(), 3, devices(replicas), verify=verify) as engine:
-            for _ in range(2):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")
-                    step(engine, criterion, classes(ROWS))
-            assert looked_at(engine) == (verify and case in LOOKED_AT)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                one = functools.partial(step, engine, criterion, classes(ROWS))
+                if case in LOOKED_AT:
+                    assert_agreed(engine, one, looks=verify)
+                else:
+                    one(), one()
             ledger = engine.last_step.bytes, engine.last_step.messages
             gradients = [p.grad.nan_to_num() for p in engine.module.parameters()]
             buffers = list(criterion.buffers()) if isinstance(criterion, nn.Module) else []
@@ -369,16 +376,11 @@ def test_a_look_leaves_no_trace(devices, case):
 
 def steps_with_a_look(criterion, steps=40):
     """The numbers of the steps in which the criterion is called more than twice."""
-
-    def counted(output, targets):
-        Calls.number += 1
-        return criterion(output, targets)
-
-    looks = []
+    looks, counts = [], counted(criterion)
     with ScatterOnceParallel(mlp(), 2, ["cpu"]) as engine:
         for number in range(1, steps + 1):
             Calls.number = 0
-            step(engine, counted, classes(ROWS))
+            step(engine, counts, classes(ROWS))
             looks += [number] if Calls.number > 2 else []
     return looks
 
@@ -422,7 +424,8 @@ def test_what_the_module_passes_on_is_no_output_of_its_own(devices):
 
     with ScatterOnceParallel(build(Passes), 3, devices(2)) as engine:
         assert_step(engine, INPUTS, None, masked, count=count)
-        assert looked_at(engine)
+        counts = counted(masked)
+        assert_agreed(engine, lambda: step(engine, counts, None, count=count))
         with pytest.raises(ValueError, match="count="):
             step(engine, masked, None)
 
@@ -436,6 +439,7 @@ def test_the_look_stays_on_one_device(monkeypatch):
             self.register_buffer("weight", CLASS_WEIGHTS.clone())
 
         def forward(self, output, targets):
+            Calls.number += 1
             return (F.cross_entropy(output, targets, reduction="none") * self.weight.sum()).mean()
 
     model, criterion = mlp(), Weighted()
@@ -443,8 +447,7 @@ def test_the_look_stays_on_one_device(monkeypatch):
         ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine,
         guarded(monkeypatch, model, criterion),
     ):
-        step(engine, criterion, classes(ROWS))
-        assert looked_at(engine)
+        assert_agreed(engine, lambda: step(engine, criterion, classes(ROWS)))
 
 
 @pytest.mark.parametrize("place", ["criterion", "module"])
@@ -453,22 +456,24 @@ def test_what_waits_for_the_other_replicas_is_looked_at_by_all(devices, monkeypa
     monkeypatch.setattr(verifier, "_PATIENCE_SECONDS", 0.2)
     barrier = threading.Barrier(3)
 
+    def wait():
+        Calls.number += 1
+        barrier.wait(60)
+
     class Meets(nn.Linear):
         def forward(self, inputs):
             if place == "module":
-                barrier.wait(60)
+                wait()
                 return super().forward(inputs).square().mean()
             return super().forward(inputs)
 
     def meet(output, targets):
-        barrier.wait(60)
+        wait()
         return (output - targets).square().mean()
 
     batch = (INPUTS, randn(ROWS, CLASSES, seed=3), meet) if place == "criterion" else (INPUTS,)
     with ScatterOnceParallel(build(lambda: Meets(FEATURES, CLASSES)), 1, devices(3)) as engine:
-        engine.forward_backward(*batch)
-        assert looked_at(engine)
-        engine.forward_backward(*batch)
+        assert_agreed(engine, lambda: engine.forward_backward(*batch))
 
 
 class Stashes(nn.Linear):
@@ -512,6 +517,7 @@ class OwnLoss(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, ids, labels):
+        Calls.number += 1
         logits = self.layers(self.body(ids))
         return {"loss": F.cross_entropy(logits[:, :, :-1], labels[:, 1:])}
 
@@ -535,8 +541,8 @@ def test_a_loss_inside_the_module_is_told_too(devices, options, dtype):
         with pytest.raises(ValueError, match=r"count=scatterpar.count_labels\(shifted=True\)"):
             engine.forward_backward(tokens(), **options)
         assert differences(before, capture(engine.module)) == []
-        engine.forward_backward(tokens(), count=count_labels(shifted=True))
-        assert looked_at(engine)
+        shifted = count_labels(shifted=True)
+        assert_agreed(engine, lambda: engine.forward_backward(tokens(), count=shifted))
 
 
 def test_a_criterion_that_only_passes_the_module_s_loss_on():

@@ -18,8 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.chunks import by_dtype, copy_each
 
-__all__ = ["LAYOUT_BITS", "Collectives", "sparse_weights"]
-
 LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
 _FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in float64

@@ -14,8 +14,6 @@ from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
 
-__all__ = ["Parcels", "kind_of", "pack", "unpack"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _SUMMED = (

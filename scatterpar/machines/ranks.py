@@ -33,8 +33,6 @@ from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.step.substeps import kept
 from scatterpar.threads.workers import note
 
-__all__ = ["Ranks"]
-
 # What is added up, the sparse gradients, which go by themselves, and a checksum of all shapes.
 _Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
 

@@ -32,16 +32,6 @@ from scatterpar.step.substeps import noted
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module
 
-__all__ = [
-    "NOTHING",
-    "Crossing",
-    "combine",
-    "replicate",
-    "require_eager",
-    "run_each",
-    "scatter_owned",
-]
-
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
 
 

@@ -128,6 +128,20 @@ class Replicas:
         for number in range(len(self.replicas)):
             self.rewind(number)
 
+    def refuse_made(self) -> None:
+        """Refuse trained parameters that forward passes made: the user's module never has them."""
+        for replica in self.replicas:
+            own = set(map(id, [*replica.tensors, *replica.sparse]))
+            named = (item for root in replica.roots for item in root.named_parameters())
+            name = next((n for n, p in named if p.requires_grad and id(p) not in own), None)
+            if name is not None:
+                raise ValueError(
+                    f"the forward pass makes the parameter {name!r}, each replica for itself, and "
+                    f"no optimizer finds it: nothing was changed; make it before the first step, "
+                    f"such as by calling the module once on one micro-batch; to give it other "
+                    f"values, write it after the optimizer's step"
+                )
+
     def clear_gradients(self) -> None:
         """Let go of what the replicas computed."""
         for replica in self.replicas:
@@ -260,12 +274,15 @@ class Replicas:
 
 @contextlib.contextmanager
 def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Refuse forward passes in the body that write parameters: see ``read_only``."""
+    """Refuse forward passes in the body that write parameters (``read_only``), or make some."""
     with contextlib.ExitStack() as stack:
+        unproven = [part for part in parts if part.flags not in part.shared.proven]
         for part in parts:
             if part.shared.originals:
                 stack.enter_context(read_only(part.shared, part.flags))
         yield
+        for part in unproven:
+            part.refuse_made()
 
 
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:

@@ -16,18 +16,6 @@ from scatterpar.replicas.mirror import contents
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.threads.workers import note
 
-__all__ = [
-    "brought_along",
-    "filled_by_hooks",
-    "ignored_values",
-    "may_read",
-    "note_strangers",
-    "other_leaves",
-    "set_by_forward",
-    "statistics",
-    "surroundings",
-]
-
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
 _PLAIN = (int, float, complex, str, bytes, types.NoneType)

@@ -24,8 +24,6 @@ from scatterpar.threads.workers import Workers
 from scatterpar.verify.rehearsal import has_batch_statistics
 from scatterpar.verify.untouched import untouched
 
-__all__ = ["GradientCheck", "compare", "relative_difference"]
-
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are nothing but rounding
 

@@ -33,8 +33,6 @@ from scatterpar.threads.context import autocast_types
 from scatterpar.verify.rows import Parts, pick
 from scatterpar.verify.untouched import untouched
 
-__all__ = ["Finding", "Rehearsal", "Unsure", "has_batch_statistics"]
-
 # Right gradients agree to 2e-16, 1.2e-7, 1e-3 and 8e-3, and wrong ones are off by 1e-2 and more.
 _TOLERANCES = {
     torch.float64: 1e-6,

@@ -16,8 +16,6 @@ from scatterpar.step import nested
 from scatterpar.step.markers import Rows, opened
 from scatterpar.step.request import Request
 
-__all__ = ["Parts", "choose", "is_label", "pick", "range_of", "telling"]
-
 # Of parts, by the number of rows.
 _SIZES = [*[()] * 2, (1, 1), (1, 1, 1), (3, 1), (3, 2), (3, 2, 1), (4, 2, 1), (3, 3, 2), (4, 3, 2)]
 _LARGEST = 2**22  # tensors of more elements are not searched

@@ -19,8 +19,6 @@ from scatterpar.replicas.mirror import Snapshot, Survey, contents
 from scatterpar.step.captured import surroundings
 from scatterpar.torch_private import uncompiled
 
-__all__ = ["untouched"]
-
 _MOST = 1000  # entries of a container; longer ones are data
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
 _LOCKS = {"_thread", "threading", "queue"}

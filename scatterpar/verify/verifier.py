@@ -34,8 +34,6 @@ from scatterpar.threads.workers import Attempt
 from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
-__all__ = ["Verifier", "difference"]
-
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _OFF = "Nothing was changed; verify=False switches this check off."
 _KINDS = 1000  # how many kinds are remembered

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,8 @@ import torch
 from faults.processes import SILENCE
 from torch import Tensor, nn
 
-TESTS = Path(__file__).parents[1]
+from helpers import forks
+
 ORPHAN_SECONDS = 3600  # it ends by itself if whoever started it is gone
 TRAIN = ["-m", "scatterpar", "train"]
 
@@ -45,9 +45,7 @@ class Slow(Small):
 
 
 def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    return forks.environment() | {
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as the tool asks for restarts

@@ -1,32 +1,37 @@
-"""One step of the pair, and the plain step on one device that it must equal."""
+"""What a user writes with the pair, beside the same in plain torch on one device."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from helpers.oracle import (
     RELATIVE,
-    Gradients,
     assert_close,
     assert_gradients,
+    build,
     call,
     gradients,
+    whole_batch,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel
+from scatterpar import DataParallelCriterion, DataParallelModel, gather
 
 
-def plain(module: Any, inputs: Any, targets: Any, criterion: Any) -> tuple[Tensor, Gradients]:
-    """Loss and gradients of one device, for a criterion that is a module too."""
-    module = copy.deepcopy(module)
-    module.zero_grad()
-    inputs, targets = copy.deepcopy((inputs, targets))
-    loss = criterion(call(module, inputs), targets)
-    loss.backward()
-    return loss.detach(), gradients(module)
+class Plain:
+    """A model and a criterion on one device."""
+
+    def __init__(self, module: Any, criterion: Any) -> None:
+        self.module = self.model = module
+        self.criterion = criterion
+
+    def loss(self, inputs: Any, targets: Any) -> Tensor:
+        return self.criterion(call(self.model, inputs), targets)
+
+    def outputs(self, inputs: Any) -> Any:
+        return call(self.model, inputs)
 
 
 class Pair:
@@ -36,6 +41,9 @@ class Pair:
         self.module, self.plain_criterion = module, criterion
         self.model = DataParallelModel(module, device_ids)
         self.criterion = DataParallelCriterion(criterion, device_ids)
+
+    def outputs(self, inputs: Any) -> Any:
+        return gather(call(self.model, inputs), "cpu")
 
     def loss(self, inputs: Any, targets: Any, **options: Any) -> Tensor:
         outputs = call(self.model, inputs)
@@ -52,9 +60,8 @@ class Pair:
         **options: Any,
     ) -> Tensor:
         """One step gives the whole batch's loss and gradients; the loss is returned."""
-        expected_loss, expected = plain(
-            self.module, inputs, targets, oracle or self.plain_criterion
-        )
+        plain = copy.deepcopy((inputs, targets))
+        expected_loss, expected = whole_batch(self.module, *plain, oracle or self.plain_criterion)
         self.module.zero_grad()
         loss = self.loss(inputs, targets, **options)
         loss.backward()
@@ -70,8 +77,26 @@ def assert_pair(
     return Pair(module, criterion, device_ids).check(inputs, targets, **options)
 
 
-def same_bits(one: Gradients, other: Gradients) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name])  # type: ignore[arg-type]
-        for name in one
-    )
+def assert_alike(
+    make: Callable[[], Any],
+    program: Callable[[Any], Any],
+    device_ids: list[str],
+    criterion: Any = None,
+    relative: float = RELATIVE,
+) -> Pair:
+    """``program(pair)`` gives what ``program(plain)`` does: the tensors it returns, and gradients.
+
+    Args:
+        make: the module, twice the same.
+        program: what a user writes, with ``.module``, ``.model``, ``.criterion`` and ``.loss()``.
+        device_ids: of the pair.
+        criterion: makes the criterion; else that is a cross entropy.
+        relative: how far rounding may go.
+    """
+    criterion = criterion or nn.CrossEntropyLoss
+    pair, plain = Pair(build(make), criterion(), device_ids), Plain(build(make), criterion())
+    found, expected = (program(one) or () for one in (pair, plain))
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_close(ours.detach(), theirs.detach(), f"tensor {number}", relative)
+    assert_gradients(pair.module, gradients(plain.module), relative)
+    return pair

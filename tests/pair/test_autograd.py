@@ -1,44 +1,26 @@
-"""The pair is a part of autograd's graph: backward is the user's, and does what it always does."""
+"""The pair is a part of autograd's graph: backward is the user's, and does what it always does.
+
+Each ``program`` runs twice, with the pair and in plain torch; every kind of loss is in
+test_weighted_losses.py.
+"""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.oracle import assert_gradients, gradients, randint, randn
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from pair.common import Pair, plain
-from scatterpar import DataParallelModel, gather
+from pair.common import Pair, Plain, assert_alike
 
 BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 
 
-def pair_of(model, devices):
-    return Pair(model, nn.CrossEntropyLoss(), devices)
-
-
-def test_retain_graph(placed):
-    model = mlp()
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    loss = pair_of(model, placed(3)).loss(*BATCH)
-    loss.backward(retain_graph=True)
-    assert_gradients(model, expected)
-    loss.backward()
-    assert_gradients(model, {name: 2 * g for name, g in expected.items()})
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-def test_autograd_grad_leaves_the_parameters_alone(placed):
-    model = mlp()
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    found = torch.autograd.grad(pair_of(model, placed(3)).loss(*BATCH), list(model.parameters()))
-    for gradient, (name, its) in zip(found, expected.items(), strict=True):
-        assert_close(gradient, its, name)
-    assert all(p.grad is None for p in model.parameters())
+def deep():
+    layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
 
 
 class TwoHeads(nn.Module):
@@ -54,111 +36,148 @@ class TwoHeads(nn.Module):
         return self.first(hidden), self.second(hidden)
 
 
+def test_retain_graph(placed):
+    def program(of):
+        loss = of.loss(*BATCH)
+        loss.backward(retain_graph=True)
+        once = gradients(of.module)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        return once.values()
+
+    assert_alike(mlp, program, placed(3))
+
+
+def test_autograd_grad_leaves_the_parameters_alone(placed):
+    def program(of):
+        return torch.autograd.grad(of.loss(*BATCH), list(of.module.parameters()))
+
+    assert_alike(mlp, program, placed(3))
+
+
+def test_some_leaves_alone(placed):
+    """``backward(inputs=…)``: the others keep what they had."""
+
+    def program(of):
+        of.loss(*BATCH).backward(inputs=[of.module[0][0].weight, of.module[5].bias])
+
+    assert_alike(deep, program, placed(4))
+
+
 def test_hooks_on_parameters_run_once_with_the_whole_gradient(placed):
     """Those of parameters that the loss does not reach do not run, as in plain torch."""
-    model = build(TwoHeads)
-    twin = copy.deepcopy(model)
-    nn.CrossEntropyLoss()(twin(BATCH[0])[0], BATCH[1]).backward()
-    hooked, accumulated = [], []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda g, name=name: hooked.append((name, g.clone())))
-        parameter.register_post_accumulate_grad_hook(lambda p, n=name: accumulated.append(n))
-    pair = Pair(model, lambda outputs, t: nn.functional.cross_entropy(outputs[0], t), placed(4))
-    pair.loss(*BATCH).backward()
-    used = [n for n, _ in model.named_parameters() if n.split(".")[0] in ("body", "first")]
-    assert sorted(name for name, _ in hooked) == sorted(accumulated) == sorted(used)
-    for name, gradient in hooked:
-        assert_close(gradient, twin.get_parameter(name).grad, name)
-    assert_gradients(model, gradients(twin))
-    assert model.second.weight.grad is None
-    assert model.never.weight.grad is None
+
+    def program(of):
+        hooked, accumulated = {}, []
+        for name, parameter in of.module.named_parameters():
+            parameter.register_hook(lambda g, name=name: hooked.setdefault(name, []).append(g))
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name: accumulated.append(n))
+        of.loss(*BATCH).backward()
+        assert sorted(hooked) == sorted(accumulated)
+        assert {name.split(".")[0] for name in hooked} == {"body", "first"}
+        return [gradient for name in sorted(hooked) for gradient in hooked[name]]
+
+    def criterion():
+        return lambda outputs, targets: cross_entropy(outputs[0], targets)
+
+    assert_alike(TwoHeads, program, placed(4), criterion)
+
+
+def test_a_hook_on_the_node_of_a_parameter_sees_its_gradient(placed):
+    """Other libraries put them there; nothing tells but that the node is kept."""
+
+    def program(of):
+        weight, seen = of.module[0][0].weight, []
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        node.register_hook(lambda *_: seen.append(weight.grad.clone()))
+        of.loss(*BATCH).backward()
+        return seen
+
+    assert_alike(deep, program, placed(4))
 
 
 def test_a_hook_may_change_the_gradient(placed):
-    model = mlp()
-    _, expected = plain(model, *BATCH, nn.CrossEntropyLoss())
-    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    pair_of(model, placed(3)).loss(*BATCH).backward()
-    expected["0.weight"] = expected["0.weight"].clamp(-0.01, 0.01)
-    assert_gradients(model, expected)
+    def program(of):
+        of.module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        of.loss(*BATCH).backward()
+
+    assert_alike(mlp, program, placed(3))
+
+
+def test_a_penalty_on_the_parameters_beside_the_loss(placed):
+    def program(of):
+        penalty = sum((p**2).sum() for p in of.module.parameters())
+        (of.loss(*BATCH) + penalty).backward()
+
+    assert_alike(deep, program, placed(4))
 
 
 def test_gradient_penalty(placed):
     """``create_graph``: the gradient of a gradient, with respect to the parameters."""
 
-    def penalty(loss, parameters):
-        found = torch.autograd.grad(loss, parameters, create_graph=True)
-        return loss + sum((gradient**2).sum() for gradient in found)
+    def program(of):
+        loss = of.loss(*BATCH)
+        found = torch.autograd.grad(loss, list(of.module.parameters()), create_graph=True)
+        total = loss + sum((gradient**2).sum() for gradient in found)
+        total.backward()
+        return [total]
 
-    model = mlp()
-    twin = copy.deepcopy(model)
-    expected = penalty(nn.CrossEntropyLoss()(twin(BATCH[0]), BATCH[1]), list(twin.parameters()))
-    expected.backward()
-    total = penalty(pair_of(model, placed(3)).loss(*BATCH), list(model.parameters()))
-    total.backward()
-    assert_close(total.detach(), expected.detach(), "penalty")
-    assert_gradients(model, gradients(twin))
+    assert_alike(mlp, program, placed(3))
 
 
 def test_penalty_on_the_gradient_of_the_inputs(placed):
-    def run(model, inputs):
-        outputs = model(inputs)
-        total = sum(o.sum() for o in outputs) if isinstance(outputs, tuple) else outputs.sum()
-        (slope,) = torch.autograd.grad(total, inputs, create_graph=True)
-        return (slope.norm(2, 1) - 1).pow(2).mean()
+    def program(of):
+        inputs = BATCH[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(of.outputs(inputs).sum(), inputs, create_graph=True)
+        (slope.norm(2, 1) - 1).pow(2).mean().backward()
+        return [inputs.grad]
 
-    model = mlp()
-    twin = copy.deepcopy(model)
-    inputs, same = (BATCH[0].clone().requires_grad_() for _ in range(2))
-    run(twin, same).backward()
-    run(DataParallelModel(model, placed(4)), inputs).backward()
-    assert_gradients(model, gradients(twin))
-    assert_close(inputs.grad, same.grad, "inputs")
+    assert_alike(mlp, program, placed(4))
 
 
 @pytest.mark.parametrize("leaf", [True, False])
 def test_inputs_get_their_gradient(placed, leaf):
-    inputs, same = (BATCH[0].clone().requires_grad_() for _ in range(2))
-    model = mlp()
-    expected = nn.CrossEntropyLoss()(copy.deepcopy(model)(same if leaf else same.exp()), BATCH[1])
-    expected.backward()
-    pair_of(model, placed(4)).loss(inputs if leaf else inputs.exp(), BATCH[1]).backward()
-    assert_close(inputs.grad, same.grad, "inputs")
+    def program(of):
+        inputs = BATCH[0].clone().requires_grad_()
+        of.loss(inputs if leaf else inputs.exp(), BATCH[1]).backward()
+        return [inputs.grad]
+
+    assert_alike(mlp, program, placed(4))
 
 
 def test_targets_may_be_another_network_s_output(placed):
-    student, teacher = mlp(), mlp(seed=1)
-    twins = copy.deepcopy([student, teacher])
-    nn.MSELoss()(twins[0](BATCH[0]), twins[1](BATCH[0])).backward()
-    Pair(student, nn.MSELoss(), placed(3)).loss(BATCH[0], teacher(BATCH[0])).backward()
-    assert_gradients(student, gradients(twins[0]))
-    assert_gradients(teacher, gradients(twins[1]))
+    def program(of):
+        teacher = mlp(seed=1)
+        of.loss(BATCH[0], teacher(BATCH[0])).backward()
+        return gradients(teacher).values()
+
+    assert_alike(mlp, program, placed(3), nn.MSELoss)
 
 
 @pytest.mark.parametrize("between", [False, True])
 def test_two_forwards_before_one_backward(placed, between):
     """Siamese networks; and an evaluation in between, which must not spoil the graphs."""
-    model = build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    )
-    model[1].eval()
-    twin = copy.deepcopy(model)
-    left, right = BATCH[0], randn(11, FEATURES, seed=9)
-    expected = (twin(left) * twin(right)).mean()
-    expected.backward()
-    pair = DataParallelModel(model, placed(3))
-    first = pair(left)
-    if between:
-        pair.eval()
-        with torch.no_grad():
-            pair(right)
-        pair.train()
+
+    def normalised():
+        model = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
         model[1].eval()
-    second = pair(right)
-    loss = (gather(first, "cpu") * gather(second, "cpu")).mean()
-    loss.backward()
-    assert_close(loss.detach(), expected.detach(), "loss")
-    assert_gradients(model, gradients(twin))
+        return model
+
+    def program(of):
+        left, right = BATCH[0], randn(11, FEATURES, seed=9)
+        first = of.outputs(left)
+        if between:
+            of.model.eval()
+            with torch.no_grad():
+                of.outputs(right)
+            of.model.train()
+            of.module[1].eval()
+        loss = (first * of.outputs(right)).mean()
+        loss.backward()
+        return [loss]
+
+    assert_alike(normalised, program, placed(3))
 
 
 def test_weights_that_another_network_computes(placed):
@@ -168,32 +187,121 @@ def test_weights_that_another_network_computes(placed):
         def forward(self, inputs):
             return inputs @ self.weight
 
-    def run(seed_weights, step):
-        net = Hypernetwork()
-        net.weight = seed_weights.exp()
-        step(net).backward()
-        return seed_weights.grad
+    def program(of):
+        made_of = randn(FEATURES, CLASSES, seed=4).requires_grad_()
+        of.module.weight = made_of.exp()
+        of.loss(*BATCH).backward()
+        return [made_of.grad]
 
-    expected, found = (randn(FEATURES, CLASSES, seed=4).requires_grad_() for _ in range(2))
-    run(expected, lambda net: nn.CrossEntropyLoss()(net(BATCH[0]), BATCH[1]))
-    run(found, lambda net: pair_of(net, placed(3)).loss(*BATCH))
-    assert_close(found.grad, expected.grad, "weights")
+    assert_alike(Hypernetwork, program, placed(3))
 
 
 def test_a_tensor_left_over_from_a_finished_graph(placed):
-    model = mlp()
-    model.last = model[0].weight.exp()
-    model.last.sum().backward()
-    model.zero_grad()
-    _, expected = plain(mlp(), *BATCH, nn.CrossEntropyLoss())
-    pair_of(model, placed(3)).loss(*BATCH).backward()
-    assert_gradients(model, expected)
+    def program(of):
+        of.module.last = of.module[0].weight.exp()
+        of.module.last.sum().backward()
+        of.module.zero_grad()
+        of.loss(*BATCH).backward()
+
+    assert_alike(mlp, program, placed(3))
 
 
-def test_an_in_place_change_before_backward_is_an_error_as_always():
-    model = mlp()
-    loss = pair_of(model, ["cpu"] * 2).loss(*BATCH)
-    with torch.no_grad():
-        model[2].weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"modified.* inplace"):
-        loss.backward()
+def test_an_in_place_change_before_backward_is_an_error_as_always(placed):
+    def program(of):
+        loss = of.loss(*BATCH)
+        with torch.no_grad():
+            of.module[2].weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified.* inplace"):
+            loss.backward()
+        of.module.zero_grad()
+
+    assert_alike(mlp, program, placed(2))
+
+
+def test_a_backward_that_fails_leaves_gradients_alone_and_the_next_one_works(placed):
+    fails = []
+
+    def hook(gradient):
+        if fails:
+            raise KeyError("mine")
+
+    def program(of):
+        fails.append(True)
+        outputs = of.model(BATCH[0])
+        (outputs[2] if isinstance(of, Pair) else outputs).register_hook(hook)
+        loss = of.criterion(outputs, BATCH[1])
+        with pytest.raises(KeyError, match="mine"):
+            loss.backward(retain_graph=True)
+        assert all(p.grad is None for p in of.module.parameters())
+        fails.clear()
+        of.loss(*BATCH).backward()
+
+    assert_alike(deep, program, placed(4))
+
+
+def test_a_weight_tied_between_model_and_criterion(placed):
+    class Tied(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, output, targets):
+            return cross_entropy(output @ self.weight, targets)
+
+    inputs, targets = randn(7, FEATURES), randint(7, 7)
+    model, twin = mlp(), mlp()
+    Plain(twin, Tied(twin[2].weight)).loss(inputs, targets).backward()
+    Pair(model, Tied(model[2].weight), placed(3)).loss(inputs, targets).backward()
+    assert_gradients(model, gradients(twin))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sixteen_calls_before_a_step_are_the_whole_batch(placed, reduction):
+    rows = 16 * 5 - 3
+    inputs, targets = randn(rows, FEATURES), randint(CLASSES, rows)
+
+    def program(of):
+        total = torch.zeros(()).double()
+        pieces = 16 if isinstance(of, Pair) else 1
+        for some, its in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces)):  # noqa: B905
+            part = of.loss(some, its) * (len(some) / rows if reduction == "mean" else 1)
+            part.backward()
+            total += part.detach()
+        return [total]
+
+    assert_alike(mlp, program, placed(3), lambda: nn.CrossEntropyLoss(reduction=reduction))
+
+
+@pytest.mark.parametrize("answer", [int, torch.as_tensor])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_count_gets_each_output_with_its_targets(placed, replicas, answer):
+    """Of a mean over what is not ignored, in shares of which some have more of that."""
+    seen, targets = [], BATCH[1].clone()
+    targets[1::2] = targets[:3] = -100
+
+    def count(output, targets):
+        seen.append((len(output), len(targets)))
+        return answer((targets != -100).sum())
+
+    Pair(mlp(), cross_entropy, placed(replicas)).check(BATCH[0], targets, count=count)
+    assert [a for a, _ in seen] == [b for _, b in seen]
+    assert sum(a for a, _ in seen) == 11
+    assert len(seen) == replicas
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_replica_is_the_plain_model_bit_for_bit_and_runs_repeat(placed, replicas):
+    found = []
+    for _ in range(5):
+        pair = Pair(mlp().float(), nn.CrossEntropyLoss(), placed(replicas))
+        found.append(stepped(pair))
+    if replicas == 1:
+        found.append(stepped(Plain(mlp().float(), nn.CrossEntropyLoss())))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def stepped(of):
+    loss = of.loss(BATCH[0].float(), BATCH[1])
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in of.module.parameters())]

@@ -7,18 +7,21 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randn
+from helpers.oracle import assert_close, build, randn
 from torch import nn
 
+from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 INPUTS = randn(9, FEATURES)
 
 
+def normalised():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+
+
 def norm():
-    return build(
-        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
-    )
+    return build(normalised)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -48,14 +51,13 @@ def test_a_layer_left_in_training_inside_a_model_in_eval(placed):
 
 
 def test_two_forwards_in_training_before_one_backward(placed):
-    model = norm()
-    twin = copy.deepcopy(model)
-    pair = DataParallelModel(model, placed(3))
-    sum(o.square().sum() for _ in range(2) for o in pair(INPUTS)).backward()
-    pieces = [INPUTS[:3], INPUTS[3:6], INPUTS[6:]]
-    (2 * sum(twin(piece).square().sum() for piece in pieces)).backward()
-    assert_gradients(model, gradients(twin))
-    assert model[1].num_batches_tracked == 2
+    def program(of):
+        pieces = [INPUTS] if isinstance(of, Pair) else INPUTS.split(3)
+        outputs = [of.outputs(piece) for _ in range(2) for piece in pieces]
+        sum(output.square().sum() for output in outputs).backward()
+
+    pair = assert_alike(normalised, program, placed(3))
+    assert pair.module[1].num_batches_tracked == 2
 
 
 def test_buffers_of_the_criterion(placed):

@@ -13,14 +13,13 @@ import copy
 import pytest
 import torch
 from helpers.isolation import MixedMemories, guarded
-from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import assert_close, assert_gradients, build, randint, randn
-from helpers.weighted import CASES
-from helpers.zoo import MODELS
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from helpers.weighted import CASES as LOSSES
+from helpers.zoo import CASES, MODELS
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from pair.common import Pair, plain
+from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
@@ -39,7 +38,7 @@ def apart(monkeypatch, *modules):
 
 
 def check(monkeypatch, model, inputs, targets, criterion, device_ids=VIRTUAL, **options):
-    expected_loss, expected = plain(model, inputs, targets, criterion)
+    expected_loss, expected = whole_batch(model, inputs.clone(), targets, criterion)
     pair = Pair(model, criterion, device_ids)
     modules = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
     with apart(monkeypatch, *modules) as memories:
@@ -57,14 +56,17 @@ def check(monkeypatch, model, inputs, targets, criterion, device_ids=VIRTUAL, **
     assert set(memories.checked) == {torch.device(device) for device in device_ids}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "weight norm, old"])
+KINDS = {*MODELS, "checkpointing", "checkpointing, reentrant", "sparse gradients"}
+
+
+@pytest.mark.parametrize("name", sorted(KINDS - {"weight norm, old"}))
 def test_models(monkeypatch, name):
-    check(monkeypatch, build(MODELS[name]), *BATCH, nn.CrossEntropyLoss())
+    check(monkeypatch, CASES[name].build(), *CASES[name].batch, nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LOSSES)
 def test_losses(monkeypatch, case):
-    check(monkeypatch, mlp(), BATCH[0], CASES[case].targets(9), CASES[case].criterion())
+    check(monkeypatch, mlp(), BATCH[0], LOSSES[case].targets(9), LOSSES[case].criterion())
 
 
 def test_replicas_that_share_some_memories(monkeypatch):
@@ -77,13 +79,6 @@ def test_count_works_where_its_share_is(monkeypatch):
         return (output.argmax(1) * 0 + (targets >= 0)).sum()
 
     check(monkeypatch, mlp(), *BATCH, nn.functional.cross_entropy, count=count)
-
-
-def test_sparse_gradients(monkeypatch):
-    model = build(token_classifier)
-    model.embedding.sparse = True
-    ids, targets = randint(11, 9, 3), randint(CLASSES, 9, 3)
-    check(monkeypatch, model, ids, targets, nn.CrossEntropyLoss())
 
 
 class Projected(nn.Module):
@@ -122,21 +117,6 @@ def test_batch_statistics(monkeypatch):
 def sum_on_master(outputs):
     criterion = DataParallelCriterion(lambda o, t: o.square().sum(), VIRTUAL)
     return criterion(outputs, torch.zeros(9), reduction="sum")
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(monkeypatch, use_reentrant):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES)
-
-        def forward(self, inputs):
-            inputs = inputs + self.second.bias.sum() * 0  # the reentrant variant needs a gradient
-            hidden = checkpoint(lambda h: self.first(h).tanh(), inputs, use_reentrant=use_reentrant)
-            return self.second(hidden)
-
-    check(monkeypatch, build(Block), *BATCH, nn.CrossEntropyLoss())
 
 
 def test_the_gradient_of_the_inputs_comes_back(monkeypatch):

@@ -12,7 +12,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, randint, randn
 from torch import nn
 
-from pair.common import Pair
+from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
 
 INPUTS = randn(9, FEATURES)
@@ -159,15 +159,13 @@ def test_rows_along_another_dimension(placed, dim):
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:1", torch.device("cpu")])
 def test_gather_to_a_device_and_back_to_the_parameters(placed, device):
-    model, twin = mlp(), mlp()
-    pair = Pair(model, nn.CrossEntropyLoss(), placed(4))
-    targets = randint(CLASSES, 9)
-    nn.CrossEntropyLoss()(twin(INPUTS), targets).backward()
-    gathered = gather(pair.model(INPUTS), device)
-    assert gathered.device.type == "cpu"
-    nn.CrossEntropyLoss()(gathered, targets).backward()
-    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(mine.grad, its.grad, name)
+    def program(of):
+        outputs = of.model(INPUTS)
+        gathered = gather(outputs, device) if isinstance(of, Pair) else outputs
+        nn.CrossEntropyLoss()(gathered, randint(CLASSES, 9)).backward()
+        return [gathered]
+
+    assert_alike(mlp, program, placed(4))
 
 
 def test_gather_averages_what_has_no_rows():

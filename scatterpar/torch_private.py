@@ -88,6 +88,7 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 
 # --- the caller's context: there is no public way to read what is set --------------------------
 
+
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost pair of saved-tensor hooks of this thread."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None

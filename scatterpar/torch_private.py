@@ -129,7 +129,8 @@ def is_observed(leaf: Tensor) -> bool:
     A node that accumulates its gradient may have hooks; it refers to the leaf, and ends when nobody
     keeps it.
     """
-    return bool(leaf._backward_hooks) or has_gradient_hooks(leaf) or leaf._use_count() > 1
+    references: int = leaf._use_count()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return references > 1 or bool(leaf._backward_hooks) or has_gradient_hooks(leaf)
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

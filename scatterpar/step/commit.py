@@ -30,25 +30,24 @@ def commit(outcome: Outcome) -> None:
     plain ``backward()``, once and on the whole gradient; if one fails, gradients are put back. The
     rest takes no memory, and runs no code of the user's.
     """
-    with outcome.attempt:  # random numbers as before, also where memory ends before the try
-        pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
-        outcome.gradients.clear()
-        moments = [value for layer in outcome.layers for value in running(layer)]
-        write_buffers = _planned([*outcome.buffers, *moments])
-        observed = any(is_observed(leaf) for leaf, _ in pairs)
-        undo = _remember(pairs, observed)
-        taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
-        others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
-        try:
-            for leaf, gradient in compress(pairs, taken):
-                leaf.grad = gradient
-            pairs.clear()
-            _hand_over(others)
-        except BaseException as error:
-            _put_back(undo, error)
-            raise
-        write_buffers()
-        outcome.attempt.generators.commit()
+    pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
+    outcome.gradients.clear()
+    moments = [value for layer in outcome.layers for value in running(layer)]
+    write_buffers = _planned([*outcome.buffers, *moments])
+    observed = any(is_observed(leaf) for leaf, _ in pairs)
+    undo = _remember(pairs, observed)
+    taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
+    others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
+    try:
+        for leaf, gradient in compress(pairs, taken):
+            leaf.grad = gradient
+        pairs.clear()
+        _hand_over(others)
+    except BaseException as error:
+        _put_back(undo, error)
+        raise
+    write_buffers()
+    outcome.attempt.generators.commit()
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:

@@ -268,9 +268,10 @@ class ScatterOnceParallel(Wrapper):
         with self._step() as interrupts:
             own = partial(self._fit, request, interrupts)
             outcome = self._ranks.together(own) if self._ranks else own()
-            noise = outcome.noise() if self.measure_noise else None
-            loss = outcome.returned()  # before the commit, after which nothing may fail
-            commit(outcome)  # 6
+            with outcome.attempt:
+                noise = outcome.noise() if self.measure_noise else None
+                loss = outcome.returned()  # before the commit, after which nothing may fail
+                commit(outcome)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
         return (loss, outcome.outputs) if return_outputs else loss

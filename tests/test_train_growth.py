@@ -170,12 +170,12 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
 
 def test_what_it_needs_is_said(tmp_path, capsys):
     assert main(["--batch", "auto", "--devices", "cpu", "--out", str(tmp_path)]) == 2
-    words = "is measured between replicas, and there is one: name its device twice"
+    words = "compare the gradients of replicas, and there is one: name its device twice"
     printed = capsys.readouterr().err
     assert words in printed
     assert "--devices cpu,cpu" in printed
     assert main(["--batch", "auto", "--accum", "4"]) == 2
-    assert "give --micro-batch-size in place of --accum" in capsys.readouterr().err
+    assert "so it takes --micro-batch-size" in capsys.readouterr().err
     given = parse(["--batch", "auto", "--epochs", "10"])
     assert (given.micro_batch_size, given.warmup_epochs) == (64, 0)
     assert given.measure_noise

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
-from scatterpar.step.nested import join
+from scatterpar.step.nested import join_rows
 
 
 def batch(rows):
@@ -58,7 +58,7 @@ def program(module, plan, inputs, targets, criterion):
             rows.append(high - low)
         if share.replica == 0:
             end = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-    loss = criterion(join(pieces, 0, rows), targets)
+    loss = criterion(join_rows(pieces, 0, rows), targets)
     loss.backward()
     set_buffers(twin, end)
     return loss.detach(), twin
@@ -652,6 +652,31 @@ def test_several_batches_are_joined_in_row_order(devices):
     assert_gradients(model, gradients(expected))
 
 
+def test_entries_and_what_has_no_rows_of_several_batches_are_joined_too(devices):
+    """Entries of batches of one size were once joined with each other, first with first."""
+    inputs, entries = randn(8, FEATURES), [randn(length + 1) for length in range(8)]
+    seen = []
+
+    def criterion(outputs, targets):
+        rows, (factor,) = targets
+        seen.append([len(row) for row in rows])
+        return (outputs.sum(1) * torch.stack([row.sum() for row in rows]) * factor).sum()
+
+    batches = [(Rows(few), [Replicated(torch.tensor(2.0))]) for few in (entries[:4], entries[4:])]
+    model = build(lambda: nn.Linear(FEATURES, 5))
+    expected = copy.deepcopy(model)
+    criterion(expected(inputs), (entries, [torch.tensor(2.0)])).backward()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(
+            Rows.from_batches(inputs.split(4)),
+            Rows.from_batches(batches),
+            criterion,
+            whole_batch=True,
+        )
+    assert seen == [[*range(1, 9)]] * 2
+    assert_gradients(model, gradients(expected))
+
+
 def test_outputs_that_cannot_be_joined():
     class Averaging(nn.Linear):
         def forward(self, inputs):
@@ -681,7 +706,7 @@ def test_autocast_is_that_of_a_plain_loop(devices):
     with engine, torch.autocast("cpu", torch.bfloat16):
         engine.forward_backward(views, labels, criterion, whole_batch=True)
         pieces = [twin(*(view[low : low + 2] for view in views)) for low in range(0, 12, 2)]
-        loss = criterion(join(pieces, 0, [2] * 6), labels)
+        loss = criterion(join_rows(pieces, 0, [2] * 6), labels)
     loss.backward()
     assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
     assert_gradients(model, gradients(twin), relative=1e-2)

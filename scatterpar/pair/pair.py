@@ -32,7 +32,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.markers import count_rows, has_rows
-from scatterpar.step.nested import join
+from scatterpar.step.nested import join_rows
 from scatterpar.step.request import (
     Count,
     Request,
@@ -297,7 +297,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
         return leaf.to(physical(target)) if isinstance(leaf, Tensor) else leaf
 
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
-    return join([nested.transform(bring, output) for output in outputs], dim, rows)
+    return join_rows([nested.transform(bring, output) for output in outputs], dim, rows)
 
 
 def _sizes(output: Any, dim: int) -> list[int]:

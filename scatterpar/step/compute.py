@@ -173,14 +173,10 @@ def warm_up(
         finally:
             done[replica].set()
 
-    generators = attempt.generators
-    before = [generators.get_state(task.share.replica) for task in tasks]
     try:
         attempt.run(one_at_a_time, tasks, timed=False)
     finally:
-        generators.rollback()  # what torch draws while it compiles is the process's own
-        for task, state in zip(tasks, before, strict=True):
-            generators.set_state(task.share.replica, state)
+        attempt.generators.rollback()  # what torch draws while it compiles is the process's own
         for part in parts:
             part.forget_step()
         if tasks[0].stash is not None:

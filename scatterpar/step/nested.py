@@ -120,68 +120,61 @@ def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[An
     return result
 
 
-def join(
+def join_rows(
     pieces: Sequence[Any],
     dim: int,
     weights: Sequence[float],
-    has_rows: Callable[[list[Tensor]], bool] = lambda _: True,
+    rows: Sequence[int] | None = None,
+    *,
+    strict: bool = False,
+    lists: bool = False,
 ) -> Any:
     """One value out of the pieces of consecutive rows, of the same nested types.
 
-    Tensors are concatenated along ``dim``, or kept where one that ``has_rows`` is told of has
-    none; 0-dim tensors are averaged with ``weights`` (one a piece; those with weight zero are left
-    out). Other leaves are kept where all pieces have the same, and become a list with one entry a
-    piece otherwise.
+    Tensors are concatenated along ``dim``; 0-dim ones are averaged with ``weights`` (one a piece;
+    those with weight zero are left out). Other leaves are kept where all pieces have the same, and
+    become a list with one entry a piece otherwise.
 
-    >>> join([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
+    Where ``rows`` are given, tensors hold so many along ``dim``, or several entries for each. One
+    that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
+    once: it has nothing to do with rows, as a codebook has not.
+
+    >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
     """
+    if len(pieces) == 1:
+        return pieces[0]
+    if lists and all(
+        isinstance(p, list) and len(p) == n for p, n in zip(pieces, rows or (), strict=True)
+    ):
+        return [entry for piece in pieces for entry in piece]
 
     def one(leaves: list[Any]) -> Any:
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
             return _average(leaves, weights)
-        return torch.cat(leaves, dim) if has_rows(leaves) else leaves[0]
+        has_rows = rows is None or _have(rows, leaves, dim, strict)
+        return torch.cat(leaves, dim) if has_rows else leaves[0]
 
-    return pieces[0] if len(pieces) == 1 else merge(one, pieces)
+    return merge(one, pieces)
 
 
-def join_rows(
-    pieces: Sequence[Any],
-    dim: int,
-    weights: Sequence[float],
-    rows: Sequence[int],
-    *,
-    strict: bool = False,
-    lists: bool = False,
-) -> Any:
-    """``join`` of tensors that hold the rows along ``dim``, or several entries for each of them.
-
-    One that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
-    once: it has nothing to do with rows, as a codebook has not.
-    """
-    if lists and all(
-        isinstance(piece, list) and len(piece) == n for piece, n in zip(pieces, rows, strict=True)
-    ):
-        return [entry for piece in pieces for entry in piece]
-
-    def has_rows(leaves: list[Tensor]) -> bool:
-        sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
-        if sizes != list(rows) and _same_bits(leaves):
-            return False
-        entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
-        flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
-        others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
-        if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
-            shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
-            raise ValueError(
-                f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
-                f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"
-            )
-        return True
-
-    return join(pieces, dim, weights, has_rows)
+def _have(rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool) -> bool:
+    """Whether tensors hold the rows, and not something else that is the same for all."""
+    sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
+    if sizes != list(rows) and _same_bits(leaves):
+        return False
+    entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
+    flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
+    others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
+    if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
+        shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise ValueError(
+            f"outputs of shapes {shapes}, which are those of {' and '.join(map(str, rows))} "
+            f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"
+        )
+    return True
 
 
 def _same_bits(leaves: Sequence[Tensor]) -> bool:

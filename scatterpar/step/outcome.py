@@ -70,14 +70,12 @@ class Outcome:
         """What the spread of the replicas' gradients says, before the commit uses these up."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
-        with self.attempt:
-            return _estimate(self.spread, gradients, factor)
+        return _estimate(self.spread, gradients, factor)
 
     def returned(self) -> Tensor:
         """The loss on the master: filled in, not copied, since the host waits for a copy."""
-        with self.attempt:
-            device = physical(self.plan.shares[0].device)
-            return torch.full((), self.loss, dtype=self.dtype, device=device)
+        device = physical(self.plan.shares[0].device)
+        return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None) -> StepReport:
         """What the step did, in numbers."""

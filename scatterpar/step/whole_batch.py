@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +38,8 @@ from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import all_tensors, has_entries, opened
-from scatterpar.step.nested import join, join_rows
+from scatterpar.step.markers import Replicated, Rows, all_tensors, has_entries, opened
+from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery
@@ -198,8 +198,14 @@ class WholeBatch:
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
-        rows = opened(here, copy=is_home)
-        return join(rows, self._request.dim, self._request.sizes)
+        dim, sizes = self._request.dim, self._request.sizes
+
+        def one(leaves: list[Any]) -> Any:  # what has no rows is the first batch's
+            if isinstance(leaves[0], Rows):
+                return Rows([*chain(*(leaf.entries for leaf in leaves))], leaves[0].collate)
+            return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
+
+        return opened(nested.merge(one, here), copy=is_home)
 
     def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
         if gradient is None or share.device == self._shares[0].device:

@@ -243,7 +243,9 @@ class Generators:
         _put_all(after)
 
     def rollback(self) -> None:
-        """Leave all generators as they were before the step."""
+        """Leave all generators as they were before the step; replicas draw anew from there."""
+        for one in self._generators.values():
+            one.set_state(None)
         _put_all(self._before)
 
     def _generator(self, number: int, device: torch.device) -> _Generator:

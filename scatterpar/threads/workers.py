@@ -78,7 +78,7 @@ _HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to them
 class _Call:
     """One replica's part of a job, and what became of it; what it leads to is taken out of it."""
 
-    device: torch.device
+    thread: int  # the number of the worker that runs it
     work: Callable[[], Any] | None
     result: Any = None
     error: BaseException | None = None
@@ -194,13 +194,15 @@ class Workers:
             with verbs.on(devices[0], ()), uncached(), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = Context()
-        calls = [
-            _Call(device, partial(context.run, device, partial(module, *args, **kwargs)))
-            for module, args, kwargs, device in zip(
-                modules, inputs, kwargs_tup, devices, strict=True
-            )
-        ]
-        return self._dispatch(calls, cancel or threading.Event())
+        calls = []
+        given = zip(modules, inputs, kwargs_tup, devices, strict=True)
+        for i, (module, args, kwargs, device) in enumerate(given):
+            # Those on one accelerator draw from its one generator: in their order, so in turn.
+            thread = devices.index(device) if verbs.launches(device) else i
+            work = partial(context.run, device, partial(module, *args, **kwargs))
+            calls.append(_Call(thread, work))
+        job = Job(len(calls), verbs.at_once(devices), cancel or threading.Event())
+        return self._dispatch(job, calls)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Interrupts]:
@@ -248,20 +250,14 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, calls: list[_Call], cancel: threading.Event) -> list[Any]:
-        devices = [call.device for call in calls]
-        job = Job(len(calls), verbs.at_once(devices), cancel)
-        by_thread: dict[int, list[_Call]] = {}
+    def _dispatch(self, job: Job, calls: list[_Call]) -> list[Any]:
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
-            for i, (call, device) in enumerate(zip(calls, devices, strict=True)):
-                # Those on one accelerator draw from its one generator: in their order, so in turn.
-                thread = i if device.type == "cpu" else devices.index(device)
-                by_thread.setdefault(thread, []).append(call)
-                queues[thread].put(partial(job.run, i, call))
+            for i, call in enumerate(calls):
+                queues[call.thread].put(partial(job.run, i, call))
         try:
-            self._wait(job, by_thread)
+            self._wait(job, calls)
             results = [call.result for call in calls]
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         finally:
@@ -278,14 +274,14 @@ class Workers:
         finally:
             del errors, results
 
-    def _wait(self, job: Job, by_thread: dict[int, list[_Call]]) -> None:
+    def _wait(self, job: Job, calls: Sequence[_Call]) -> None:
         interrupt: BaseException | None = None
         lost: list[str] = []
         while not job.done and not lost:
             try:
                 with self.interrupts.allowed():
                     job.ended.acquire(timeout=_LOOK_SECONDS)
-                lost = self._lost(job, by_thread)
+                lost = self._lost(job, calls)
             except BaseException as error:
                 self.interrupts.defer()
                 job.interrupted = True
@@ -308,12 +304,12 @@ class Workers:
                 f"thread from outside; nothing was changed, and the next step starts new workers"
             )
 
-    def _lost(self, job: Job, by_thread: dict[int, list[_Call]]) -> list[str]:
+    def _lost(self, job: Job, calls: Sequence[_Call]) -> list[str]:
         """Threads that have died before they were through, once nobody else is at work.
 
         Nothing of ours ends them; an exception that is set from outside does.
         """
-        busy = [i for i, calls in by_thread.items() if not all(call.ended for call in calls)]
+        busy = {call.thread for call in calls if not call.ended}
         dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
         if dead:
             job.cancel.set()

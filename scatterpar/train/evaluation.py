@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -44,12 +45,11 @@ class Evaluation:
 
 def scored(engine: ScatterOnceParallel, feed: Feed, rows: int) -> Iterator[tuple[Images, Tensor]]:
     """Yield the images among the next rows that can be read; and their scores, on the host."""
-    classes = len(feed.source.class_names)
     while rows:
         request, found = feed.take()
         rows -= len(request.rows)
         if len(found.labels):
-            yield found, engine(found.images).float().cpu()[:, :classes]
+            yield found, engine(found.images).float().cpu()[:, : len(feed.source.class_names)]
 
 
 @torch.no_grad()
@@ -78,12 +78,12 @@ def evaluate(
     pairs = (labels * classes + predicted).bincount(minlength=classes**2)
     wrong = table[labels != predicted]
     wrong = wrong[wrong[:, 0].argsort(descending=True, stable=True)[:_WORST]]
-    images = len(table)
+    images = max(1, len(table))
     return Evaluation(
-        images=images,
-        loss=float(table[:, 0].sum()) / max(1, images),
-        top1=int((labels == predicted).sum()) / max(1, images),
-        top5=int(table[:, 4].sum()) / max(1, images),
+        images=len(table),
+        loss=float(table[:, 0].sum()) / images,
+        top1=int((labels == predicted).sum()) / images,
+        top5=int(table[:, 4].sum()) / images,
         confusion=pairs.view(classes, classes),
         worst=[Mistake(m[0], *map(int, m[1:4])) for m in wrong.tolist()],
     )
@@ -95,17 +95,9 @@ def _averaged(model: nn.Module, average: AveragedModel | None) -> Iterator[None]
     if average is None:
         yield
         return
-    tensors = (chain(m.parameters(), m.buffers()) for m in (model, average.module))
-    pairs = list(zip(*tensors, strict=True))
-
-    def exchange() -> None:
-        for one, other in pairs:
-            kept = one.clone()
-            one.copy_(other)
-            other.copy_(kept)
-
-    exchange()
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(average.module.state_dict())
     try:
         yield
     finally:
-        exchange()
+        model.load_state_dict(kept)

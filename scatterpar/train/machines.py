@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Self
@@ -82,6 +82,17 @@ class Machines:
         if self.group is not None:
             dist.broadcast_object_list(found, group=self.group, group_src=source)
         return found[0]
+
+    def first_does(self, action: Callable[[], None]) -> None:
+        """Let the first rank do something; if that cannot be done, all raise the same."""
+        problem = ""
+        try:
+            if self.is_first:
+                action()
+        except UsageError as error:
+            problem = str(error)
+        if problem := self.from_rank(0, problem):
+            raise UsageError(problem)
 
 
 @contextlib.contextmanager

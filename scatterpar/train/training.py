@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
+from scatterpar.recipe import NoiseScale
 from scatterpar.train.data import TEST, TRAIN, Source, UsageError, words_of
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import Machines, seed_of
@@ -91,12 +92,25 @@ class Training:
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
+    noise: NoiseScale | None = None
+    growth: Growth | None = None
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
         """Compute in `autocast`'s dtype where that is safe, within the context."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.engine.device_ids[0].type, self.autocast)
+
+    def grow(self) -> bool:
+        """Take a larger batch for the epochs to come if the noise scale has reached one."""
+        if self.growth is None or self.noise is None:
+            return False
+        before, batches = self.batches.batch, self.batches
+        batches.batch = self.growth.after(before, self.noise.scale)
+        if batches.batch > before:
+            self.noise.decay = averaging(batches.steps_per_epoch)
+            self.scheduler.step()  # its rate is scaled with the batch
+        return batches.batch > before
 
 
 def train_epoch(
@@ -122,6 +136,8 @@ def train_epoch(
         training.scheduler.step()
         report = training.engine.last_step
         assert report is not None, "a step was made"
+        if training.noise is not None:
+            training.noise.update(report)
         yield report, rate
 
 
@@ -238,6 +254,11 @@ def make_engine(
     if options.init is not None:
         initialise(model.network, options.init)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
+    if options.measure_noise and len(devices) * machines.size < 2:
+        raise UsageError(
+            "--batch auto and --measure-noise compare the gradients of replicas, and there is one: "
+            f"name its device twice, --devices {devices[0]},{devices[0]}"
+        )
     try:
         return ScatterOnceParallel(
             model.to(devices[0], memory_format=layout),  # type: ignore[call-overload]
@@ -251,24 +272,22 @@ def make_engine(
             compile=options.compile or None,
         )
     except ValueError as error:
-        if options.batch == "auto" and "compares the gradients" in str(error):
-            raise UsageError(
-                "--batch auto follows the gradient's noise scale, which is measured between "
-                f"replicas, and there is one: name its device twice, --devices {devices[0]},"
-                f"{devices[0]}"
-            ) from error
         raise UsageError(str(error)) from error
 
 
 def prepare(
     engine: ScatterOnceParallel, source: Source, options: Options, machines: Machines
-) -> tuple[Training, Growth | None]:
-    """Make what changes while training, at its start, and the sizes of a batch that grows."""
-    images, model = len(source.train), engine.module
-    wanted = FIRST if options.batch == "auto" else options.batch
+) -> Training:
+    """Make what changes while training, at its start."""
+    images, model, grows = len(source.train), engine.module, options.batch == "auto"
     # A step has no more images than there are, and the rate belongs to those that it has.
+    wanted = FIRST if options.batch == "auto" else options.batch
     batches = Batches(images, min(wanted, images), options.seed)
-    if rows := _too_few_to_normalise(engine, images, machines, batches.batch):
+
+    def too_few(batch: int) -> int:
+        return _too_few_to_normalise(engine, images, machines, batch)
+
+    if rows := too_few(batches.batch):
         raise UsageError(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
             "cannot train on: choose another --batch, or fewer --accum or --devices"
@@ -276,27 +295,26 @@ def prepare(
     optimizer = plain = make_optimizer(model, options)
     if options.shard_optimizer:
         optimizer = ShardedOptimizer(engine, lambda _: plain)
-    epochs, warmup = options.epochs, options.warmup_epochs or 0
-    dtype = None if options.autocast is None else getattr(torch, options.autocast)
-    average, kind = None, engine.device_ids[0].type
+    warmup, scaler, average, noise = options.warmup_epochs or 0, None, None, None
+    if options.autocast == "float16":
+        scaler = torch.amp.GradScaler(engine.device_ids[0].type)
     if options.ema is not None:
         function = get_ema_multi_avg_fn(options.ema)
         average = AveragedModel(model, multi_avg_fn=function, use_buffers=True)
-    training = Training(
+    if options.measure_noise:
+        noise = NoiseScale(averaging(batches.steps_per_epoch))
+    return Training(
         engine,
         optimizer,
-        make_scheduler(optimizer, batches, epochs, warmup, options.drop_at),
+        make_scheduler(optimizer, batches, options.epochs, warmup, options.drop_at),
         batches,
         machines,
-        scaler=torch.amp.GradScaler(kind) if dtype is torch.float16 else None,
-        average=average,
-        autocast=dtype,
+        scaler,
+        average,
+        autocast=getattr(torch, options.autocast) if options.autocast else None,
         clip=options.clip,
-    )
-    if options.batch != "auto":
-        return training, None
-    return training, Growth.up_to(
-        images, lambda batch: not _too_few_to_normalise(engine, images, machines, batch)
+        noise=noise,
+        growth=Growth.up_to(images, lambda batch: not too_few(batch)) if grows else None,
     )
 
 

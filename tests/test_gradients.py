@@ -118,6 +118,39 @@ def test_post_accumulate_hooks_run_once_in_the_caller_s_thread(devices):
         assert_close(parameter.detach(), before[name] - 0.5 * expected[name], name)
 
 
+@pytest.mark.parametrize("kept", ["node", "graph"])
+def test_hooks_on_the_node_that_accumulates_run_once_and_may_fail(devices, kept):
+    """Whoever keeps a graph of a parameter keeps this node, and hooks on it stay."""
+    model = mlp()
+    _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())
+    graph = model[0].weight.expand_as(model[0].weight)
+    node = graph.grad_fn.next_functions[0][0]
+    calls = []
+    handle = node.register_hook(lambda *_: calls.append(1))
+    if kept == "node":
+        del graph
+    else:
+        del node
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert len(calls) == 1
+        assert_gradients(model, expected)
+        handle.remove()
+
+        def fail(*_):
+            raise KeyError("mine")
+
+        node = model[0].weight.expand_as(model[0].weight).grad_fn.next_functions[0][0]
+        node.register_hook(fail)
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert_gradients(model, expected)
+        model.zero_grad()
+        with pytest.raises(KeyError, match="mine"):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_multi_grad_hooks_run_once(devices):
     model = mlp()
     _, expected = whole_batch(model, *BATCH, nn.CrossEntropyLoss())

@@ -518,6 +518,19 @@ class BothWays(nn.Module):
         return self.embedding(ids) @ self.embedding.weight.T
 
 
+class SharedTable(nn.Module):
+    """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 6, sparse=True)
+        self.head = nn.Linear(6, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
 class Branches(nn.Module):
     """Rows whose first feature is positive use one head, others the other; one is never used."""
 
@@ -853,6 +866,7 @@ CASES = {
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
     "sparse and dense gradients": Case(BothWays, batch=(randint(CLASSES, 9), BATCH[1])),
+    "a sparse table tied to a layer": Case(SharedTable, batch=(randint(CLASSES, 9), BATCH[1])),
     "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
     "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
     "gradients in one memory": Case(InOneMemory),

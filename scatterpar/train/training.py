@@ -14,10 +14,12 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -37,26 +39,19 @@ _FEWEST_AVERAGED = 20
 _IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
 
+@dataclass
 class Batches:
     """The order in which the training rows are used, and how far it has come.
 
     Each epoch is a new random order of all rows, decided by `seed` and the epoch's number
     alone; its last batch has what is left. `consumed`, the samples used so far, is the whole
     state; whoever uses a batch adds its rows to it. Between epochs `batch` may change.
-
-    >>> batches = Batches(rows=5, batch=2, seed=0)
-    >>> [len(rows) for rows in batches.rest_of_epoch()]
-    [2, 2, 1]
-    >>> batches.consumed = 5 + 2
-    >>> batches.epoch, [len(rows) for rows in batches.rest_of_epoch()]
-    (1, [2, 1])
     """
 
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
-        self.rows = rows
-        self.batch = batch
-        self.seed = seed
-        self.consumed = 0
+    rows: int
+    batch: int
+    seed: int
+    consumed: int = 0
 
     @property
     def epoch(self) -> int:
@@ -88,7 +83,7 @@ class Training:
     scheduler: LRScheduler
     batches: Batches
     machines: Machines = field(default_factory=Machines)
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
@@ -145,32 +140,26 @@ def _update(training: Training) -> None:
     """Take the optimizer's step, and what belongs to it."""
     optimizer, scaler, model = training.optimizer, training.scaler, training.engine.module
     if training.clip is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), training.clip)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
     if training.average is not None:
         training.average.update_parameters(model)
 
 
 def foresee(
-    batches: Batches,
-    ended: int,
-    epochs: int,
-    test_images: int,
-    tested_together: int,
-    machines: Machines,
+    batches: Batches, ended: int, epochs: int, tests: int, together: int, machines: Machines
 ) -> Iterator[Request]:
-    """Yield what this rank wants from where `batches` is to the end of the run, in order."""
-    ahead, together = copy.copy(batches), -(-tested_together // machines.size)
+    """Yield what this rank wants from where `batches` is to the end of the run, in order.
+
+    There are so many test images; so many of them are tested together, over all ranks.
+    """
+    ahead = copy.copy(batches)
     while True:
         epoch = ahead.epoch
         if ended < epoch:
-            for rows in machines.share(torch.arange(test_images)).split(together):
+            for rows in machines.share(torch.arange(tests)).split(-(-together // machines.size)):
                 if len(rows):
                     yield Request(TEST, rows)
         ended = epoch
@@ -182,26 +171,21 @@ def foresee(
 
 
 def make_scheduler(
-    optimizer: Optimizer,
-    batches: Batches,
-    epochs: int,
-    warmup_epochs: int,
-    drops: Sequence[int] = (),
+    optimizer: Optimizer, batches: Batches, epochs: int, warmup: int, drops: Sequence[int] = ()
 ) -> LRScheduler:
     """A gradual warm-up; then a cosine to zero, or drops to a tenth. All scaled with the batch.
 
-    The optimizer has the rate for batches of `FIRST` images. The scheduler's rate is that of where
-    `batches` is, however often it was stepped.
+    The rate is that of where `batches` is, however often the scheduler was stepped.
     """
 
     def factor(_: int) -> float:
         scale, done = batches.batch / FIRST, batches.consumed / batches.rows
-        if done < warmup_epochs:
+        if done < warmup:
             step = batches.batch / batches.rows
-            return scale * (done + step) / (warmup_epochs + step)
+            return scale * (done + step) / (warmup + step)
         if drops:
             return scale * 0.1 ** sum(done >= drop for drop in drops)
-        part = (done - warmup_epochs) / (epochs - warmup_epochs)
+        part = (done - warmup) / (epochs - warmup)
         return scale * 0.5 * (1 + math.cos(math.pi * part))
 
     return LambdaLR(optimizer, factor)
@@ -211,23 +195,13 @@ def averaging(steps_per_epoch: int) -> float:
     """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
 
     While the batch is much smaller than the noise scale, a step tells little about it.
-
-    >>> averaging(235), averaging(8)
-    (0.9957446808510638, 0.95)
     """
     return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The sizes that a batch may have, the smallest first, and when it takes the next one.
-
-    >>> growth = Growth.up_to(60_000)
-    >>> growth.sizes
-    (256, 512, 1024, 2048, 4096)
-    >>> growth.after(256, scale=300.0), growth.after(256, scale=9000.0), growth.after(4096, 9000.0)
-    (256, 512, 4096)
-    """
+    """The sizes that a batch may have, the smallest first, and when it takes the next one."""
 
     sizes: tuple[int, ...]
 
@@ -295,9 +269,7 @@ def prepare(
     optimizer = plain = make_optimizer(model, options)
     if options.shard_optimizer:
         optimizer = ShardedOptimizer(engine, lambda _: plain)
-    warmup, scaler, average, noise = options.warmup_epochs or 0, None, None, None
-    if options.autocast == "float16":
-        scaler = torch.amp.GradScaler(engine.device_ids[0].type)
+    warmup, average, noise = options.warmup_epochs or 0, None, None
     if options.ema is not None:
         function = get_ema_multi_avg_fn(options.ema)
         average = AveragedModel(model, multi_avg_fn=function, use_buffers=True)
@@ -309,7 +281,7 @@ def prepare(
         make_scheduler(optimizer, batches, options.epochs, warmup, options.drop_at),
         batches,
         machines,
-        scaler,
+        GradScaler(engine.device_ids[0].type, enabled=options.autocast == "float16"),
         average,
         autocast=getattr(torch, options.autocast) if options.autocast else None,
         clip=options.clip,

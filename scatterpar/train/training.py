@@ -1,4 +1,4 @@
-"""Training as a user of the engine writes it: its parts, its loop, its learning rate, its batches.
+"""Training as a user of the engine writes it: its parts, its loop, its tests, rate and batches.
 
 While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
 (McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
@@ -15,9 +15,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -26,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import TEST, TRAIN, Source, UsageError, words_of
+from scatterpar.train.data import TEST, TRAIN, Images, Source, UsageError, words_of
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import Machines, seed_of
 from scatterpar.train.models import OnPixels, build_model, initialise
@@ -36,6 +38,7 @@ from scatterpar.train.pictures import library
 FIRST = 256  # images; `--base-lr` is the rate for them
 FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
 _FEWEST_AVERAGED = 20
+_WORST = 24  # mistakes that are kept
 _IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
 
@@ -83,7 +86,7 @@ class Training:
     scheduler: LRScheduler
     batches: Batches
     machines: Machines = field(default_factory=Machines)
-    scaler: torch.amp.GradScaler = field(default_factory=partial(GradScaler, enabled=False))
+    scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
@@ -95,6 +98,20 @@ class Training:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.engine.device_ids[0].type, self.autocast)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the average's weights and buffers, if it is kept, in the context."""
+        model = self.engine.module
+        if self.average is None:
+            yield
+            return
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(self.average.module.state_dict())
+        try:
+            yield
+        finally:
+            model.load_state_dict(kept)
 
     def grow(self) -> bool:
         """Take a larger batch for the epochs to come if the noise scale has reached one."""
@@ -146,6 +163,73 @@ def _update(training: Training) -> None:
     scaler.update()
     if training.average is not None:
         training.average.update_parameters(model)
+
+
+class Mistake(NamedTuple):
+    """A test image that was taken for something else; the loss says how surely."""
+
+    loss: float
+    row: int
+    label: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found on the test images; the mistakes with the highest loss come first."""
+
+    images: int
+    loss: float
+    top1: float
+    top5: float
+    confusion: Tensor
+    worst: list[Mistake]
+
+
+def scored(engine: ScatterOnceParallel, feed: Feed, rows: int) -> Iterator[tuple[Images, Tensor]]:
+    """Yield the images among the next rows that can be read; and their scores, on the host."""
+    while rows:
+        request, found = feed.take()
+        rows -= len(request.rows)
+        if len(found.labels):
+            yield found, engine(found.images).float().cpu()[:, : len(feed.source.class_names)]
+
+
+@torch.no_grad()
+def evaluate(
+    training: Training, feed: Feed, between: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Test the model, or the average of its weights where that is kept; each rank its part.
+
+    The feed has this rank's images next. `between` is called after each batch.
+    """
+    classes, machines, engine = len(feed.source.class_names), training.machines, training.engine
+    tables = [torch.empty(0, 5, dtype=torch.float64)]
+    engine.eval()
+    rows = len(machines.share(torch.arange(len(feed.source.test))))
+    with training.averaged(), training.precision():
+        for found, scores in scored(engine, feed, rows):
+            losses = F.cross_entropy(scores, found.labels, reduction="none")
+            best = scores.topk(min(5, classes)).indices
+            among = (best == found.labels[:, None]).any(1)
+            columns = losses.double(), found.rows, found.labels, best[:, 0], among
+            tables.append(torch.stack(columns, 1))
+            between()
+    table = torch.cat([*chain(*machines.everyones(tables))])
+    table = table[table[:, 1].argsort()]
+    labels, predicted = table[:, 2].long(), table[:, 3].long()
+    pairs = (labels * classes + predicted).bincount(minlength=classes**2)
+    wrong = table[labels != predicted]
+    wrong = wrong[wrong[:, 0].argsort(descending=True, stable=True)[:_WORST]]
+    images = max(1, len(table))
+    return Evaluation(
+        images=len(table),
+        loss=float(table[:, 0].sum()) / images,
+        top1=int((labels == predicted).sum()) / images,
+        top5=int(table[:, 4].sum()) / images,
+        confusion=pairs.view(classes, classes),
+        worst=[Mistake(m[0], *map(int, m[1:4])) for m in wrong.tolist()],
+    )
 
 
 def foresee(
@@ -223,8 +307,8 @@ def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
     """Build the model with its first weights, on the first device, and the engine for it."""
-    about = source.image_shape, len(source.class_names), source.mean, source.std
-    model = build_model(options.model, *about)
+    classes = len(source.class_names)
+    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
     if options.init is not None:
         initialise(model.network, options.init)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
@@ -257,10 +341,7 @@ def prepare(
     # A step has no more images than there are, and the rate belongs to those that it has.
     wanted = FIRST if options.batch == "auto" else options.batch
     batches = Batches(images, min(wanted, images), options.seed)
-
-    def too_few(batch: int) -> int:
-        return _too_few_to_normalise(engine, images, machines, batch)
-
+    too_few = partial(_too_few_to_normalise, engine, images, machines)
     if rows := too_few(batches.batch):
         raise UsageError(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "

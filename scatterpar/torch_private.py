@@ -54,6 +54,7 @@ for _name, _why in {
     "_foreach_add_": "to add up gradients",
     "_foreach_norm": "to measure the gradient's noise",
     "Tensor._version": "to see what was written",
+    "Tensor._use_count": "to see who keeps a parameter's node",
     "nn.Module._replicate_for_data_parallel": "to make replicas",
     "optim.Optimizer.profile_hook_step": "to step",
     "_C._len_torch_dispatch_stack": "to tell of modes that replicas lack",
@@ -86,8 +87,6 @@ def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------
-
-_VISITED = "scatterpar, visited"
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -124,32 +123,14 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def are_held(leaves: Sequence[Tensor]) -> bool:
-    """Whether somebody keeps a node that accumulates one of these leaves' gradients.
+def is_observed(leaf: Tensor) -> bool:
+    """Whether anything may run when a leaf gets its gradient, on the leaf or on a node of a graph.
 
-    Who does may have hooks on it. A node that nobody keeps ends with the last reference to it.
+    A node that accumulates its gradient may have hooks; it refers to the leaf, and ends when nobody
+    keeps it.
     """
-    if not leaves:
-        return False
-    for metadata in _metadata_of_nodes(leaves):
-        metadata[_VISITED] = True
-    kept = [metadata.pop(_VISITED, False) for metadata in _metadata_of_nodes(leaves)]
-    return any(kept)
-
-
-def _metadata_of_nodes(leaves: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """What anybody has noted on the nodes that accumulate the leaves' gradients."""
-    with torch.enable_grad():
-        root: Any = _Root.apply(*leaves)  # type: ignore[no-untyped-call]
-    return [node.metadata for node, _ in root.grad_fn.next_functions]
-
-
-class _Root(torch.autograd.Function):
-    """A node that leads to those of all its inputs: torch names these one by one otherwise."""
-
-    @staticmethod
-    def forward(_: Any, *leaves: Tensor) -> Tensor:
-        return torch.zeros((), device="cpu")
+    references: int = leaf._use_count()  # type: ignore[attr-defined]  # torch's stubs lack it
+    return references > 1 or bool(leaf._backward_hooks) or has_gradient_hooks(leaf)
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

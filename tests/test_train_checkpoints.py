@@ -20,12 +20,11 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.checkpoint import FILE, Progress, collect, find, load, restore, save
 from scatterpar.train.data import Split, UsageError, make_dataset
-from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels
 from scatterpar.train.run import main
-from scatterpar.train.training import Batches, Training, foresee, train_epoch
+from scatterpar.train.training import Batches, Training, evaluate, foresee, train_epoch
 
 pytestmark = pytest.mark.draws
 
@@ -39,17 +38,17 @@ KILLED = {
 @pytest.mark.parametrize("when", KILLED)
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(tmp_path, when):
     path = tmp_path / FILE
-    save(path, {"format": 2, "number": torch.tensor(1)})
+    save(path, {"format": 3, "number": torch.tensor(1)})
     code = (
         "import os, signal, sys, torch; from pathlib import Path\n"
         "from scatterpar.train.checkpoint import save\n"
         "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         f"{KILLED[when]}\n"
-        "save(Path(sys.argv[1]), {'format': 2, 'number': torch.tensor(2)})\n"
+        "save(Path(sys.argv[1]), {'format': 3, 'number': torch.tensor(2)})\n"
     )
     assert run_forked("-c", code, str(path)).code == -signal.SIGKILL
     assert load(path)["number"] == 1
-    save(path, {"format": 2, "number": torch.tensor(3)})
+    save(path, {"format": 3, "number": torch.tensor(3)})
     assert load(path)["number"] == 3
     assert os.listdir(tmp_path) == [FILE]
 
@@ -61,7 +60,7 @@ class Evil:
 
 def test_a_file_that_would_execute_something_is_refused(tmp_path, capsys):
     path = tmp_path / FILE
-    torch.save({"format": 2, "model": Evil()}, path)
+    torch.save({"format": 3, "model": Evil()}, path)
     with pytest.raises(UsageError, match=r"checkpoint.pt is not a checkpoint that can be read: "):
         load(path)
     path.write_bytes(b"torn")
@@ -179,7 +178,7 @@ def test_the_latest_checkpoint_is_found_whichever_rank_has_it(tmp_path):
     for consumed, folder in zip((4, None, 8), folders, strict=True):
         folder.mkdir()
         if consumed is not None:
-            save(folder / FILE, {"format": 2, "consumed": consumed, "w": torch.ones(consumed)})
+            save(folder / FILE, {"format": 3, "consumed": consumed, "w": torch.ones(consumed)})
     found = gang()(3, found_by, folders)
     assert [state["consumed"] for state in found] == [8, 8, 8]
     assert all(torch.equal(state["w"], torch.ones(8)) for state in found)
@@ -188,6 +187,23 @@ def test_the_latest_checkpoint_is_found_whichever_rank_has_it(tmp_path):
     assert found[0] == found[1] == found[2]
     assert "1/checkpoint.pt is not a checkpoint that can be read" in found[0]
     assert gang()(2, found_by, [tmp_path, tmp_path]) == [None, None]
+
+
+def looked_at(group):
+    def broken():
+        raise UsageError("broken")
+
+    machines = Machines(group)
+    machines.first_does(lambda: None)
+    try:
+        machines.first_does(broken)
+    except UsageError as error:
+        return str(error)
+
+
+def test_what_the_first_rank_cannot_do_ends_all_with_its_words():
+    """A picture that --check-data found ended the first one, and the others waited for it."""
+    assert gang()(2, looked_at) == ["broken", "broken"]
 
 
 def shared_evaluation(group):

@@ -42,7 +42,7 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--warmup-epochs 9 --epochs 9", "--warmup-epochs 9 must be less than --epochs 9"),
+        ("--warmup-epochs 9 --epochs 9", "--drop-at and --epochs must rise, and 9 follows 9"),
         ("--accum 4 --micro-batch-size 8", "say the same thing twice"),
         ("--batch 0", "--batch: 0 is not above zero"),
         ("--accum -1", "--accum: -1 is not above zero"),
@@ -63,10 +63,10 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
         ("--model transformer", "--model transformer: neither cnn"),
         ("--batch 64", "a batch of 64 rows makes micro-batches of one row"),
         ("--batch 4095", "a batch of 2 rows makes micro-batches of one row"),
-        ("--resume", "--resume goes on from a checkpoint: name the folder it is in with --out"),
+        ("--resume", "checkpoint.pt; --out names the folder of the run"),
         ("--out /dev/null/runs", "--out: /dev/null/runs/metrics.jsonl cannot be written"),
-        ("--drop-at 2 2 --epochs 3 --warmup-epochs 0", "--drop-at: 2 must be after the 2 before"),
-        ("--drop-at 3 --epochs 3", "and below --epochs 3"),
+        ("--drop-at 2 2 --epochs 3 --warmup-epochs 0", "must rise, and 2 follows 2"),
+        ("--drop-at 3 --epochs 3", "must rise, and 3 follows 3"),
     ],
 )
 def test_what_does_not_go_together_is_one_line_and_exit_code_2(
@@ -200,7 +200,7 @@ def test_an_interrupt_before_training_is_one_line(monkeypatch, capsys, tmp_path)
 
     monkeypatch.setattr(Batches, "order", interrupted)
     assert main([*TWO_CPUS, "--out", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "scatterpar train: interrupted before training began\n"
+    assert capsys.readouterr().err == "scatterpar train: interrupted\n"
 
 
 def test_torchrun_names_the_folder_after_its_job(monkeypatch):

@@ -93,7 +93,7 @@ def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drop
 def test_the_rate_is_scaled_with_the_batch():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     batches = Batches(2048, 256, seed=0)
-    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup_epochs=0)
+    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup=0)
     batches.consumed, batches.batch = 2 * 2048, 1024
     optimizer.step()
     scheduler.step()
@@ -170,12 +170,12 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
 
 def test_what_it_needs_is_said(tmp_path, capsys):
     assert main(["--batch", "auto", "--devices", "cpu", "--out", str(tmp_path)]) == 2
-    words = "is measured between replicas, and there is one: name its device twice"
+    words = "compare the gradients of replicas, and there is one: name its device twice"
     printed = capsys.readouterr().err
     assert words in printed
     assert "--devices cpu,cpu" in printed
     assert main(["--batch", "auto", "--accum", "4"]) == 2
-    assert "give --micro-batch-size in place of --accum" in capsys.readouterr().err
+    assert "so it takes --micro-batch-size" in capsys.readouterr().err
     given = parse(["--batch", "auto", "--epochs", "10"])
     assert (given.micro_batch_size, given.warmup_epochs) == (64, 0)
     assert given.measure_noise

@@ -20,7 +20,7 @@ from scatterpar.devices.chunks import by_dtype, copy_each
 
 LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
-_FLAGS = 48  # in a number: each rank adds a power of two of its own, exact in float64
+_FAILED = -1  # in place of a rank's number
 
 
 class Collectives:
@@ -83,26 +83,16 @@ class Collectives:
     def agree(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
     ) -> tuple[list[float], list[int]]:
-        """The sums over all ranks of ``mine``, four numbers, and each rank's ``number``.
+        """The sums over all ranks of ``mine``, four numbers; each one's ``number``, not negative.
 
-        Args:
-            mine: this rank's own.
-            layout: an integer of ``LAYOUT_BITS`` that has to be the same on all ranks.
-            number: this rank's own.
-            otherwise: on what they disagree where ``layout`` is not the same.
-
-        Raises:
-            RuntimeError: on every rank alike: one failed, or ``layout`` is not the same on all.
+        ``RuntimeError`` on every rank alike: one failed, or ``layout``, of ``LAYOUT_BITS``, is not
+        the same on all, so that they disagree on what ``otherwise`` says.
         """
-        numbers = [0.0] * self.size
-        numbers[self.rank] = number
-        (layouts, squares, *values), failed = self._exchange(
-            [layout, layout**2, *mine, *numbers], False
-        )
-        if failed:
+        (layouts, squares, *sums), numbers = self._exchange([layout, layout**2, *mine], number)
+        if _FAILED in numbers:
             raise RuntimeError(
-                f"rank {', '.join(map(str, failed))} of {self.size} failed in this step, so that "
-                f"nothing was changed on any rank; see what it raised there"
+                f"rank {', '.join(map(str, _failed(numbers)))} of {self.size} failed in this step, "
+                f"so that nothing was changed on any rank; see what it raised there"
             )
         # The mean of squares is the square of the mean exactly where nothing deviates from it.
         if self.size * int(squares) != int(layouts) ** 2:
@@ -110,12 +100,12 @@ class Collectives:
                 f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
                 f"every rank"
             )
-        return values[:_SUMS], [int(value) for value in values[_SUMS:]]
+        return sums, numbers
 
     def fail(self) -> list[int]:
         """Tell the other ranks, as they come to agree, that this one failed. Who else did."""
-        _, failed = self._exchange([0.0] * (2 + _SUMS + self.size), True)
-        return [rank for rank in failed if rank != self.rank]
+        _, numbers = self._exchange([0.0] * (2 + _SUMS), _FAILED)
+        return [rank for rank in _failed(numbers) if rank != self.rank]
 
     def sum(self, tensor: Tensor, what: str) -> None:
         """Give ``tensor`` the sum of all ranks' ones, in place; ``what`` it is, for errors."""
@@ -137,15 +127,14 @@ class Collectives:
         sizes = torch.cat(self.show(size, [1] * self.size, what)).tolist()
         return [bytes(text.tolist()).decode() for text in self.show(data, sizes, what)]
 
-    def _exchange(self, mine: Sequence[float], failed: bool) -> tuple[list[float], list[int]]:
-        flags = [0.0] * -(-self.size // _FLAGS)
-        flags[self.rank // _FLAGS] = failed * 2.0 ** (self.rank % _FLAGS)
-        words = torch.tensor([*mine, *flags], dtype=torch.float64, device=self._control)
+    def _exchange(self, mine: Sequence[float], number: int) -> tuple[list[float], list[int]]:
+        """The sums of ``mine``, and each rank's number."""
+        numbers = [0] * self.size
+        numbers[self.rank] = number
+        words = torch.tensor([*mine, *numbers], dtype=torch.float64, device=self._control)
         self.sum(words, "the flags and counts of all ranks")
         values: list[float] = words.tolist()
-        sums = [int(value) for value in values[len(mine) :]]
-        those = [r for r in range(self.size) if sums[r // _FLAGS] >> (r % _FLAGS) & 1]
-        return values[: len(mine)], those
+        return values[: len(mine)], [int(value) for value in values[len(mine) :]]
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
@@ -166,6 +155,10 @@ class Collectives:
                 f"rank was lost, or did not come within the process group's timeout{still}. The "
                 f"group cannot be used any more: start all ranks again"
             ) from error
+
+
+def _failed(numbers: Sequence[int]) -> list[int]:
+    return [rank for rank, number in enumerate(numbers) if number == _FAILED]
 
 
 def sparse_weights(module: nn.Module) -> set[int]:

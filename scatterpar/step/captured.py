@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from scatterpar.threads.workers import note
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
-_PLAIN = (int, float, complex, str, bytes, types.NoneType)
+_PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _FEW = 8  # numbers that may be labels
 
 
@@ -41,7 +41,7 @@ def brought_along(function: Any) -> list[Tensor | nn.Module]:
     """The tensors and modules that a criterion brings along, in an order that is its own."""
     found: list[Tensor | nn.Module] = []
     with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
-        _find(function, _DEPTH, found, set())
+        found.extend(_found(function, _DEPTH, set()))
     return found
 
 
@@ -73,16 +73,15 @@ def statistics(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def _find(value: Any, depth: int, found: list[Tensor | nn.Module], seen: set[int]) -> None:
-    if id(value) in seen or isinstance(value, (type, types.ModuleType)):
+def _found(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor | nn.Module]:
+    if id(value) in seen or isinstance(value, _PLAIN):
         return
     seen.add(id(value))
     if isinstance(value, (Tensor, nn.Module)):
-        found.append(value)
+        yield value
     elif depth:
         for one in _inside(value):
-            if not isinstance(one, _PLAIN):
-                _find(one, depth - 1, found, seen)
+            yield from _found(one, depth - 1, seen)
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -98,16 +97,12 @@ def _captured(function: Any) -> dict[str, Any]:
         bound = {f"argument {k}": value for k, value in enumerate(function.args)}
         return {**_captured(function.func), **bound, **function.keywords}
     if isinstance(function, types.MethodType):
-        return {**_captured(function.__func__), **_attributes(function.__self__)}
+        return {**_captured(function.__func__), **_captured(function.__self__)}
     if isinstance(function, types.FunctionType):
         own, of_file = surroundings(function)
         return {**of_file, **own}
-    return _attributes(function)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Those of an object that is no module: a module's are replicated."""
-    return {} if isinstance(value, nn.Module) else dict(getattr(value, "__dict__", {}))
+    # A module's attributes are replicated.
+    return {} if isinstance(function, nn.Module) else dict(getattr(function, "__dict__", {}))
 
 
 def set_by_forward(function: Any, module: nn.Module, replica: nn.Module) -> str | None:
@@ -169,6 +164,6 @@ def ignored_values(function: Any) -> list[int]:
     for value in (function, *_captured(function).values()):
         modules = value.modules() if isinstance(value, nn.Module) else [value]
         found += [getattr(each, "ignore_index", None) for each in modules]
-        found += [value, *_attributes(value).values()]
+        found += [value, *_captured(value).values()]
     found += getattr(_code_of(function), "co_consts", ())
     return list(dict.fromkeys(v for v in found if type(v) is int))[:_FEW]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scatterpar.devices.chunks import (
-    Pairs,
-    copy_lists,
-    grouped,
-)
+from scatterpar.devices.chunks import Pairs, copy_lists, grouped
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.buffers import BufferValue, Registry, running
 from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
-from scatterpar.torch_private import are_held, backward, has_gradient_hooks
+from scatterpar.torch_private import backward, has_gradient_hooks, is_observed
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
@@ -28,17 +25,24 @@ _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .gra
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. Then autograd itself hands parameters their gradients: so
-    hooks run as under a plain ``backward()``, once and on the whole gradient; if one fails,
-    gradients are put back. The rest takes no memory, and runs no code of the user's.
+    What takes memory is made first. A parameter without a gradient takes the one that came, unless
+    anything hangs on it; to all others autograd itself hands them over. So hooks run as under a
+    plain ``backward()``, once and on the whole gradient; if one fails, gradients are put back. The
+    rest takes no memory, and runs no code of the user's.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
     write_buffers = _planned([*outcome.buffers, *moments])
-    undo = _remember(pairs)
+    observed = any(is_observed(leaf) for leaf, _ in pairs)
+    undo = _remember(pairs, observed)
+    taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
+    others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
     try:
-        _hand_over(pairs)
+        for leaf, gradient in compress(pairs, taken):
+            leaf.grad = gradient
+        pairs.clear()
+        _hand_over(others)
     except BaseException as error:
         _put_back(undo, error)
         raise
@@ -110,24 +114,21 @@ def _same(target: Tensor, value: Tensor) -> bool:
     return all(map(same_bits, pieces_of(target), pieces_of(value)))
 
 
-def _remember(pairs: Sequence[_Pair]) -> list[_Before]:
+def _remember(pairs: Sequence[_Pair], observed: bool) -> list[_Before]:
     """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
-    after = [has_gradient_hooks(leaf) for leaf, _ in pairs]
-    added = [(leaf, leaf.grad, g) for leaf, g in pairs if leaf.grad is not None]
-    may_fail = (
-        any(after)
-        or any(leaf._backward_hooks for leaf, _ in pairs)
-        or any(old.layout != torch.strided or old.dtype != g.dtype for _, old, g in added)
-        or are_held([leaf for leaf, *_ in added])
+    before = [(leaf, leaf.grad) for leaf, _ in pairs]
+    may_fail = observed or any(
+        old is not None and (old.layout != torch.strided or old.dtype != g.dtype)
+        for (_, old), (_, g) in zip(before, pairs, strict=True)
     )
     return [
         (
             leaf,
-            leaf.grad,
-            leaf.grad.clone() if may_fail and leaf.grad is not None else None,
-            leaf.detach().clone() if steps else None,
+            old,
+            old.clone() if may_fail and old is not None else None,
+            leaf.detach().clone() if observed and has_gradient_hooks(leaf) else None,
         )
-        for (leaf, _), steps in zip(pairs, after, strict=True)
+        for leaf, old in before
     ]
 
 
@@ -145,6 +146,20 @@ def _put_back(undo: Iterable[_Before], error: BaseException) -> None:
                 note(error, f"after that, something could not be put back: {another!r}")
 
 
+def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
+    """Whether autograd would make this very gradient the one of a leaf on which nothing hangs."""
+    return (
+        leaf.grad is None
+        and type(leaf) in (Tensor, nn.Parameter)
+        and type(gradient) is Tensor
+        and gradient.layout == torch.strided
+        and gradient.dtype == leaf.grad_dtype
+        and gradient.stride() == leaf.stride()
+        and not gradient.requires_grad
+        and _is_of_its_own(gradient)
+    )
+
+
 def _hand_over(pairs: list[_Pair]) -> None:
     """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
 
@@ -156,7 +171,7 @@ def _hand_over(pairs: list[_Pair]) -> None:
         return
     leaves = [leaf for leaf, _ in pairs]
     with torch.inference_mode(False), torch.enable_grad():
-        pairs[:] = [(leaf, _of_its_own(gradient)) for leaf, gradient in pairs]
+        pairs[:] = [(leaf, g if _is_of_its_own(g) else g.clone()) for leaf, g in pairs]
         root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
         backward([root], [root.detach()])
 
@@ -178,8 +193,7 @@ class _Hand(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _of_its_own(gradient: Tensor) -> Tensor:
-    """``gradient``, or a copy of one that is a part of something larger."""
-    if gradient.layout != torch.strided:
-        return gradient
-    return gradient if gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
+def _is_of_its_own(gradient: Tensor) -> bool:
+    """Whether it is no part of something larger; sparse ones are taken for none."""
+    is_sparse = gradient.layout != torch.strided
+    return is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from scatterpar.train.data import UsageError, words_of
 from scatterpar.train.machines import Machines, random_states, set_random_states
@@ -18,8 +17,8 @@ from scatterpar.train.training import Training
 
 FILE = "checkpoint.pt"
 BEST_FILE = "best.pt"
-_FORMAT = 2
-_PARTS = ("average", "optimizer", "scheduler", "scaler")  # of `Training`; may be None
+_FORMAT = 3
+_PARTS = ("average", "optimizer", "scheduler", "scaler", "noise")  # of `Training`; may be None
 
 
 @dataclass
@@ -31,7 +30,16 @@ class Progress:
     loss: float = 0.0
     accuracy: float | None = None
     best: float = -1.0
-    noise: dict[str, float] | None = None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say which file of --out could not be written."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the latter from torch, where a write fails
+        words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UsageError(f"--out: {path} cannot be written: {words}") from error
 
 
 @contextlib.contextmanager
@@ -39,21 +47,20 @@ def written(path: Path) -> Iterator[BinaryIO]:
     """Open a file that appears under its name once it is whole, on the disk too."""
     aside = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        if hasattr(os, "O_DIRECTORY"):  # the name itself must be on the disk too
-            folder = os.open(path.parent, os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
-    except (OSError, RuntimeError) as error:  # the latter from torch, where a write fails
-        with contextlib.suppress(OSError):
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            if hasattr(os, "O_DIRECTORY"):  # the name itself must be on the disk too
+                folder = os.open(path.parent, os.O_DIRECTORY)
+                os.fsync(folder)
+                os.close(folder)
+    finally:
+        with contextlib.suppress(OSError):  # there is one after an error alone
             aside.unlink()
-        words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise UsageError(f"--out: {path} cannot be written: {words}") from error
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -89,18 +96,10 @@ def collect(training: Training, progress: Progress, **more: Any) -> dict[str, An
     }
 
 
-def collect_best(training: Training, **more: Any) -> dict[str, Any]:
-    """The weights that were tested (the averaged ones, where these are kept), and no more."""
-    average = training.average
-    module: Any = training.engine.module if average is None else average.module
-    return {"format": _FORMAT, "model": module.network.state_dict(), **more}
-
-
-def load_weights(network: nn.Module, state: dict[str, Any]) -> None:
-    """Give a network the weights of a checkpoint, those that a run would test with."""
-    start, average = "module.network.", state.get("average") or {}
-    averaged = {n.removeprefix(start): x for n, x in average.items() if n.startswith(start)}
-    network.load_state_dict(state["model"] | averaged)
+def save_best(path: Path, training: Training, **more: Any) -> None:
+    """Write the weights that were tested: the averaged ones, where these are kept."""
+    tested: Any = training.average or training.engine
+    save(path, {"format": _FORMAT, "model": tested.module.network.state_dict(), **more})
 
 
 def restore(state: dict[str, Any], training: Training) -> Progress:
@@ -118,15 +117,14 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
 
 def find(path: Path, machines: Machines) -> dict[str, Any] | None:
     """The checkpoint of the rank that has the latest one: after a restart ranks may move."""
-    mine, consumed, problem = None, -1, ""
-    if path.exists():
-        try:
-            mine = load(path)
-            consumed = mine["consumed"]
-        except UsageError as error:
-            problem = str(error)
-    reached, problems = zip(*machines.everyones((consumed, problem)), strict=True)
-    if any(problems):
-        raise UsageError(next(filter(None, problems)))
+    mine, problem = None, ""
+    try:
+        mine = load(path) if path.exists() else None
+    except UsageError as error:
+        problem = str(error)
+    told = machines.everyones((-1 if mine is None else mine["consumed"], problem))
+    reached, problems = zip(*told, strict=True)
+    if problem := next(filter(None, problems), ""):
+        raise UsageError(problem)
     state: dict[str, Any] | None = machines.from_rank(reached.index(max(reached)), mine)
     return state

@@ -59,16 +59,17 @@ _Piece = tuple[str, list[int], int]  # part, rows, epoch
 class Feed:
     """Hands out what was requested, in order, and times how long that takes.
 
-    `workers` processes read; with 0 this one does, when it is asked. `skip_broken` images may be
-    left out that cannot be read; `warn` is called with a line for each. `waited` are the seconds
-    that whoever asked has waited, and `broken` tells how often images were left out, by name.
+    `workers` processes read (None: one for each core, at most 16); with 0 this one does, when it is
+    asked. `skip_broken` images may be left out that cannot be read; `warn` is called with a line
+    for each. `waited` are the seconds that whoever asked has waited, and `broken` tells how often
+    images were left out, by name.
     """
 
     def __init__(
         self,
         source: Source,
         requests: Iterable[Request] = (),
-        workers: int = 0,
+        workers: int | None = 0,
         skip_broken: float = 0,
         warn: Callable[[str], object] = print,
     ) -> None:
@@ -77,7 +78,8 @@ class Feed:
         self.broken: Counter[str] = Counter()
         self._skip_broken = skip_broken
         self._warn = warn
-        self._workers = 0 if source.in_memory else workers
+        self._workers = _default_workers() if workers is None else workers
+        self._workers *= not source.in_memory
         self._assembler: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         if requests:
@@ -125,16 +127,19 @@ class Feed:
 
     def _read(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
         """Read one batch after the other."""
-        if self.source.in_memory:
-            for request in requests:
-                yield request, self.source.read(*request[:3])
-            return
         requests, cut = tee(requests)
-        loader, _alive = _loader(self.source, (p for r in cut for p in _pieces(r)), self._workers)
-        pieces = iter(loader)
+        # A generator of its own, so that the process's own is left alone.
+        how: dict[str, Any] = {"num_workers": self._workers, "generator": torch.Generator()}
+        if self._workers:
+            context = _context()
+            theirs, _alive = context.Pipe(duplex=False)  # as long as this generator
+            how["worker_init_fn"] = partial(_end_with, theirs)
+            how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
+        wanted: Any = (piece for request in cut for piece in _pieces(request))
+        pieces = iter(DataLoader(_Pieces(self.source), batch_size=None, sampler=wanted, **how))
         for request in requests:
             mine = (self._piece(pieces) for _ in _pieces(request))
-            yield request, _joined(mine, len(request.rows))
+            yield request, _joined(mine, len(request.rows), self.source.image_shape)
 
     def _piece(self, pieces: Iterator[Images]) -> Images:
         if self._closed:
@@ -165,8 +170,7 @@ class Feed:
         self.broken[problem.name] += 1
 
 
-def default_workers() -> int:
-    """A process for each core that this one may use, at most 16."""
+def _default_workers() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return min(_MOST_WORKERS, cores)
@@ -188,46 +192,25 @@ def _pieces(request: Request) -> Iterator[_Piece]:
         yield request.part, rows.tolist(), request.epoch
 
 
-def _loader(
-    source: Source, pieces: Iterator[_Piece], workers: int
-) -> tuple[DataLoader[Images], Connection | None]:
-    """Make a loader, and what its workers live as long as."""
-    # A generator of its own, so that the process's own is left alone.
-    how: dict[str, Any] = {"collate_fn": _as_it_is, "generator": torch.Generator()}
-    alive = None
-    if workers:
-        context = _context()
-        theirs, alive = context.Pipe(duplex=False)
-        how["worker_init_fn"] = partial(_end_with, theirs)
-        how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
-    made: Any = DataLoader
-    dataset = _Pieces(source)
-    return made(dataset, batch_size=None, sampler=pieces, num_workers=workers, **how), alive
-
-
-def _joined(pieces: Iterable[Images], rows: int) -> Images:
+def _joined(pieces: Iterable[Images], rows: int, shape: tuple[int, int, int]) -> Images:
     """Copy pieces into one batch of at most so many rows, each as soon as it is there.
 
     It lies in page-locked memory where accelerators copy from it.
     """
-    images = torch.empty(0)
-    columns: tuple[list[Tensor], list[Tensor]] = [torch.empty(0)], [torch.empty(0)]
-    broken: list[Broken] = []
-    filled = 0
+    pin = torch.accelerator.is_available()
+    images = torch.empty(rows, *shape, dtype=torch.uint8, pin_memory=pin)
+    labels, numbers, broken, filled = list[Tensor](), list[Tensor](), list[Broken](), 0
     for piece in pieces:
         broken += piece.broken
-        if not len(piece.labels):
-            continue
-        if not filled:
-            shape, pin = (rows, *piece.images.shape[1:]), torch.accelerator.is_available()
-            images = torch.empty(shape, dtype=piece.images.dtype, pin_memory=pin)
-            columns = [], []
-        images[filled : filled + len(piece.labels)] = piece.images
-        filled += len(piece.labels)
-        for column, values in zip(columns, (piece.labels, piece.rows), strict=True):
-            column.append(values.clone())
-    labels, numbers = map(torch.cat, columns)
-    return Images(images[:filled], labels, numbers, broken)
+        if len(piece.labels):
+            images[filled : filled + len(piece.labels)] = piece.images
+            filled += len(piece.labels)
+            labels.append(piece.labels.clone())
+            numbers.append(piece.rows.clone())
+    nothing = [torch.empty(0)]
+    return Images(
+        images[:filled], torch.cat(labels or nothing), torch.cat(numbers or nothing), broken
+    )
 
 
 def _context() -> Any:
@@ -240,10 +223,6 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scatterpar.train.preloaded"])
     return context
-
-
-def _as_it_is(piece: Any) -> Any:
-    return piece
 
 
 def _end_with(pipe: Connection, _: int) -> None:

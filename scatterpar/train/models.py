@@ -8,7 +8,7 @@ import importlib
 import inspect
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,9 @@ def build_model(
     >>> model(torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)).shape
     torch.Size([2, 10])
     """
-    wanted = f"it should make a score for each of {classes} classes"
     try:
-        model = OnPixels(
-            _find(name, image_shape, classes), torch.as_tensor(mean), torch.as_tensor(std)
-        )
+        network = _find(name, image_shape, classes)
+        model = OnPixels(network, torch.as_tensor(mean), torch.as_tensor(std))
         with torch.no_grad():
             scores = model.eval()(torch.zeros(1, *image_shape, dtype=torch.uint8))
     except UsageError as error:
@@ -107,9 +105,12 @@ def build_model(
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
         raise UsageError(f"--model {name} and an image {image_shape}: {words}") from error
+    found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
     if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
-        found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise UsageError(f"--model {name}: {wanted}, but makes {found} of one image")
+        raise UsageError(
+            f"--model {name}: it should make a score for each of {classes} classes, but makes "
+            f"{found} of one image"
+        )
     return model.train()
 
 
@@ -120,25 +121,19 @@ def _find(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Modu
     if not (place and attribute):
         raise UsageError(f"neither {BUILT_IN} nor timm:NAME nor package.module:callable")
     if place == "timm":
-        return _of_timm(attribute, image_shape, classes)
+        create = functools.partial(library("timm.models").create_model, attribute)
+        options = {"num_classes": classes, "in_chans": image_shape[0]}
+        try:
+            model: nn.Module = create(img_size=image_shape[1:], **options)
+        except TypeError:  # a convolutional network takes any size
+            model = create(**options)
+        return model
     factory = operator.attrgetter(attribute)(importlib.import_module(place))
     with contextlib.suppress(ValueError):  # a callable written in C has no signature
         parameters = inspect.signature(factory).parameters.values()
         if any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters):
             factory = functools.partial(factory, num_classes=classes)
-    model: nn.Module = factory()
-    return model
-
-
-def _of_timm(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Make a model of timm's for the images' channels, and their size where it has one."""
-    create = library("timm.models").create_model
-    options = {"num_classes": classes, "in_chans": image_shape[0]}
-    try:
-        model: nn.Module = create(name, img_size=image_shape[1:], **options)
-    except TypeError:  # a convolutional network takes any size
-        model = create(name, **options)
-    return model
+    return factory()  # type: ignore[no-any-return]
 
 
 def initialise(model: nn.Module, path: Path) -> None:
@@ -152,12 +147,6 @@ def initialise(model: nn.Module, path: Path) -> None:
     except Exception as error:
         raise UsageError(f"--init {path} cannot be read: {words_of(error):.200}") from error
     if not fitting:
-        raise UsageError(
-            f"--init {path}: nothing in it fits the model; it has {_list(found)}, the model has "
-            f"{_list(wanted)}"
-        )
+        names = f"it has {next(iter(found), None)} …, the model has {next(iter(wanted), None)} …"
+        raise UsageError(f"--init {path}: nothing in it fits the model; {names}")
     model.load_state_dict(fitting, strict=False)
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join([*names][:3]) + " …"

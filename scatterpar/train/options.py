@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,24 +23,17 @@ LARGE_BATCH = 4096
 DEFAULT_ACCUM = 16
 DEFAULT_MICRO_BATCH_SIZE = 64  # where the batch grows
 _LONGEST_DEFAULT_WARMUP = 5
-_DECISIVE = (
-    *("data", "image_size", "augment", "smallest_crop", "erase", "mixup", "cutmix", "skip_broken"),
-    *("model", "batch", "epochs", "base_lr", "warmup_epochs", "drop_at", "optimizer"),
-    *("layer_decay", "momentum", "weight_decay", "label_smoothing", "clip", "ema", "autocast"),
-    "seed",
-)
+_DECISIVE = """data image_size augment smallest_crop erase mixup cutmix skip_broken model batch
+    epochs base_lr warmup_epochs drop_at optimizer layer_decay momentum weight_decay label_smoothing
+    clip ema autocast seed"""
 # What numbers must be, in words and as a test, and for which options of all commands.
+_POSITIVE = """batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares
+    base_lr clip smallest_crop layer_decay ema top"""
+_NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
+    label_smoothing seed"""
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    (
-        *("above zero", lambda x: 0 < x < math.inf),
-        "batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares base_lr "
-        "clip smallest_crop layer_decay ema top",
-    ),
-    (
-        *("zero or above", lambda x: 0 <= x < math.inf),
-        "warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay "
-        "label_smoothing seed",
-    ),
+    ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
+    ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
     ("at most 1", lambda x: x <= 1, "smallest_crop layer_decay erase label_smoothing"),
     ("below 1", lambda x: x < 1, "momentum ema"),
     ("below 2**31", lambda x: x < 2**31, "seed"),
@@ -167,7 +161,9 @@ class Options:
 
     # folder for what is written (default: a new one in runs/; with torchrun runs/train-ID, after
     # its --rdzv-id)
-    out: Folder = None
+    out: Annotated[Path, _told(help_behavior_hint="", metavar="PATH")] = field(
+        default_factory=lambda: Path("runs") / f"train-{run_id() or time.strftime('%Y%m%d-%H%M%S')}"
+    )
     # steps between checkpoints; the last step always has one
     checkpoint_every: int = 100
     # go on from the checkpoint in --out, which must be given: bit for bit on as many machines and
@@ -176,7 +172,7 @@ class Options:
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide the run; how work is divided changes rounding alone."""
-        return {name: value for name, value in self.record().items() if name in _DECISIVE}
+        return {name: value for name, value in self.record().items() if name in _DECISIVE.split()}
 
     def record(self) -> dict[str, Any]:
         """Return all options as values that JSON has."""
@@ -185,44 +181,41 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Turn the command line into options.
-
-    >>> options = parse(["--epochs", "10"])
-    >>> options.batch, options.accum, options.warmup_epochs
-    (4096, 16, 2)
-    """
+    """Turn the command line into options, with the defaults that depend on others."""
     given: Options = read(Options, arguments, "train")
-    grows, size, accum = given.batch == "auto", given.micro_batch_size, given.accum
-    if size is not None and accum is not None:
-        raise UsageError("--accum and --micro-batch-size say the same thing twice: give one")
-    if grows and accum is not None:
+    grows, size, warmup = given.batch == "auto", given.micro_batch_size, given.warmup_epochs
+    if given.accum is not None and (grows or size is not None):
         raise UsageError(
-            "--batch auto keeps the size of a sub-step while the batch grows: give "
-            "--micro-batch-size in place of --accum"
+            "--accum and --micro-batch-size say the same thing twice: give one; --batch auto keeps "
+            "the size of a sub-step while the batch grows, so it takes --micro-batch-size"
         )
     size = size or (DEFAULT_MICRO_BATCH_SIZE if grows else None)
-    warmup = given.warmup_epochs
     if warmup is None:
         warmup = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, given.epochs // 5)
-    if warmup >= given.epochs:
-        raise UsageError(f"--warmup-epochs {warmup} must be less than --epochs {given.epochs}")
-    for earlier, epoch in pairwise((warmup, *given.drop_at)):
-        if not earlier < epoch < given.epochs:
+    for earlier, later in pairwise((warmup, *given.drop_at, given.epochs)):
+        if earlier >= later:
             raise UsageError(
-                f"--drop-at: {epoch} must be after the {earlier} before "
-                f"it (the warm-up's end included) and below --epochs {given.epochs}"
+                f"--warmup-epochs, --drop-at and --epochs must rise, and {later} follows {earlier}"
             )
-    if given.out is None and given.resume and run_id() is None:
-        raise UsageError("--resume goes on from a checkpoint: name the folder it is in with --out")
-    name = run_id() or time.strftime("%Y%m%d-%H%M%S")
     return dataclasses.replace(
         given,
         warmup_epochs=warmup,
         micro_batch_size=size,
-        accum=accum or (1 if size else DEFAULT_ACCUM),
+        accum=given.accum or (1 if size else DEFAULT_ACCUM),
         measure_noise=given.measure_noise or grows,
-        out=given.out or Path("runs") / f"train-{name}",
     )
+
+
+def answer(command: str, action: Callable[[], int]) -> int:
+    """Run a command; return its exit code, after one line on stderr where an argument is wrong."""
+    try:
+        return action()
+    except UsageError as error:
+        print(f"scatterpar {command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"scatterpar {command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:

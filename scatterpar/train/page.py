@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor
 
 from scatterpar.train.data import TEST, Source
-from scatterpar.train.evaluation import Evaluation
 from scatterpar.train.records import Records
+from scatterpar.train.training import Evaluation
 
-_PHASES = ("scatter", "replicate", "compute", "reduce")
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
 
 _PAGE = Template("""<!doctype html>
@@ -43,40 +43,31 @@ $evaluation
 
 
 def write_page(
-    path: Path,
-    texts: tuple[str, str, str],
-    tested: Evaluation | None,
-    source: Source,
-    records: Records,
+    path: Path, texts: dict[str, str], tested: Evaluation | None, source: Source, records: Records
 ) -> None:
-    """Write the page of a run, beside the curves that it shows: title, subtitle, what crossed."""
-    title, subtitle, traffic = map(escape, texts)
+    """Write the page of a run, beside the curves that it shows: title, subtitle, traffic."""
+    epochs = [r for r in records if r["kind"] == "epoch"]
     text = _PAGE.substitute(
-        title=title,
-        subtitle=subtitle,
-        facts="".join(_facts(tested, records)),
+        {name: escape(words) for name, words in texts.items()},
+        facts="".join(_facts(tested, epochs)),
         curves=_embedded(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
-        time=_time(records),
-        traffic=traffic,
+        time=_time(epochs, [r for r in records if r["kind"] == "step"]),
         starts=escape(json.dumps([r for r in records if r["kind"] == "run"], indent=2)),
     )
     path.write_text(text, encoding="utf-8")
 
 
-def _facts(tested: Evaluation | None, records: Records) -> Iterator[str]:
+def _facts(tested: Evaluation | None, epochs: Records) -> Iterator[str]:
     fact = "<div><b>{}</b><span>{}</span></div>".format
     if tested is not None:
         yield fact(f"{tested.top1:.2%}", f"test accuracy, {tested.images:,} images")
         if len(tested.confusion) > 5:
             yield fact(f"{tested.top5:.2%}", "right class among the best five")
         yield fact(f"{tested.loss:.4f}", "test loss")
-    epochs = [r for r in records if r["kind"] == "epoch"]
     if seconds := sum(r["seconds"] for r in epochs):
         images = sum(r["images_per_second"] * r["seconds"] for r in epochs)
         yield fact(f"{images / seconds:,.0f}", "images per second, training")
-        waited = sum(r["seconds_waited"] for r in epochs) / seconds
-        yield fact(f"{waited:.1%}", "of that time waiting for images")
     if epochs and epochs[-1]["left_out"]:
         yield fact(f"{epochs[-1]['left_out']:,}", "times broken files left out")
 
@@ -133,16 +124,17 @@ def _embedded(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def _time(records: Records) -> str:
+def _time(epochs: Records, steps: Records) -> str:
     """Show where the time of finished epochs went, tests apart."""
-    epochs = [r for r in records if r["kind"] == "epoch"]
-    last = max((r["step"] for r in epochs), default=0)
-    steps = [r for r in records if r["kind"] == "step" and r["step"] <= last]
-    parts = {phase: sum(r["seconds"][phase] for r in steps) for phase in _PHASES}
+    parts, whole = Counter[str](), sum(r["seconds"] for r in epochs)
+    for step in steps:
+        if step["epoch"] <= len(epochs):
+            parts.update(step["seconds"])
     parts["waiting for images"] = sum(r["seconds_waited"] for r in epochs)
-    whole = sum(r["seconds"] for r in epochs)
-    parts["optimizer and the rest"] = max(0.0, whole - sum(parts.values()))
+    parts["optimizer and the rest"] = max(0.0, whole - parts.total())
     return "".join(
-        f"<div><meter value='{share:.3f}'></meter> {name} {share * whole:.1f} s ({share:.1%})</div>"
-        for name, share in ((name, seconds / (whole or 1)) for name, seconds in parts.items())
+        f"<div><meter value='{seconds / whole:.3f}'></meter> {name} {seconds:.1f} s "
+        f"({seconds / whole:.1%})</div>"
+        for name, seconds in parts.items()
+        if whole
     )

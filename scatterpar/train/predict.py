@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import os
 import sys
@@ -16,16 +17,17 @@ import tyro
 from torch import Tensor
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.train.checkpoint import load, load_weights, written
+from scatterpar.train.checkpoint import load, written
 from scatterpar.train.data import TEST, UsageError, words_of
-from scatterpar.train.evaluation import scored
-from scatterpar.train.feed import Feed, Request, default_workers
+from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Folder, Name, Number, Options, read
+from scatterpar.train.options import Folder, Name, Number, Options, answer, read
 from scatterpar.train.pictures import PictureData, find_files
+from scatterpar.train.training import scored
 
-_KNOWN = ("torchvision.models", "timm")  # whose models a checkpoint may name by itself
+_KNOWN = (BUILT_IN, "torchvision.models", "timm")  # whose models a checkpoint may name by itself
+_TOGETHER = 1024  # pictures
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,6 @@ class Wanted:
     out: Folder = None
     # classes of each picture
     top: int = 1
-    # pictures at a time
-    batch: int = 1024
     # pictures of a sub-step of each device
     micro_batch_size: int = 64
     # such as cuda:0,cuda:1 (default: every GPU, or the CPU)
@@ -59,37 +59,27 @@ class Wanted:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code: 0, 2 for a wrong argument or picture, 130 interrupted."""
-    try:
-        predict(read(Wanted, arguments, "predict"))
-    except UsageError as error:
-        print(f"scatterpar predict: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("scatterpar predict: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return answer("predict", lambda: predict(read(Wanted, arguments, "predict")))
 
 
-def predict(wanted: Wanted) -> None:
+def predict(wanted: Wanted) -> int:
     """Write the classes of all pictures."""
-    if not wanted.folder.is_dir():
-        raise UsageError(f"{wanted.folder} is no folder")
     files = find_files(wanted.folder, [""], allow_empty=True)
     model, about = _load_model(wanted)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
     data = PictureData(Options(image_size=size, augment="none"), files, files, classes)
     default = None if torch.accelerator.is_available() else "cpu"
     devices = choose_devices(wanted.devices or default)
-    coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(wanted.batch))
-    workers = default_workers() if wanted.workers is None else wanted.workers
+    coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_TOGETHER))
     model, rows = model.to(devices[0]).eval(), wanted.micro_batch_size
+    warn = functools.partial(print, file=sys.stderr)
     top, table = min(wanted.top, len(classes)), io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
     writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
     with (
         ScatterOnceParallel(model, device_ids=devices, micro_batch_size=rows) as engine,
-        Feed(data, coming, workers, wanted.skip_broken, _warn) as feed,
+        Feed(data, coming, wanted.workers, wanted.skip_broken, warn) as feed,
     ):
         for found, scores in scored(engine, feed, len(files)):
             best = map(Tensor.tolist, scores.softmax(1).topk(top))
@@ -102,27 +92,25 @@ def predict(wanted: Wanted) -> None:
     else:
         with written(wanted.out) as file:
             file.write(os.fsencode(table.getvalue()))
+    return 0
 
 
 def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
-    """Build the model that a checkpoint is of, with its weights."""
+    """Build the model that a checkpoint is of, with the weights that its run would test with."""
     state = load(wanted.checkpoint)
-    about = state["about"]
-    name = str(about["model"])
-    if name not in (BUILT_IN, wanted.model) and name.partition(":")[0] not in _KNOWN:
+    about, name = state["about"], state["about"]["model"]
+    if name != wanted.model and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
             f"{wanted.checkpoint} is of --model {name}, which is code from elsewhere: give "
             f"--model {name} if it may be called"
         )
     shape, classes = tuple(about["image_shape"]), len(about["class_names"])
     model = build_model(name, shape, classes, about["mean"], about["std"])
+    start, average = "module.network.", state.get("average") or {}
+    averaged = {n.removeprefix(start): x for n, x in average.items() if n.startswith(start)}
     try:
-        load_weights(model.network, state)
+        model.network.load_state_dict(state["model"] | averaged)
     except RuntimeError as error:
         words = f"{wanted.checkpoint} does not fit --model {name}: {words_of(error):.200}"
         raise UsageError(words) from error
     return model, about
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -11,26 +11,16 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from scatterpar.train.checkpoint import written
-from scatterpar.train.data import UsageError
+from scatterpar.train.checkpoint import writing, written
 
 _PACKAGES = ("scatterpar", "torch", "torchvision", "timm", "numpy", "pillow")
 Records = list[dict[str, Any]]
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say which file of --out could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 class Metrics:
@@ -42,9 +32,8 @@ class Metrics:
 
     def __init__(self, path: Path | None, kept: int = 0) -> None:
         self.records: Records = []
-        self._path = path
-        self._board: Any = None
         self._file: TextIO | None = None
+        self._board: Any = None
         if path is None:
             return
         self.records = _earlier_records(path, kept) if kept else []
@@ -58,18 +47,15 @@ class Metrics:
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; numbers that JSON does not have (NaN, infinities) are null."""
         record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
-        self._append(record)
+        self.records.append(record)
+        if self._file is not None:
+            with writing(Path(self._file.name)):
+                self._file.write(_line(record))
+                self._file.flush()
         if self._board is not None and kind in ("step", "epoch"):
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(f"{kind}/{name}", value, record["step"])
-
-    def _append(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-        if self._file is not None and self._path is not None:
-            with writing(self._path):
-                self._file.write(_line(record))
-                self._file.flush()
 
     def __enter__(self) -> Metrics:
         return self
@@ -88,8 +74,8 @@ def _line(record: dict[str, Any]) -> str:
 def _earlier_records(path: Path, steps: int) -> Records:
     """Return the records up to step `steps`; the last line of a killed process may be cut off."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in path.read_text(encoding="utf-8").splitlines():
             records.append(json.loads(line))
     return [r for r in records if r["kind"] != "summary" and r["step"] <= steps]
 

@@ -10,29 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from scatterpar import StepReport
-from scatterpar.recipe import NoiseScale
-from scatterpar.train.checkpoint import (
-    BEST_FILE,
-    FILE,
-    Progress,
-    collect,
-    collect_best,
-    find,
-    restore,
-    save,
-    written,
-)
+from scatterpar.train import checkpoint
+from scatterpar.train.checkpoint import Progress, writing, written
 from scatterpar.train.data import TEST, TRAIN, Broken, Source, UsageError
-from scatterpar.train.evaluation import Evaluation, evaluate
-from scatterpar.train.feed import PIECE, Feed, FeedError, Request, default_workers
+from scatterpar.train.feed import PIECE, Feed, FeedError, Request
 from scatterpar.train.machines import (
     Stopped,
     Stopping,
@@ -42,14 +29,14 @@ from scatterpar.train.machines import (
     run_id,
     seed_host,
 )
-from scatterpar.train.options import LARGE_BATCH, Options, parse
+from scatterpar.train.options import LARGE_BATCH, Options, answer, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.records import Metrics, draw_curves, provenance, writing
+from scatterpar.train.records import Metrics, draw_curves, provenance
 from scatterpar.train.training import (
-    Growth,
+    Evaluation,
     Training,
-    averaging,
+    evaluate,
     foresee,
     make_engine,
     prepare,
@@ -61,38 +48,29 @@ _LINE_SECONDS = 10.0  # between lines where there is no bar
 
 def main(arguments: Sequence[str]) -> int:
     """Run the tool; return the exit code, after one line on stderr where an argument is wrong."""
-    try:
-        return run(parse(arguments))
-    except UsageError as error:
-        print(f"scatterpar train: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("scatterpar train: interrupted before training began", file=sys.stderr)
-        return 130
+    return answer("train", lambda: run(parse(arguments)))
 
 
 def run(options: Options) -> int:
     """Train as the options say; return the exit code."""
     tqdm.monitor_interval = 0  # no thread that watches over bars: every step updates them
     devices, source = choose_devices(options.devices), open_data(options)
-    out = options.out or Path()
-    workers = default_workers() if options.workers is None else options.workers
     with connected(devices) as machines:
-        if options.check_data and machines.is_first:
-            _look_at(source, options, workers, out)
+        if options.check_data:
+            machines.first_does(lambda: _look_at(source, options))
         torch.manual_seed(options.seed)
         seed_host(options.seed)
         with make_engine(options, source, devices, machines) as engine:
-            training, growth = prepare(engine, source, options, machines)
-            progress = _resume(training, options, out / FILE)
-            path = out / "metrics.jsonl" if machines.is_first else None
+            training = prepare(engine, source, options, machines)
+            progress = _resume(training, options)
+            path = options.out / "metrics.jsonl" if machines.is_first else None
             with (
                 Metrics(path, kept=progress.step) as metrics,
-                Feed(source, (), workers, options.skip_broken, tqdm.write) as feed,
+                Feed(source, (), options.workers, options.skip_broken, tqdm.write) as feed,
             ):
                 made = {**provenance(devices), "machines": machines.size}
                 metrics.write("run", step=progress.step, options=options.record(), **made)
-                this = Run(training, feed, options, out, progress, metrics, growth)
+                this = Run(training, feed, options, progress, metrics)
                 if machines.is_first:
                     this.announce()
                 code, ending = this.train()
@@ -100,14 +78,18 @@ def run(options: Options) -> int:
                 return code
 
 
-def _look_at(source: Source, options: Options, workers: int, out: Path) -> None:
+def _look_at(source: Source, options: Options) -> None:
     """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
-    parts, path = ((TRAIN, len(source.train)), (TEST, len(source.test))), out / "broken.txt"
-    requests = [Request(p, rows) for p, n in parts if n for rows in torch.arange(n).split(PIECE)]
-    total, broken = sum(n for _, n in parts), list[Broken]()
+    parts, path = {TRAIN: source.train, TEST: source.test}, options.out / "broken.txt"
+    total, broken = sum(map(len, parts.values())), list[Broken]()
+    requests = [
+        Request(part, rows)
+        for part, pictures in parts.items()
+        for rows in torch.arange(len(pictures)).split(PIECE)
+    ]
     with (
         tqdm(total=total, desc="checking", unit=" images", disable=None) as bar,
-        Feed(source, requests, workers, math.inf, lambda _: None) as feed,
+        Feed(source, requests, options.workers, math.inf, lambda _: None) as feed,
     ):
         for request in requests:
             broken += feed.take()[1].broken
@@ -122,12 +104,13 @@ def _look_at(source: Source, options: Options, workers: int, out: Path) -> None:
         )
 
 
-def _resume(training: Training, options: Options, path: Path) -> Progress:
+def _resume(training: Training, options: Options) -> Progress:
     """Go on where an earlier attempt stopped, where that is what is wanted."""
-    state = find(path, training.machines)
+    path = options.out / checkpoint.FILE
+    state = checkpoint.find(path, training.machines)
     if state is None:
         if options.resume:
-            raise UsageError(f"--resume: there is no {path}")
+            raise UsageError(f"--resume: there is no {path}; --out names the folder of the run")
         return Progress()
     if not options.resume and (run_id() is None or state["job"] != run_id()):
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
@@ -136,7 +119,7 @@ def _resume(training: Training, options: Options, path: Path) -> Progress:
         if wanted.get(name) != saved:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{path} is of a run with {option} {saved}, not {wanted.get(name)}")
-    return restore(state, training)
+    return checkpoint.restore(state, training)
 
 
 @dataclass
@@ -146,37 +129,28 @@ class Run:
     training: Training
     feed: Feed
     options: Options
-    out: Path
     progress: Progress
     metrics: Metrics
-    growth: Growth | None
     tested: Evaluation | None = None  # the last test
-    noise: NoiseScale | None = None
+    stopping: Stopping = field(default_factory=Stopping)
     sent: dict[str, int] = field(default_factory=dict)  # bytes of the step that moved most
 
     def __post_init__(self) -> None:
-        training, options, source = self.training, self.options, self.feed.source
-        if options.measure_noise:
-            decay = averaging(training.batches.steps_per_epoch)
-            self.noise = NoiseScale(decay)
-            if self.progress.noise is not None:
-                self.noise.load_state_dict({**self.progress.noise, "decay": decay})
+        batches, source = self.training.batches, self.feed.source
         self._about = {  # what `predict` needs to know
-            "model": options.model,
+            "model": self.options.model,
             "image_shape": list(source.image_shape),
             "class_names": list(source.class_names),
             "mean": source.mean.tolist(),
             "std": source.std.tolist(),
         }
-        self._criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
         self._saved = self.progress.step
         self._start = self._said = time.perf_counter()
-        self._used = training.batches.consumed
-        self._stopping = Stopping()
+        self._used = batches.consumed
         self._bar = tqdm(
-            total=options.epochs * training.batches.rows,
-            initial=training.batches.consumed,
-            disable=None if training.machines.is_first else True,  # None: where it is no terminal
+            total=self.options.epochs * batches.rows,
+            initial=batches.consumed,
+            disable=None if self.training.machines.is_first else True,  # None: without a terminal
             unit=" images",
             unit_scale=True,
             leave=False,
@@ -186,17 +160,16 @@ class Run:
     def announce(self) -> None:
         """Print what is trained on what, and how the work is cut."""
         training, options = self.training, self.options
-        print(self.feed.source)
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
-        print(f"{options.model}: {parameters:,} parameters")
+        print(f"{self.feed.source}\n{options.model}: {parameters:,} parameters")
         machines, rows = training.machines, training.batches.batch
         if machines.size > 1:
             print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
         print(training.engine.plan(-(-rows // machines.size)))
         if self.progress.step:
             print(f"resumed after {self.progress.step} steps, {self._used:,} images")
-        elif self.growth is not None:
-            most = self.growth.sizes[-1]
+        elif training.growth is not None:
+            most = training.growth.sizes[-1]
             print(f"the batch follows the gradient's noise scale, up to {most:,} images")
         elif options.batch != rows:
             told = f"--batch {options.batch} is more than the {rows:,} images to train on"
@@ -205,11 +178,10 @@ class Run:
 
     def train(self) -> tuple[int, str]:
         """Train all epochs; return the exit code, and in words how it ended."""
-        self._start = self._said = time.perf_counter()
         self._request()
         batches = self.training.batches
         try:
-            with self._stopping:
+            with self.stopping:
                 if self.progress.ended < batches.epoch:
                     self._end_epoch(images=0, seconds=0.0, waited=0.0)
                 while batches.epoch < self.options.epochs:
@@ -221,14 +193,13 @@ class Run:
             return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
         except UsageError as error:
             if isinstance(error, FeedError):
-                if self._stopping.signal:  # its sender may have ended the workers too
+                if self.stopping.signal:  # its sender may have ended the workers too
                     return self._stop()
                 if self.training.machines.size == 1:  # others would have to take part
                     self._save_if_due(1)
             kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
-            raise UsageError(
-                f"{error}; {kept if self._saved else 'no checkpoint was written yet'}"
-            ) from error
+            kept = kept if self._saved else "no checkpoint was written yet"
+            raise UsageError(f"{error}; {kept}") from error
         finally:
             self._bar.close()
         return 0, "finished"
@@ -243,9 +214,9 @@ class Run:
     def _stop(self) -> tuple[int, str]:
         """Keep what was reached, and say how to go on."""
         self._save_if_due(1)
-        number = self._stopping.signal
+        number = self.stopping.signal
         if self._saved:
-            out = ["--out", str(self.out)]
+            out = ["--out", str(self.options.out)]
             words = [word for word in sys.orig_argv if word != "--resume"]
             words += [] if any(word.partition("=")[0] == "--out" for word in words) else out
             line = shlex.join([*words, "--resume"])
@@ -265,35 +236,29 @@ class Run:
         batches, feed = self.training.batches, self.feed
         number, before = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
+        criterion = nn.CrossEntropyLoss(label_smoothing=self.options.label_smoothing)
         start, waited, used = time.perf_counter(), feed.waited, before
-        for report, rate in train_epoch(self.training, feed, self._criterion):
+        for report, rate in train_epoch(self.training, feed, criterion):
             images, used = batches.consumed - used, batches.consumed
             share = (feed.waited - waited) / (time.perf_counter() - start)
             self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{share:.0%}", refresh=False)
+            self._bar.update(images)
             self._after_step(number, rate, images, report)
-            self._stopping.check(self.training.machines)
+            self.stopping.check(self.training.machines)
         seconds = time.perf_counter() - start
         self._end_epoch(batches.consumed - before, seconds, feed.waited - waited)
 
     def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
-        progress, batches = self.progress, self.training.batches
+        progress, batches, noise = self.progress, self.training.batches, self.training.noise
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
         # After a test the parameters are there already: the step that moved most is a whole one.
         self.sent = max(self.sent, report.bytes, key=lambda sent: sum(sent.values()))
-        measured: dict[str, Any] = {
-            "loss": report.loss,
-            "learning_rate": rate,
-            "seconds": report.seconds,
-            "bytes": report.bytes,
-            "messages": report.messages,
-        }
-        if self.noise is not None:
-            self.noise.update(report)
-            progress.noise = self.noise.state_dict()
-            measured["noise_scale"] = self.noise.scale
-        self.metrics.write("step", step=progress.step, epoch=epoch, images=images, **measured)
-        self._bar.update(images)
+        measured = {"loss": report.loss, "learning_rate": rate, "seconds": report.seconds}
+        sent = {"bytes": report.bytes, "messages": report.messages}
+        more = {} if noise is None else {"noise_scale": noise.scale}
+        where = {"step": progress.step, "epoch": epoch, "images": images}
+        self.metrics.write("step", **where, **measured, **sent, **more)
         part, now = batches.consumed % batches.rows, time.perf_counter()
         if not part:
             return  # the end of the epoch, which goes on once it has been tested
@@ -313,7 +278,7 @@ class Run:
         number, loss, broken = training.batches.epoch, progress.loss, self.feed.broken
         speed = images / seconds if seconds else 0.0
         alone = training.machines.size == 1  # ranks have different numbers of batches
-        between = self._stopping.check if alone else lambda: None
+        between = self.stopping.check if alone else lambda: None
         self.tested = tested = evaluate(training, self.feed, between)
         progress.accuracy, progress.ended, progress.loss = tested.top1, number, 0.0
         self.metrics.write(
@@ -330,81 +295,70 @@ class Run:
             seconds_waited=waited,
             left_out=broken.total(),
         )
+        noise = training.noise
         parts = {
             f"epoch {number}/{options.epochs}: loss {loss:.4f}": True,
             f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}": True,
             f"top-5 {tested.top5:.2%}": len(tested.confusion) > 5,
             f"{speed:,.0f} images/s": True,
             f"waiting {waited / (seconds or 1):.0%}": not self.feed.source.in_memory,
-            f"batch {training.batches.batch:,}": self.growth is not None,
-            f"noise scale {self.noise.scale if self.noise else 0:,.0f} images": self.noise,
+            f"batch {training.batches.batch:,}": training.growth,
+            f"noise scale {noise.scale if noise else 0:,.0f} images": noise,
             f"{len(broken)} broken files left out": broken,
         }
         self._say(", ".join(words for words, is_told in parts.items() if is_told))
         if tested.top1 > progress.best:
             progress.best = tested.top1
             if training.machines.is_first:
-                best = collect_best(training, accuracy=tested.top1, about=self._about)
-                save(self.out / BEST_FILE, best)
-        if self.growth is not None and self.noise is not None and number < options.epochs:
-            self._grow(self.growth.after(training.batches.batch, self.noise.scale), self.noise)
-        self._save_if_due()
-
-    def _grow(self, batch: int, noise: NoiseScale) -> None:
-        """Take a batch for the epochs to come, which may be larger."""
-        training = self.training
-        if batch > training.batches.batch:
-            training.batches.batch = batch
-            noise.decay = averaging(training.batches.steps_per_epoch)
-            training.scheduler.step()  # its rate is scaled with the batch
+                path = options.out / checkpoint.BEST_FILE
+                checkpoint.save_best(path, training, accuracy=tested.top1, about=self._about)
+        if number < options.epochs and training.grow():
             self._request()
-            self._say(f"  batches of {batch:,} images from here on")
+            self._say(f"  batches of {training.batches.batch:,} images from here on")
+        self._save_if_due()
 
     def _save_if_due(self, every: int | None = None) -> None:
         if self.progress.step - self._saved >= (every or self.options.checkpoint_every):
             more = {"job": run_id(), "settings": self.options.settings(), "about": self._about}
-            state = collect(self.training, self.progress, **more)
+            state = checkpoint.collect(self.training, self.progress, **more)
             if self.training.machines.is_first:
-                save(self.out / FILE, state)
+                checkpoint.save(self.options.out / checkpoint.FILE, state)
             self._saved = self.progress.step
 
     def finish(self, ending: str) -> None:
         """Print and record what was reached, and draw it, also where that ended early."""
-        progress, machines, batches = self.progress, self.training.machines, self.training.batches
-        if not machines.is_first:
+        progress, training, out = self.progress, self.training, self.options.out
+        if not training.machines.is_first:
             if ending != "finished":
-                print(f"rank {machines.rank}: {ending}", file=sys.stderr)
+                print(f"rank {training.machines.rank}: {ending}", file=sys.stderr)
             return
-        seconds, crossed = time.perf_counter() - self._start, self._crossed()
-        reached = f"{batches.epoch} of {self.options.epochs} epochs, {progress.step} steps"
-        print(f"{ending} after {reached}, {seconds:.1f} s")
-        measured = "not measured, no epoch was finished"
-        if progress.accuracy is not None:
-            measured = f"{progress.accuracy:.2%}"
-        print(f"test accuracy: {measured}\n{crossed}")
+        seconds, records = time.perf_counter() - self._start, self.metrics.records
+        epochs, accuracy = training.batches.epoch, progress.accuracy
+        reached = f"{ending} after {epochs} of {self.options.epochs} epochs, {progress.step} steps"
+        measured = "not measured, no epoch was finished" if accuracy is None else f"{accuracy:.2%}"
+        crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
+        where = " of the first machine" if training.machines.size > 1 else ""
+        traffic = f"crossed between devices{where} in a step, in MB: {crossed}"
+        traffic = traffic if crossed else "nothing had to cross between devices"
+        print(f"{reached}, {seconds:.1f} s\ntest accuracy: {measured}\n{traffic}")
         self.metrics.write(
             "summary",
             ending=ending,
-            epochs=batches.epoch,
+            epochs=epochs,
             steps=progress.step,
             seconds=seconds,
-            test_accuracy=progress.accuracy,
+            test_accuracy=accuracy,
             bytes=self.sent,
             left_out=dict(self.feed.broken),
         )
-        sizes = f"{self.growth.sizes[0]:,} to " if self.growth is not None else ""
-        devices = ", ".join(map(str, self.training.engine.device_ids))
-        subtitle = f"{ending} after {reached}; batches of {sizes}{batches.batch:,} on {devices}"
-        title, records = f"{self.options.model} on {self.feed.source.name}", self.metrics.records
-        with writing(self.out):
-            draw_curves(records, self.out / "curves.png")
-            texts = title, subtitle, crossed
-            write_page(self.out / "report.html", texts, self.tested, self.feed.source, records)
-        print(f"wrote metrics.jsonl, curves.png and report.html in {self.out}")
-
-    def _crossed(self) -> str:
-        parts = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
-        if not parts:
-            return "nothing had to cross between devices"
-        where = " of the first machine" if self.training.machines.size > 1 else ""
-        return f"crossed between devices{where} in a step, in MB: {parts}"
+        sizes = f"{training.growth.sizes[0]:,} to " if training.growth is not None else ""
+        devices = ", ".join(map(str, training.engine.device_ids))
+        texts = {
+            "title": f"{self.options.model} on {self.feed.source.name}",
+            "subtitle": f"{reached}; batches of {sizes}{training.batches.batch:,} on {devices}",
+            "traffic": traffic,
+        }
+        with writing(out):
+            draw_curves(records, out / "curves.png")
+            write_page(out / "report.html", texts, self.tested, self.feed.source, records)
+        print(f"wrote metrics.jsonl, curves.png and report.html in {out}")

@@ -21,7 +21,6 @@ from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Workers
-from scatterpar.verify.rehearsal import has_batch_statistics
 from scatterpar.verify.untouched import untouched
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -105,14 +104,23 @@ def compare(
     )
 
 
-def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, int]:
+def has_statistics(layer: nn.Module) -> bool:
+    """Whether batch normalisation, in its present mode, ties rows to each other."""
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
+        layer.training or layer.running_mean is None
+    )
+
+
+def relative_difference(
+    found: Gradients, expected: Gradients, least: float = _SMALLEST_SCALE
+) -> tuple[float, int]:
     """The largest relative difference between gradients of the same tensors, and its position.
 
     For each tensor: the largest absolute difference over the largest absolute expected entry,
-    or, for gradients that are nothing but rounding, over a millionth of the largest entry of
+    or, for gradients that are nothing but rounding, over ``least`` of the largest entry of
     all. A gradient that only one has, and is not zero, or that is NaN, is an infinite difference.
     """
-    floor = _SMALLEST_SCALE * max(map(_magnitude, expected), default=0.0)
+    floor = least * max(map(_magnitude, expected), default=0.0)
     worst, position = 0.0, 0
     for i, (mine, other) in enumerate(zip(found, expected, strict=True)):
         if mine is None or other is None:
@@ -130,7 +138,7 @@ def relative_difference(found: Gradients, expected: Gradients) -> tuple[float, i
 def _magnitude(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
-    return tensor.detach().to_dense().abs().max().item()
+    return float(torch.linalg.vector_norm(tensor.detach().to_dense(), math.inf))
 
 
 def _plain(
@@ -162,7 +170,7 @@ def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
             "The module drew random numbers (dropout?), and other ones each time: call "
             "engine.eval() first."
         )
-    if has_batch_statistics(module):
+    if any(map(has_statistics, module.modules())):
         return (
             "Batch normalisation in training mode ties the rows of a micro-batch to each other, so "
             "that no micro-batches have the whole batch's gradient: call engine.eval() first."

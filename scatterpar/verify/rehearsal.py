@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -26,10 +25,13 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
+from scatterpar.verify.check import has_statistics, relative_difference
 from scatterpar.verify.rows import Parts, pick
 from scatterpar.verify.untouched import untouched
 
@@ -46,9 +48,8 @@ _CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
 
-Leaves = dict[tuple[Any, int | None], Tensor]  # by number and row; whole ones have no row
-Loss = Callable[[Sequence[int]], tuple[Tensor, Leaves]]  # of some rows
-Gradients = Mapping[tuple[Any, int | None], Tensor]
+Loss = Callable[[Sequence[int]], Tensor]  # of some rows
+Gradients = list[Tensor]
 
 
 class Unsure(Exception):
@@ -58,6 +59,10 @@ class Unsure(Exception):
         super().__init__(why)
         self.lasting = lasting
         self.rows = rows
+
+
+class ReadsOld(Exception):
+    """The criterion reads an attribute, of this name, that a forward pass sets on each replica."""
 
 
 class _NeedsParameters(Unsure):
@@ -81,7 +86,6 @@ class Finding:
     of_losses: bool = False  # the losses differ, and no gradient does
     certain: bool = True  # it was computed as the step computes
     tolerance: float = 0.0  # what rounding may do
-    stale: str | None = None  # an attribute that is read where no forward pass sets it
 
 
 class Rehearsal:
@@ -92,33 +96,26 @@ class Rehearsal:
         self._module = cast(nn.Module, task.module)
         self._user = untouched([task.criterion, request.count], [task.share.device])
         self._micro = max(stop - start for start, stop in task.share.micro_batches)
-        self._stale: str | None = None
 
     def run(self, choose: Callable[[int], Sequence[Parts]] | None, most: int) -> Finding:
         """What the first choice of at most so many rows says; if that is anything, the second too.
 
-        Without any, only whether the criterion reads what no forward pass sets. ``Unsure``: it
-        cannot be told.
+        Without any, only whether the criterion reads what no forward pass sets, which is raised as
+        ``ReadsOld``. ``Unsure``: it cannot be told.
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
                 if choose is None:
                     self._output([0])
-                found = Finding() if choose is None else self._with_fewer(choose, most)
-                return found if self._stale is None else Finding(math.inf, stale=self._stale)
+                    return Finding()
+                return self._confirmed(*choose(most))
+            except Unsure as error:
+                if choose is None or not 0 < error.rows < most:
+                    raise
+                most = error.rows  # which are small enough
             finally:
                 self._put_back()
-
-    def _with_fewer(self, choose: Callable[[int], Sequence[Parts]], most: int) -> Finding:
-        """What so many rows say, or as many as are small enough."""
-        try:
-            return self._confirmed(*choose(most))
-        except Unsure as error:
-            if not 0 < error.rows < most:
-                raise
-            most = error.rows
-        self._put_back()
-        return self._with_fewer(choose, most)
+        return self.run(choose, most)
 
     def _confirmed(self, first: Parts, second: Parts) -> Finding:
         by = self._by_outputs
@@ -159,40 +156,50 @@ class Rehearsal:
         outputs = _Outputs(whole, part, rows, len(few), self._request.dim)
         del whole, part
         own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
-        shared: Leaves = {(f"own {k}", None): tensor for k, tensor in enumerate(_small(own))}
+        leaves = [*outputs.leaves, *_small(own)]
 
-        def loss(some: Sequence[int], *, wide: bool = False) -> tuple[Tensor, Leaves]:
+        def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
             targets = self._bring(self._request.targets, some)
             targets = nested.transform(_wider, targets) if wide else targets
-            return self._loss(outputs.of(some, wide), targets), outputs.leaves_of(some) | shared
+            return self._loss(outputs.of(some, wide), targets)
 
-        found = None
+        found, coarse = None, torch.finfo(torch.bfloat16).eps / 2 if outputs.halved else 0.0
         if outputs.halved and self._request.count is None:  # which rounds, too
             with contextlib.suppress(_NeedsParameters):  # a criterion that is in half precision
-                found = self._compared(partial(loss, wide=True), parts)
-        found = found or self._compared(loss, parts)
+                found = self._compared(partial(loss, wide=True), leaves, parts, coarse=coarse)
+        found = found or self._compared(loss, leaves, parts, coarse=coarse)
         if not found.off and outputs.are_tied:
             raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
 
     def _by_parameters(self, parts: Parts) -> Finding:
-        normed = [layer for layer in self._module.modules() if _has_statistics(layer)]
+        normed = [layer for layer in self._module.modules() if has_statistics(layer)]
         if any(layer.running_mean is None for layer in normed):
             raise Unsure("batch normalisation ties rows to each other", lasting=True)
-        smallest = _small(p for p in self._module.parameters() if p.requires_grad)
-        leaves: Leaves = {(k, None): parameter for k, parameter in enumerate(smallest)}
+        leaves = _small(p for p in self._module.parameters() if p.requires_grad)
 
-        def loss(rows: Sequence[int]) -> tuple[Tensor, Leaves]:
+        def loss(rows: Sequence[int]) -> Tensor:
             for layer in normed:
                 layer.training = False
             output = self._output(rows)
-            return self._loss(output, self._bring(self._request.targets, rows)), leaves
+            return self._loss(output, self._bring(self._request.targets, rows))
 
-        found = self._compared(loss, parts, by_module=True)
+        found = self._compared(loss, leaves, parts, by_module=True)
         return replace(found, certain=found.certain and not normed)
 
-    def _compared(self, loss: Loss, parts: Parts, *, by_module: bool = False) -> Finding:
-        """Compare gradients of all rows with those of the parts, times their factors."""
+    def _compared(
+        self,
+        loss: Loss,
+        leaves: Sequence[Tensor],
+        parts: Parts,
+        *,
+        by_module: bool = False,
+        coarse: float = 0.0,
+    ) -> Finding:
+        """Compare gradients of all rows with those of the parts, times their factors.
+
+        Leaves may be off by ``coarse``, if that is more than rounding in their own dtype.
+        """
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
@@ -204,7 +211,7 @@ class Rehearsal:
             nonlocal certain
             draws = _SameNumbers() if draws_same else None  # type: ignore[no-untyped-call]
             with draws or contextlib.nullcontext():
-                value, leaves = loss(rows)
+                value = loss(rows)
                 found = _gradients(value, leaves, dtypes)
             calls.add(draws.calls if draws else 0)
             drawn = self._put_back()
@@ -220,22 +227,29 @@ class Rehearsal:
         values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
         if len(calls) > 1:
             raise Unsure("what is drawn depends on the rows", lasting=True)
-        if not all(each.isfinite().all() for each in joined.values()):
+        if not all(each.isfinite().all() for each in joined):
             raise Unsure("a gradient is NaN or infinite")
-        if not any(each.any() for own in (joined, *apart) for each in own.values()):
+        if not any(each.any() for own in (joined, *apart) for each in own):
             raise Unsure("all gradients are zero")
         floor = 1e-2 if by_module else 1e-6
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
-        off = _difference(joined, _combined(used, apart), floor)
-        if tolerance < off < math.inf:
+        off, _ = relative_difference(_combined(used, apart), joined, floor)
+        if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
             _, again = evaluate(few)
-            if _difference(again, first[1], floor) > tolerance:
+            if relative_difference(again, first[1], floor)[0] > tolerance:
                 raise Unsure("it gives another result each time", lasting=True)
+            for leaf in leaves:  # this replica's alone, until all is put back
+                leaf.data = _nudged(leaf.data, coarse)
+            noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
+            if off <= 2 * noise:  # as where a student begins as its teacher
+                raise Unsure("its gradient is nothing but rounding")
             if by_module and off < 1:
                 # A mean of rows twice is what it is of them once, a sum is twice that: what differs
                 # is how kernels round that go by the number of rows.
                 _, twice = evaluate([*few, *few])
-                noise = min(_difference(twice, _combined([n], [again]), floor) for n in (1, 2))
+                noise, _ = min(
+                    relative_difference(twice, _combined([n], [again]), floor) for n in (1, 2)
+                )
                 tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
         found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
         if off > tolerance:
@@ -245,7 +259,7 @@ class Rehearsal:
             return replace(found, weights=weights)
         if self._request.is_mean:
             return replace(found, off=0.0)
-        if not all(any(each.any() for each in own.values()) for own in apart):
+        if not all(any(each.any() for each in own) for own in apart):
             raise Unsure("a mean of one thing alone is its sum")
         off = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
         return replace(found, off=off if off > tolerance else 0.0, of_losses=True)
@@ -257,11 +271,10 @@ class Rehearsal:
             return [1.0] * len(parts)
         with _users_code():
             whole = request.inputs, request.targets
-            rows = [*chain(*parts)]
-            few = replace(request, targets=pick(request.targets, rows, request.dim), batches=())
-            pieces = [tuple(pick(v, part, request.dim) for v in whole) for part in parts]
+            each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
+            _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
             spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            counts = counts_of(few, spans, pieces)
+            counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")
@@ -271,8 +284,9 @@ class Rehearsal:
         args, kwargs = as_call(self._bring(self._request.inputs, rows))
         with _users_code():
             output = self._module(*args, **kwargs)
-        master = self._parts[0].roots[0]
-        self._stale = self._stale or set_by_forward(self._request.criterion, master, self._module)
+        name = set_by_forward(self._request.criterion, self._parts[0].roots[0], self._module)
+        if name is not None:
+            raise ReadsOld(name)
         return output
 
     def _loss(self, output: Any, targets: Any) -> Tensor:
@@ -281,13 +295,10 @@ class Rehearsal:
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
-        ledger, device = Ledger(), self._task.share.device  # of which nobody will hear
+        bring = partial(Delivery(Ledger()).bring, self._task.share.device)  # which nobody counts
+        few = nested.transform(bring, pick(value, rows, self._request.dim))
         with _users_code():
-            picked = pick(value, rows, self._request.dim)
-        return nested.transform(
-            lambda leaf: ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf,
-            picked,
-        )
+            return opened(few, copy=True)
 
     def _put_back(self) -> bool:
         """Make everything what it was; whether random numbers were drawn."""
@@ -315,22 +326,18 @@ class _Outputs:
     """A module's outputs for all ``rows``, to be cut.
 
     ``whole`` has no graph. ``part``, of the last ``few`` rows, has one: that tells what trains, and
-    where rows are. Of outputs in half precision the leaves are in single precision.
+    where rows are. What trains are the ``leaves``, in single precision where outputs are in half.
     """
 
     def __init__(self, whole: Any, part: Any, rows: Sequence[int], few: int, dim: int) -> None:
         self._rows, self._few, self._dim = rows, few, dim
-        self._leaves: Leaves = {}
+        self.leaves: list[Tensor] = []
         self.halved = self.are_tied = False  # whether some are; whether some without rows train
         self._cuts = nested.merge(self._cut, [whole, part])
 
     def of(self, rows: Sequence[int], wide: bool) -> Any:
         """Those of some rows; ``wide`` in the leaves' precision."""
         return nested.transform(lambda cut: cut(rows, wide) if callable(cut) else cut, self._cuts)
-
-    def leaves_of(self, rows: Sequence[int]) -> Leaves:
-        """What gradients are asked for: those of these rows, and what has none."""
-        return {k: leaf for k, leaf in self._leaves.items() if k[1] is None or k[1] in rows}
 
     def _cut(self, pair: list[Any]) -> Any:
         whole, part = pair
@@ -343,19 +350,16 @@ class _Outputs:
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
             raise _NeedsParameters("outputs without rows")
-        pieces: dict[int | None, Tensor] = {None: _wider(whole.detach())}
-        if block:
-            spans = {row: whole.narrow(dim, k * block, block) for k, row in enumerate(self._rows)}
-            pieces = {row: _wider(piece.detach()) for row, piece in spans.items()}
+        leaf = _wider(whole.detach())
         if part.requires_grad:
-            number = len(self._leaves)
-            self._leaves |= {(number, row): p.requires_grad_() for row, p in pieces.items()}
+            self.leaves.append(leaf.requires_grad_())
             self.halved = self.halved or whole.dtype in _HALF
             self.are_tied = self.are_tied or not block
 
         def cut(rows: Sequence[int], wide: bool) -> Tensor:
-            own = [pieces[row] for row in (rows if block else [None])]
-            given = torch.cat(own, dim) if block else own[0].clone()  # may be written
+            each = leaf.split(block, dim) if block else ()
+            own = [each[self._rows.index(row)] for row in rows] if block else []
+            given = torch.cat(own, dim) if block else leaf.clone()  # which may be written
             return given if wide else given.to(whole.dtype)
 
         return cut
@@ -408,7 +412,7 @@ def _users_code() -> Iterator[None]:
         raise _NeedsParameters(f"{type(error).__name__}: {error}") from error
 
 
-def _gradients(loss: Tensor, leaves: Leaves, dtypes: set[torch.dtype]) -> Gradients:
+def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:
     """Those of ``leaves``; the dtypes that they go through on their way are added to ``dtypes``."""
     dtypes.add(loss.dtype)
 
@@ -425,51 +429,30 @@ def _gradients(loss: Tensor, leaves: Leaves, dtypes: set[torch.dtype]) -> Gradie
     with _users_code(), contextlib.ExitStack() as stack:
         for kind in autocast_types():
             stack.enter_context(torch.autocast(kind, enabled=False))
-        found = torch.autograd.grad(
-            loss, [*leaves.values()], allow_unused=True, materialize_grads=True
-        )
-    return {k: _wider(g.detach().to_dense()) for k, g in zip(leaves, found, strict=True)}
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [_wider(gradient.detach().to_dense()) for gradient in found]
 
 
 def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients:
-    found: dict[Any, Tensor] = {}
-    for factor, own in zip(factors, apart, strict=True):
-        for key, gradient in own.items():
-            found[key] = found[key] + factor * gradient if key in found else factor * gradient
+    """The sum of the parts' gradients, times their factors."""
+    found = [factors[0] * gradient for gradient in apart[0]]
+    for factor, own in zip(factors[1:], apart[1:], strict=True):
+        torch._foreach_add_(found, own, alpha=factor)
     return found
-
-
-def _difference(one: Gradients, other: Gradients, floor: float) -> float:
-    """The largest relative difference of a tensor, each measured by its own size.
-
-    Tensors smaller than ``floor`` times the largest are measured by that. What the other one lacks
-    is zero.
-    """
-    squares: dict[Any, list[float]] = defaultdict(lambda: [0.0] * 3)
-    for key, a in one.items():
-        b = other.get(key, torch.zeros((), device=a.device))
-        for k, tensor in enumerate((a, b, a - b)):
-            squares[key[0]][k] += float(torch.linalg.vector_norm(tensor)) ** 2
-    if not all(map(math.isfinite, chain(*squares.values()))):
-        return math.inf
-    sizes = [(max(a, b), difference) for a, b, difference in squares.values()]
-    least = floor**2 * max((size for size, _ in sizes), default=0.0)
-    found = [difference / max(size, least) for size, difference in sizes if size]
-    return math.sqrt(max(found, default=0.0))
 
 
 def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) -> list[float] | None:
     """The numbers that the parts are multiplied with to give all, where there are such."""
 
     def dot(one: Gradients, other: Gradients) -> float:
-        pairs = [(a, other[key]) for key, a in one.items() if key in other]
+        pairs = zip(one, other, strict=True)
         return sum(float((a.conj() * b).real.sum(dtype=torch.float64)) for a, b in pairs)
 
     gram = torch.tensor([[dot(a, b) for b in apart] for a in apart], dtype=torch.float64)
     right = torch.tensor([dot(a, joined) for a in apart], dtype=torch.float64)
     found: list[float] = (torch.linalg.pinv(gram, rtol=1e-9, hermitian=True) @ right).tolist()
     off = min(abs(sum(found) - 1), max(abs(weight - 1) for weight in found))
-    if max(off, _difference(joined, _combined(found, apart), 1e-2)) > tolerance:
+    if max(off, *relative_difference(_combined(found, apart), joined, 1e-2)[:1]) > tolerance:
         return None  # it is neither a mean of something nor a sum
     return found
 
@@ -479,20 +462,15 @@ def _wider(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
+def _nudged(tensor: Tensor, coarse: float) -> Tensor:
+    """Every number moved by a rounding error or a few, each by others."""
+    errors = torch.arange(tensor.numel(), device=tensor.device).cos().view(tensor.shape)
+    return tensor * (1 + max(coarse, 4 * torch.finfo(tensor.dtype).eps) * errors.to(tensor.dtype))
+
+
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The smallest of them, and one at least: every layer has some."""
     ordered = sorted(tensors, key=Tensor.numel)
     sizes = accumulate(map(Tensor.numel, ordered))
     few = [t for t, n in zip(ordered, sizes, strict=True) if n <= _MOST_PARAMETERS]
     return few or ordered[:1]
-
-
-def _has_statistics(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
-        layer.training or layer.running_mean is None
-    )
-
-
-def has_batch_statistics(module: Any) -> bool:
-    """Whether batch normalisation, in its present mode, ties rows to each other."""
-    return any(map(_has_statistics, module.modules()))

@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -43,9 +43,7 @@ class untouched:
         own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
         self._kept = [(tensor, tensor.detach().clone()) for tensor in own]
         self._places = [(put, get, get()) for get, put in reach.variables]
-        of_torch = _generators_of_torch(devices)
-        self._of_torch = len(of_torch)
-        generators = of_torch + _generators_of_others() + reach.generators
+        generators = [*_generators(devices), *reach.generators]
         self._states = [(put, get, get()) for get, put in generators]
         self._stance: Any = None
 
@@ -71,12 +69,11 @@ class untouched:
         for put, get, value in self._places:
             if get() is not value:
                 put(value)
-        moved = [not _same(get(), state) for _, get, state in self._states]
-        for (put, _, state), has_moved in zip(self._states, moved, strict=True):
-            if has_moved:
-                put(state)
-        self.drawn = any(moved[: self._of_torch])
-        return any(moved)
+        moved = [(put, state) for put, get, state in self._states if not _same(get(), state)]
+        for put, state in moved:
+            put(state)
+        self.drawn = any(isinstance(state, Tensor) for _, state in moved)
+        return bool(moved)
 
 
 class _Reach(Survey):
@@ -106,7 +103,7 @@ class _Reach(Survey):
         elif hasattr(value, "bit_generator"):  # NumPy's
             source = value.bit_generator
             self.generators.append((lambda: source.state, partial(setattr, source, "state")))
-        elif isinstance(home, str) and not _is_foreign(home):
+        elif not _is_foreign(home):
             own = getattr(value, "__dict__", {})
             if isinstance(value, types.FunctionType):
                 self._visit_function(value)
@@ -129,7 +126,7 @@ class _Reach(Survey):
 
 
 def _is_foreign(module: Any) -> bool:
-    return isinstance(module, str) and module.split(".")[0] in _FOREIGN
+    return not isinstance(module, str) or module.split(".")[0] in _FOREIGN
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -145,16 +142,14 @@ def _same(one: Any, other: Any) -> bool:
     return pickle.dumps(one) == pickle.dumps(other)  # NumPy's have arrays in them
 
 
-def _generators_of_torch(devices: Sequence[torch.device]) -> list[Variable]:
-    found: list[Variable] = [(torch.default_generator.get_state, torch.default_generator.set_state)]
+def _generators(devices: Sequence[torch.device]) -> Iterator[Variable]:
+    """Those of torch, whose states are tensors, of Python and of NumPy."""
+    yield torch.default_generator.get_state, torch.default_generator.set_state
     for device in {device for device in devices if device.type != "cpu"}:
         module = torch.get_device_module(device)
         get, put = module.get_rng_state, module.set_rng_state
-        found.append((partial(get, device), partial(put, device=device)))
-    return found
-
-
-def _generators_of_others() -> list[Variable]:
+        yield partial(get, device), partial(put, device=device)
+    yield random.getstate, random.setstate
     numpy: Any = sys.modules.get("numpy.random")
-    found: list[Variable] = [(random.getstate, random.setstate)]
-    return found if numpy is None else [*found, (numpy.get_state, numpy.set_state)]
+    if numpy is not None:
+        yield numpy.get_state, numpy.set_state

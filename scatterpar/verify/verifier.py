@@ -31,7 +31,7 @@ from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.workers import Attempt
-from scatterpar.verify.rehearsal import Finding, Rehearsal, Unsure
+from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
@@ -126,6 +126,13 @@ class Verifier:
         some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
             found = _rehearsed(attempt, few, tasks, parts, some, 2 * micro)
+        except ReadsOld as error:
+            raise ValueError(
+                f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
+                f"the forward pass sets it, on each replica alone: what the criterion finds is "
+                f"old. Return it from forward, and take it from the output that the criterion is "
+                f"given. {_OFF}"
+            ) from None
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.unsure += 1
             lasting = not isinstance(error, Unsure) or error.lasting
@@ -136,13 +143,6 @@ class Verifier:
         finally:
             for part in parts:
                 part.forget_step()
-        if found.stale is not None:
-            raise ValueError(
-                f"{_name_of(request)} reads {found.stale!r} of a module that it closes over, and "
-                f"the forward pass sets it, on each replica alone: what the criterion finds is "
-                f"old. Return it from forward, and take it from the output that the criterion is "
-                f"given. {_OFF}"
-            )
         if not found.off:
             kind.agreed(ranges)
             return

@@ -25,7 +25,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
@@ -103,23 +105,17 @@ class Rehearsal:
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
-                if choose is not None:
-                    return self._with_fewer(choose, most)
-                self._output([0])
-                return Finding()
+                if choose is None:
+                    self._output([0])
+                    return Finding()
+                return self._confirmed(*choose(most))
+            except Unsure as error:
+                if choose is None or not 0 < error.rows < most:
+                    raise
+                most = error.rows  # which are small enough
             finally:
                 self._put_back()
-
-    def _with_fewer(self, choose: Callable[[int], Sequence[Parts]], most: int) -> Finding:
-        """What so many rows say, or as many as are small enough."""
-        try:
-            return self._confirmed(*choose(most))
-        except Unsure as error:
-            if not 0 < error.rows < most:
-                raise
-            most = error.rows
-        self._put_back()
-        return self._with_fewer(choose, most)
+        return self.run(choose, most)
 
     def _confirmed(self, first: Parts, second: Parts) -> Finding:
         by = self._by_outputs
@@ -275,11 +271,10 @@ class Rehearsal:
             return [1.0] * len(parts)
         with _users_code():
             whole = request.inputs, request.targets
-            rows = [*chain(*parts)]
-            few = replace(request, targets=pick(request.targets, rows, request.dim), batches=())
-            pieces = [tuple(pick(v, part, request.dim) for v in whole) for part in parts]
+            each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
+            _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
             spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            counts = counts_of(few, spans, pieces)
+            counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")
@@ -300,13 +295,10 @@ class Rehearsal:
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
-        ledger, device = Ledger(), self._task.share.device  # of which nobody will hear
+        bring = partial(Delivery(Ledger()).bring, self._task.share.device)  # which nobody counts
+        few = nested.transform(bring, pick(value, rows, self._request.dim))
         with _users_code():
-            picked = pick(value, rows, self._request.dim)
-        return nested.transform(
-            lambda leaf: ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf,
-            picked,
-        )
+            return opened(few, copy=True)
 
     def _put_back(self) -> bool:
         """Make everything what it was; whether random numbers were drawn."""

@@ -21,6 +21,7 @@ from helpers.oracle import (
     randn,
 )
 from helpers.thinned import pairwise
+from helpers.zoo import InOneMemory
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -512,6 +513,14 @@ class Encoder(nn.Module):
         return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
 
 
+class InItsCriterion(InOneMemory):
+    """The criterion's gradients share memory, and the model's are added to them."""
+
+    def loss(self, outputs, targets):
+        own = self.one.unsqueeze(0) + self.other.unsqueeze(0)
+        return cross_entropy(outputs * own, targets)
+
+
 class Scaled(nn.Linear):
     """The criterion closes over a parameter of it."""
 
@@ -545,6 +554,12 @@ CASES = {
     "a closure": Case(
         Scaled, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.scale, None)
     ),
+    **{
+        f"gradients that share memory, {accum}": Case(
+            InItsCriterion, (ROWS[0], randint(4, 13)), lambda model: model.loss, accum=accum
+        )
+        for accum in (1, 2)
+    },
     "a criterion with parameters and a queue": Case(
         three_layers, ROWS, lambda _: build(Tempered), accum=3
     ),

@@ -775,6 +775,35 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
+def hooked():
+    """A hook that scales the gradient once scaled parts of it twice."""
+    model = linear()
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def trained_in_backward():
+    """An optimizer in the backward pass once stepped in the middle, or was refused as a write."""
+    model = linear().double()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def with_another_forward():
+    """Statistics of a layer whose forward was exchanged once stood still."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(CLASSES))
+    old = model[1].forward
+    model[1].forward = lambda rows: old(rows)
+    return model
+
+
 class Head(nn.Module):
     """A loss with parameters and a buffer of its own: a classifier after the features."""
 
@@ -886,9 +915,14 @@ CASES = {
         ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, unless=("pair",)),
+    "a penalty, and a hook": Case(hooked, criterion=penalised, unless=("pair",)),
+    "a penalty, and an optimizer in the backward pass": Case(
+        trained_in_backward, criterion=penalised, keep_dtypes=True, unless=("pair",)
+    ),
     "batch norm": Case(
         lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
     ),
+    "batch norm with another forward": Case(with_another_forward, accum=1, **BY_SHARE),
     "batch norm in TorchScript": Case(lambda: torch.jit.script(Normed()), accum=1, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),

@@ -30,6 +30,7 @@ ON_RANKS = [
     *("complex", "conjugates", "negatives", "several dtypes", "half beside double"),
     *("channels last", "unused by some", "gradients in one memory", "a trained criterion"),
     *("a trained buffer", "constant buffers", "overlapping buffer, row"),
+    *("a sparse table tied to a layer", "bfloat16 beside double", "float16"),
 ]
 COMPILED = ["tied"]  # by default: others take seconds
 
@@ -50,12 +51,13 @@ def test_it_is_as_on_one_device(name, runner, layout):
 
 
 def on_a_rank(group, name):
-    agree(CASES[name], "engine", ["cpu:0", "cpu:1"], group)
+    return agree(CASES[name], "engine", ["cpu:0", "cpu:1"], group)
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_ranks_are_as_one_device(name):
-    gang()(2, on_a_rank, name)
+@pytest.mark.parametrize(("size", "name"), [(1, "tied"), (3, "tied"), *((2, n) for n in ON_RANKS)])
+def test_ranks_are_as_one_device(size, name):
+    first, *others = gang()(size, on_a_rank, name)
+    assert all(all(map(torch.equal, first, other)) for other in others), "other bits on one of them"
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -29,6 +29,12 @@ def assert_close(actual, expected, name):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13, msg=name)
 
 
+def assert_buffers(module, expected):
+    """These buffers of the module are the expected ones, by name."""
+    for name, value in dict(expected).items():
+        assert_close(dict(module.named_buffers())[name], value, name)
+
+
 class Activated(nn.BatchNorm2d):
     """A layer of a kind that calls torch's function itself."""
 
@@ -108,8 +114,7 @@ def test_every_layer_has_what_all_of_its_rows_make(
         for step in range(3):
             expected = dict(expected_of(model, engine.plan(ROWS)))
             engine.forward_backward(*BATCH, CRITERION, whole_batch=whole_batch)
-            for name, value in expected.items():
-                assert_close(dict(model.named_buffers())[name], value, f"{name}, step {step}")
+            assert_buffers(model, expected)
             assert model.first.num_batches_tracked == step + 1
     for name, buffer in model.named_buffers():
         if name.startswith(("unused", "frozen")):
@@ -126,8 +131,7 @@ def test_the_first_layer_has_what_plain_torch_has(devices):
             model.first.momentum = twin.first.momentum = 0.5 / (step + 1)
             engine.forward_backward(*BATCH, CRITERION)
             twin(BATCH[0])
-            for name, buffer in twin.first.named_buffers():
-                assert_close(model.first.get_buffer(name), buffer, name)
+            assert_buffers(model.first, twin.first.named_buffers())
 
 
 def test_inference_in_training_mode_moves_them_once(devices):
@@ -136,8 +140,7 @@ def test_inference_in_training_mode_moves_them_once(devices):
     expected(BATCH[0])
     with ScatterOnceParallel(model, 2, devices(3), buffers="batch") as engine, torch.no_grad():
         engine(BATCH[0])
-    for name, buffer in expected.named_buffers():
-        assert_close(model.first.get_buffer(name), buffer, name)
+    assert_buffers(model.first, expected.named_buffers())
 
 
 def test_a_failed_step_leaves_them_alone(devices):
@@ -158,8 +161,7 @@ def test_a_failed_step_leaves_them_alone(devices):
             assert torch.equal(buffer, before[name]), name
         expected = dict(expected_of(model, engine.plan(ROWS)))
         engine.forward_backward(*BATCH, CRITERION)
-    for name, value in expected.items():
-        assert_close(dict(model.named_buffers())[name], value, name)
+    assert_buffers(model, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -191,8 +193,7 @@ def test_compiled_replicas():
     with ScatterOnceParallel(model, 2, LAYOUTS["virtual"], **options) as engine:
         expected = dict(expected_of(model, engine.plan(ROWS)))
         engine.forward_backward(*BATCH, CRITERION)
-    for name, value in expected.items():
-        assert_close(dict(model.named_buffers())[name], value, name)
+    assert_buffers(model, expected)
     torch._dynamo.reset()
 
 

@@ -14,17 +14,15 @@ from helpers.oracle import (
     assert_gradients,
     assert_step,
     build,
-    gradients,
     randint,
     randn,
     whole_batch,
 )
+from pair.common import Pair
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from scatterpar import (
-    DataParallelCriterion,
-    DataParallelModel,
     Replicated,
     Rows,
     ScatterOnceParallel,
@@ -66,10 +64,6 @@ class Table(nn.Module):
 
 def pad(sentences):
     return pad_sequence(sentences, batch_first=True, padding_value=9)
-
-
-def cross_entropy_sum(output, labels):
-    return nn.functional.cross_entropy(output, labels, reduction="sum")
 
 
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)
@@ -155,34 +149,20 @@ def test_entries_may_be_anything_and_the_caller_s_stay_as_they_are(devices):
     """Strings, and dicts with tensors of any shape, in a dict; the criterion counts boxes."""
     entries = [{"boxes": randn(n, FEATURES, seed=n), "name": f"image {n}"} for n in (2, 0, 3, 1)]
     before = copy.deepcopy(entries)
-    model = build(lambda: nn.Linear(FEATURES, FEATURES))
 
-    class Detector(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = model
-
+    class Detector(nn.Linear):
         def forward(self, images, targets):
             assert all(isinstance(target["name"], str) for target in targets)
             for target in targets:
                 target["seen"] = target["boxes"].add_(1)
-            boxes = torch.cat([target["seen"] for target in targets])
-            return (self.linear(images).sum(0) - boxes).square().sum()
+            found = zip(super().forward(images), targets, strict=True)
+            return sum((image - target["seen"]).square().sum() for image, target in found)
 
-    plain = copy.deepcopy(entries)
-    loss = sum(
-        (model(row[None]).sum(0) - entry["boxes"] - 1).square().sum()
-        for row, entry in zip(ROWS, plain, strict=False)
-    )
-    loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    # Rows that are looked at together would be summed together.
-    with ScatterOnceParallel(Detector(), 2, devices(2), verify=False) as engine:
-        batch = {"images": ROWS[:4], "targets": Rows(entries)}
-        actual = engine.forward_backward(batch, reduction="sum")
-    assert_close(actual, loss.detach(), "loss")
-    assert_gradients(model, expected)
+    images = {"images": ROWS[:4]}
+    plain = images | {"targets": copy.deepcopy(entries)}, None
+    model = build(lambda: Detector(FEATURES, FEATURES))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_step(engine, images | {"targets": Rows(entries)}, plain=plain, reduction="sum")
     for entry, old in zip(entries, before, strict=True):
         assert entry.keys() == old.keys()
         assert torch.equal(entry["boxes"], old["boxes"])
@@ -226,40 +206,23 @@ def test_packed_sequences(devices):
 
 
 def window(sizes=(4, 3, 1), lengths=(5, 2, 3)):
-    """Batches of other lengths each, and the labels of each."""
+    """Batches of other lengths each, the labels of each, and all of it as plain torch has it."""
     batches = [randint(9, n, length, seed=n) for n, length in zip(sizes, lengths, strict=True)]
-    return batches, [randint(CLASSES, n, seed=n) for n in sizes]
-
-
-def window_oracle(model, batches, labels, rows):
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    terms = [cross_entropy_sum(twin(b), t) for b, t in zip(batches, labels, strict=True)]
-    loss = sum(terms) / rows
-    loss.backward()
-    return loss.detach(), gradients(twin)
+    labels = [randint(CLASSES, n, seed=n) for n in sizes]
+    return batches, labels, (pad([row for batch in batches for row in batch]), torch.cat(labels))
 
 
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_window_of_batches_is_one_step(devices, replicas, accum, joined):
     """Each batch is divided over the replicas; targets come likewise, or all in one tensor."""
-    model = build(Reader)
-    batches, labels = window()
-    loss, expected = window_oracle(model, batches, labels, 8)
-    targets = torch.cat(labels) if joined else Rows.from_batches(labels)
-    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+    batches, labels, plain = window()
+    targets = plain[1] if joined else Rows.from_batches(labels)
+    with ScatterOnceParallel(build(Reader), accum, devices(replicas)) as engine:
         for options in ({}, {"count": lambda inputs, targets: len(targets)}):
-            model.zero_grad()
-            inputs = Rows.from_batches(batches)
-            assert_close(engine.forward_backward(inputs, targets, LOSS, **options), loss, "loss")
-            assert_gradients(model, expected)
+            assert_step(engine, Rows.from_batches(batches), targets, LOSS, plain=plain, **options)
         plan = engine.last_step.plan
     assert plan == engine.plan((4, 3, 1))
-    pieces = sorted(span for share in plan.shares for span in share.micro_batches)
-    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
-    assert {4, 7, 8} <= {stop for _, stop in pieces}, "cut where a batch ends"
-    assert sum(share.rows for share in plan.shares) == plan.rows == 8
 
 
 def test_the_plan_of_a_window_says_where_its_rows_are():
@@ -277,7 +240,7 @@ def test_the_plan_of_a_window_says_where_its_rows_are():
 
 def test_a_window_is_scattered_once(monkeypatch):
     model = build(Reader)
-    batches, labels = window()
+    batches, labels, _ = window()
     with (
         isolation.guarded(monkeypatch, model),
         ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1", "cpu:2"]) as engine,
@@ -295,30 +258,22 @@ def test_a_window_of_mappings_with_markers_inside(devices):
     class Masked(Reader):
         def forward(self, ids, mask, labels, names):
             assert len(names) == len(ids)
-            return cross_entropy_sum(super().forward(ids) @ mask, labels) / len(ids)
+            return LOSS(super().forward(ids) @ mask, labels)
 
-    model = build(Masked)
-    batches, labels = window()
+    batches, labels, (ids, all_labels) = window()
     mask = randn(CLASSES, CLASSES)
-    entries = [
-        {"ids": ids, "mask": mask, "labels": own, "names": ["a"] * len(own)}
+    plain = {"ids": ids, "mask": mask, "labels": all_labels, "names": ["a"] * 8}, None
+    marked = [
+        {"ids": ids, "mask": Replicated(mask), "labels": own, "names": Rows(["a"] * len(own))}
         for ids, own in zip(batches, labels, strict=True)
     ]
-    total = sum(model(**batch) * len(batch["ids"]) for batch in entries) / 8
-    total.backward()
-    expected = gradients(model)
-    model.zero_grad()
-    marked = [
-        batch | {"mask": Replicated(mask), "names": Rows(batch["names"])} for batch in entries
-    ]
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_close(engine.forward_backward(Rows.from_batches(marked)), total.detach(), "loss")
-    assert_gradients(model, expected)
+    with ScatterOnceParallel(build(Masked), 2, devices(2)) as engine:
+        assert_step(engine, Rows.from_batches(marked), plain=plain)
 
 
 def test_a_window_that_fails_leaves_nothing(devices):
     model = build(Reader)
-    batches, labels = window()
+    batches, labels, _ = window()
     batches[1] = batches[1] + 100  # no such word
     with ScatterOnceParallel(model, 1, devices(2)) as engine:
         with pytest.raises(IndexError) as caught:
@@ -337,8 +292,8 @@ def test_a_window_with_accum_auto(devices):
             return super().forward(ids)
 
     model = build(Small)
-    batches, labels = window()
-    _, expected = window_oracle(build(Reader), batches, labels, 8)
+    batches, labels, plain = window()
+    _, expected = whole_batch(build(Reader), *plain, LOSS)
     with ScatterOnceParallel(model, "auto", devices(2)) as engine:
         with pytest.warns(UserWarning, match='accum="auto": 8 rows'):
             engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
@@ -363,16 +318,11 @@ def test_cross_entropy_counts_the_terms_of_each_batch(devices):
 
 
 def test_the_pair_takes_them_too(devices):
-    model = build(Reader)
-    loss, expected = whole_batch(model, pad(SENTENCES), LABELS, LOSS)
+    pair = Pair(build(Reader), LOSS, devices(2))
     labels = Rows(list(LABELS), torch.stack)
-    parallel = DataParallelModel(model, devices(2))
-    actual = DataParallelCriterion(LOSS, devices(2))(parallel(Rows(SENTENCES, pad)), labels)
-    actual.backward()
-    assert_close(actual.detach(), loss, "loss")
-    assert_gradients(model, expected)
+    pair.check(Rows(SENTENCES, pad), labels, plain=(pad(SENTENCES), LABELS))
     with pytest.raises(ValueError, match="with the pair, call it for each of the batches"):
-        parallel(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
+        pair.model(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
 
 
 def test_a_list_of_results_from_entries_stays_one(devices):
@@ -582,7 +532,7 @@ def test_a_window_of_none():
 
 
 def test_inference_takes_one_batch_at_a_time(devices):
-    batches, _ = window()
+    batches, *_ = window()
     with (
         ScatterOnceParallel(build(Reader).eval(), 1, devices(2)) as engine,
         pytest.raises(ValueError, match=r"for inference, .* call it for each of the batches"),

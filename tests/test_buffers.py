@@ -148,11 +148,6 @@ def test_forward_in_training_mode_updates_statistics_as_a_module_does(devices):
         assert torch.equal(buffer, expected[name]), name
 
 
-def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match=r'"mean" or "batch", got .sum.'):
-        ScatterOnceParallel(normalised(), buffers="sum")
-
-
 def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
     """Buffers of a replica once shared one version counter, so that autograd refused this."""
 

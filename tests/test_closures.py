@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES
 from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
-from helpers.zoo import Multiplies, penalised
+from helpers.zoo import Multiplies
 from torch import nn
 from torch.nn import functional as F
 
@@ -107,35 +107,6 @@ def test_a_failed_step_and_a_check_leave_it_as_it_was(devices):
 # --- the model's own parameters ---
 
 
-def test_hooks_on_the_model_s_parameters_run_once(devices):
-    """A hook that scales the gradient once scaled parts of it twice."""
-    model, plain = (build(lambda: nn.Linear(FEATURES, CLASSES)) for _ in range(2))
-    for one in (model, plain):
-        one.weight.register_hook(lambda gradient: gradient * 2)
-    penalised(plain)(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, penalised(model))
-    assert_gradients(model, gradients(plain))
-
-
-def test_an_optimizer_in_the_backward_pass_steps_once(devices):
-    """It once stepped in the middle, or was refused as a forward pass that writes."""
-    model, plain = (build(lambda: nn.Linear(FEATURES, CLASSES)) for _ in range(2))
-
-    def step(parameter):
-        with torch.no_grad():
-            parameter -= 0.1 * parameter.grad
-        parameter.grad = None
-
-    for parameter in (*model.parameters(), *plain.parameters()):
-        parameter.register_post_accumulate_grad_hook(step)
-    penalised(plain)(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, penalised(model))
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.detach(), plain.get_parameter(name).detach(), name)
-
-
 # --- functions that the module holds ---
 
 
@@ -152,23 +123,6 @@ def test_a_function_that_torch_compiled_has_a_twin_too():
     with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
     assert_gradients(model, gradients(plain))
-
-
-def test_they_write_the_replica_s_buffers(devices):
-    """Statistics of a layer whose forward was exchanged once stood still."""
-
-    def patched():
-        model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
-        old = model[1].forward
-        model[1].forward = lambda rows: old(rows)
-        return model
-
-    model, plain = patched(), patched()
-    plain(BATCH[0])
-    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert_close(model[1].running_mean, plain[1].running_mean, "mean")
-    assert model[1].num_batches_tracked == 1
 
 
 def test_what_else_they_close_over_stays_the_user_s(devices):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers.oracle import assert_step, build, randn, seeded
@@ -59,3 +61,40 @@ def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, ki
     with seeded():
         model(inputs)
     assert_step(engine, inputs, targets, criterion)
+
+
+class WithTeacher(nn.Module):
+    """It computes its own loss: the student's distance from what it was at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, inputs):
+        return nn.functional.mse_loss(self.student(inputs), self.teacher(inputs))
+
+
+@pytest.mark.parametrize("device_ids", LAYOUTS, ids=str)
+def test_a_student_that_begins_as_its_teacher_is_no_false_alarm(device_ids):
+    both, inputs = build(WithTeacher), randn(33, 4)
+
+    def distance(output, inputs):
+        with torch.no_grad():
+            expected = both.teacher(inputs)
+        return nn.functional.mse_loss(output, expected)
+
+    def divergence(output, inputs):
+        with torch.no_grad():
+            expected = both.teacher(inputs).log_softmax(1)
+        both_logs = output.log_softmax(1), expected
+        return nn.functional.kl_div(*both_logs, reduction="batchmean", log_target=True)
+
+    engine = ScatterOnceParallel(both.student, 2, device_ids)
+    for criterion in (distance, divergence):
+        assert engine.forward_backward(inputs, inputs, criterion).item() < 1e-20
+    assert ScatterOnceParallel(both, 2, device_ids).forward_backward(inputs).item() < 1e-20
+    with pytest.raises(ValueError, match="whole_batch=True"):
+        engine.forward_backward(
+            inputs, inputs, lambda *args: 33 * (distance(*args) + args[0].std())
+        )

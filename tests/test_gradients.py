@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 
@@ -19,7 +18,7 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
-from helpers.zoo import Branches
+from helpers.zoo import Branches, InOneMemory, positive_first
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -223,38 +222,18 @@ def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices)
     assert torch.equal(losses[0], losses[2])
 
 
-class Overlapping(nn.Module):
-    """Two parameters whose gradients autograd puts in one memory, and a third it does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES, bias=False)
-        self.one = nn.Parameter(randn(CLASSES))
-        self.other = nn.Parameter(randn(CLASSES, seed=1))
-        self.skips = False
+class Late(InOneMemory):
+    """Sub-steps that use neither of the two that share memory come first."""
 
     def forward(self, inputs):
-        hidden = self.linear(inputs)
-        if self.skips and (inputs[:, 0] > 0).all():
-            return hidden
-        return hidden + (self.one.unsqueeze(0) + self.other.unsqueeze(0))
-
-
-def positive_first(rows):
-    """Rows of which only the later ones need what a model may skip."""
-    inputs = randn(rows, FEATURES)
-    inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(rows) < rows // 2, 1, -1)
-    return inputs
+        return self.linear(inputs) if (inputs[:, 0] > 0).all() else super().forward(inputs)
 
 
 def test_gradients_that_share_memory_and_arrive_late(devices):
-    """Sub-steps that use neither of them come first."""
-    model = build(Overlapping)
-    model.skips = True
-    inputs, targets = positive_first(16), randn(16, CLASSES)
-    expected = [
-        whole_batch(model, *pair, nn.MSELoss())[1] for pair in rows_by_rows(inputs, targets)
-    ]
+    model = build(Late)
+    inputs, targets = positive_first(16, 8), randn(16, CLASSES)
+    rows = zip(inputs.split(1), targets.split(1), strict=True)
+    expected = [whole_batch(model, *row, nn.MSELoss())[1] for row in rows]
     for count in (1, 2):
         model.zero_grad()
         with ScatterOnceParallel(model, 16 // count, devices(count)) as engine:
@@ -262,35 +241,6 @@ def test_gradients_that_share_memory_and_arrive_late(devices):
         for name, gradient in gradients(model).items():
             parts = [one[name] for one in expected if one[name] is not None]
             assert_close(gradient, sum(parts) / 16, name)
-
-
-def rows_by_rows(inputs, targets):
-    return zip(inputs.split(1), targets.split(1), strict=True)
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_a_criterion_s_gradients_that_share_memory(devices, accum):
-    """A criterion of the whole batch that is a part of the model: the model adds to them."""
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = build(Overlapping)
-
-        def forward(self, inputs):
-            return self.body(inputs)
-
-        def loss(self, outputs, targets):
-            own = self.body.one.unsqueeze(0) + self.body.other.unsqueeze(0)
-            return nn.functional.cross_entropy(outputs * own, targets)
-
-    model = build(Head)
-    batch = randn(8, FEATURES), randint(CLASSES, 8)
-    twin = copy.deepcopy(model)
-    twin.loss(twin(batch[0]), batch[1]).backward()
-    with ScatterOnceParallel(model, accum, devices(2)) as engine:
-        engine.forward_backward(*batch, model.loss, whole_batch=True)
-    assert_gradients(model, gradients(twin))
 
 
 def test_a_sparse_gradient_and_a_dense_one_from_a_closure(devices):

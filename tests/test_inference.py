@@ -1,11 +1,11 @@
-"""Calling the engine: one forward pass of the whole batch, in the module's own types."""
+"""Calling the engine: one forward pass of the whole batch, in the module's own types.
+
+Outputs of any types and batches of any size are in ``test_properties.py``.
+"""
 
 from __future__ import annotations
 
-import collections
 import copy
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,23 +18,6 @@ from scatterpar import ScatterOnceParallel
 INPUTS = randn(11, FEATURES)
 
 
-class Pair(NamedTuple):
-    logits: torch.Tensor
-    hidden: torch.Tensor
-
-
-@dataclass
-class Record:
-    logits: torch.Tensor
-    name: str
-    inner: dict
-
-
-@dataclass(frozen=True)
-class Frozen:
-    logits: torch.Tensor
-
-
 class Returns(nn.Module):
     def __init__(self, wrap):
         super().__init__()
@@ -43,68 +26,6 @@ class Returns(nn.Module):
 
     def forward(self, inputs):
         return self.wrap(self.linear(inputs), inputs)
-
-
-def record(y, x):
-    return Record(y, "a name", {"deep": [y * 2, (x,)], "none": None, "number": 3})
-
-
-OUTPUTS = {
-    "tensor": lambda y, x: y,
-    "tuple": lambda y, x: (y, x),
-    "list": lambda y, x: [y, [x]],
-    "namedtuple": Pair,
-    "dict": lambda y, x: {"logits": y, "more": {"x": x}},
-    "ordered dict": lambda y, x: collections.OrderedDict(b=y, a=x),
-    "dataclass": record,
-    "frozen dataclass": lambda y, x: Frozen(y),
-    "with None": lambda y, x: (y, None),
-    "integers and flags": lambda y, x: (y.argmax(1), y > 0),
-}
-
-
-def flat(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in flat(item)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in flat(item)]
-    if hasattr(value, "__dataclass_fields__"):
-        return flat(vars(value))
-    return [value]
-
-
-def assert_same(actual, expected):
-    assert type(actual) is type(expected)
-    actual, expected = flat(actual), flat(expected)
-    assert len(actual) == len(expected)
-    for mine, its in zip(actual, expected, strict=True):
-        if isinstance(its, torch.Tensor):
-            assert mine.dtype == its.dtype
-            assert_close(mine.double(), its.double(), "output")
-        else:
-            assert mine == its
-
-
-@pytest.mark.parametrize("wrap", OUTPUTS)
-@pytest.mark.parametrize("accum", [1, 3])
-def test_types_and_rows_are_the_module_s(devices, accum, wrap):
-    model = build(lambda: Returns(OUTPUTS[wrap])).eval()
-    with torch.no_grad():
-        expected = copy.deepcopy(model)(INPUTS)
-    with ScatterOnceParallel(model, accum, devices(4)) as engine:
-        assert_same(engine(INPUTS), expected)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 9, 64])
-def test_ragged_batches(devices, rows):
-    model = mlp().eval()
-    inputs = randn(rows, FEATURES)
-    with ScatterOnceParallel(model, 3, devices(4)) as engine:
-        output = engine(inputs)
-    assert_close(output, model(inputs).detach(), "output")
-    assert not output.requires_grad
 
 
 def test_positional_and_keyword_inputs(devices):

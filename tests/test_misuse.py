@@ -13,7 +13,7 @@ from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
 from faults.forked import run_forked
 from faults.state import capture, differences
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_step, build, randint, randn
+from helpers.oracle import assert_step, randint, randn
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
@@ -274,16 +274,6 @@ def test_forked_children_compute_at_once(compute):
     code = MANY_FORKED.format(devices=["cpu"] * 4, compute=compute)
     outcome = run_forked("-c", code)
     assert (outcome.code, outcome.out) == (0, "0 of 30 died\n"), outcome.err
-
-
-def test_a_lazy_module_is_refused_in_words_and_works_afterwards():
-    model = build(lambda: nn.Sequential(nn.LazyLinear(3)))
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-        with pytest.raises(RuntimeError, match="call the module once on one micro-batch"):
-            engine.forward_backward(randn(6, 4), randint(3, 6), nn.CrossEntropyLoss())
-        with torch.random.fork_rng():
-            model(randn(2, 4))
-        assert_step(engine, randn(6, 4), randint(3, 6), nn.CrossEntropyLoss())
 
 
 # --- modules that cannot be replicated ---

@@ -125,20 +125,6 @@ def test_captured_sub_steps_give_the_same_bits():
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def one_rank(group):
-    model = build(mlp)
-    batch = randn(5, FEATURES), randint(CLASSES, 5)
-    expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
-    with ScatterOnceParallel(model, process_group=group) as engine:
-        loss = engine.forward_backward(*batch, nn.CrossEntropyLoss())
-    assert_close(loss, expected[0], "loss")
-    assert_gradients(model, expected[1])
-
-
-def test_one_rank_is_a_group_too():
-    gang()(1, one_rank)
-
-
 class Mixed(nn.Module):
     """Parameters of several dtypes, tied, frozen, sparse, and some that only some ranks use."""
 
@@ -194,34 +180,6 @@ def test_every_kind_of_parameter(size):
     for other in others:
         for name, gradient in first.items():
             assert gradient is None or torch.equal(gradient, other[name]), name
-
-
-class SharedTable(nn.Module):
-    """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4, sparse=True)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, words):
-        return self.head(self.table(words))
-
-
-def shared_table(group):
-    model = build(SharedTable)
-    words = randint(7, 13)
-    expected = whole_batch(model, words, words, nn.CrossEntropyLoss())
-    with ScatterOnceParallel(model, process_group=group) as engine:
-        mine = part(group, words, ROWS[2])
-        engine.forward_backward(mine, mine, nn.CrossEntropyLoss())
-    assert_gradients(model, expected[1])
-    assert model.table.weight.grad.layout == expected[1]["table.weight"].layout
-
-
-def test_a_sparse_table_tied_to_a_layer_has_a_dense_gradient():
-    gang()(2, shared_table)
 
 
 def scaled(group):

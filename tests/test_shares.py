@@ -1,10 +1,12 @@
-"""Shares of different sizes, given or learned: how rows are divided, and that it is exact."""
+"""Shares of different sizes, given or learned: how rows are divided, and that it is exact.
+
+The rules of that are in ``test_properties.py``, for any shares.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from fractions import Fraction
 
 import pytest
 import torch
@@ -17,29 +19,7 @@ from scatterpar.plan import Pace, make_plan
 pytestmark = pytest.mark.draws
 
 CPU = torch.device("cpu")
-SHARES = [[3, 1], [1, 3], [5, 3, 2], [1, 1, 1, 1], [0.1, 0.7, 0.2], [1, 100], [1e-3, 1, 1]]
 SLOWER = 4
-
-
-@pytest.mark.parametrize("shares", SHARES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 37, 64, 1000])
-@pytest.mark.parametrize("accum", [1, 3, 16])
-def test_the_rules(shares, rows, accum):
-    n = len(shares)
-    plan = make_plan(rows, [CPU] * n, accum, shares=shares)
-    parts = [Fraction(share) / sum(map(Fraction, shares)) for share in shares]
-    assert [share.replica for share in plan.shares] == list(range(min(n, rows)))
-    ends = [0, *(share.stop for share in plan.shares)]
-    assert [share.start for share in plan.shares] == ends[:-1]
-    assert ends[-1] == rows
-    assert all(share.rows >= 1 for share in plan.shares)
-    if rows >= n and min(parts) * rows >= 1:
-        for share, part in zip(plan.shares, parts, strict=True):
-            assert abs(share.rows - rows * part) < 1
-    for share, part in zip(plan.shares, parts, strict=False):
-        assert len(share.micro_batches) <= math.ceil(accum * n * part)
-        largest = max(stop - start for start, stop in share.micro_batches)
-        assert largest <= math.ceil(Fraction(rows, accum * n))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import traceback
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.oracle import assert_step, build, randint, randn
 from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 
@@ -166,44 +166,6 @@ def test_errors_of_count_come_before_anything_runs(devices):
         with pytest.raises(MyError):
             engine.forward_backward(ROWS, LABELS, LOSS, count=count)
         assert not calls
-
-
-def test_a_step_inside_a_step(devices):
-    """From a criterion or a hook: refused, not deadlocked, and the engine works afterwards."""
-    model = mlp()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-
-        def nested(output, targets):
-            return engine.forward_backward(ROWS, LABELS, LOSS)
-
-        with pytest.raises(RuntimeError, match=r"in the middle of a step.*criterion or a hook"):
-            engine.forward_backward(ROWS, LABELS, nested)
-        assert_step(engine, ROWS, LABELS, LOSS)
-
-
-def test_steps_from_two_threads_at_once(devices):
-    """Exact for both or refused, never a mixture."""
-    model = mlp()
-    _, once = whole_batch(model, ROWS, LABELS, LOSS)
-    done, refused = [], []
-
-    def step(engine):
-        try:
-            done.append(engine.forward_backward(ROWS, LABELS, LOSS))
-        except RuntimeError as error:
-            refused.append(str(error))
-
-    with ScatterOnceParallel(model, 4, devices(2)) as engine:
-        for _ in range(5):
-            threads = [threading.Thread(target=step, args=(engine,)) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    assert len(done) + len(refused) == 10
-    assert all("nor from a second thread" in words for words in refused)
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, len(done) * once[name], name)
 
 
 def test_buffers_and_generators_of_a_failed_step_are_as_before(devices):

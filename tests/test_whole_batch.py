@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from helpers.agree import Case, agree
 from helpers.contrastive import FEATURES, LOSSES, clip, nt_xent, two_views
 from helpers.noise import NUMBERED, VARIANTS, Masks, Noisy
 from helpers.oracle import (
@@ -20,6 +21,7 @@ from helpers.oracle import (
     randn,
 )
 from helpers.thinned import pairwise
+from helpers.zoo import InOneMemory
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -88,15 +90,6 @@ def test_the_gradient_is_that_of_the_whole_batch(devices, loss, replicas, accum)
             assert_step(engine, *batch(rows), LOSSES[loss], whole_batch=True)
 
 
-def test_it_is_not_the_gradient_of_the_micro_batches(devices):
-    """What accumulation gives instead: the tests above would not pass without the two passes."""
-    with (
-        ScatterOnceParallel(two_views(), 3, devices(2), verify=False) as engine,
-        pytest.raises(AssertionError, match="off by"),
-    ):
-        assert_step(engine, *batch(37), nt_xent)
-
-
 # How often what is computed
 
 
@@ -146,36 +139,28 @@ def test_the_last_graph_is_kept_and_the_others_are_computed_again_in_order():
 
 def test_what_has_no_gradient_is_not_computed_again():
     """Only the criterion is trained: the second pass has nothing to do."""
-    Recorder.calls.clear()
-    model, head = build(Recorder).requires_grad_(False), build(lambda: nn.Linear(2, 2))
-    model.forward = lambda numbers: Recorder.calls.append(0) or model.linear(numbers)
-    numbers = randn(6, 1)
-
-    class Projected(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = head
-
-        def forward(self, outputs, targets):
-            return pairs(self.head(outputs), targets)
-
+    calls, numbers = [], randn(6, FEATURES)
+    model = build(lambda: nn.Linear(FEATURES, 4)).requires_grad_(False)
+    model.register_forward_pre_hook(lambda *_: calls.append(0))
+    criterion, plain = build(Tempered), build(Tempered)
+    plain(model(numbers), None).backward()
+    calls.clear()
     with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
-        engine.forward_backward(numbers, None, Projected(), whole_batch=True)
-    assert len(Recorder.calls) == 3
-    found = head.weight.grad.clone()
-    head.zero_grad()
-    pairs(head(model.linear(numbers)), None).backward()
-    assert_close(found, head.weight.grad, "head")
+        engine.forward_backward(numbers, None, criterion, whole_batch=True)
+    assert len(calls) == 3
+    assert_gradients(criterion, gradients(plain))
 
 
 def test_hooks_on_parameters_run_once_on_the_whole_gradient(devices):
-    model = two_views()
+    """On those of the criterion, too."""
+    model, criterion = build(lambda: nn.Linear(FEATURES, 4)), build(Tempered)
     seen = []
-    model.first.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    for parameter in (model.weight, criterion.scale):
+        parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
     with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        engine.forward_backward(*batch(9), nt_xent, whole_batch=True)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], model.first.weight.grad)
+        engine.forward_backward(randn(9, FEATURES), None, criterion, whole_batch=True)
+    for gradient, parameter in zip(seen, (model.weight, criterion.scale), strict=True):
+        assert torch.equal(gradient, parameter.grad)
 
 
 # Random numbers
@@ -311,26 +296,6 @@ def test_outputs_of_another_shape_are_refused():
         engine.forward_backward(randn(8, FEATURES), None, pairs, whole_batch=True)
 
 
-def test_infinities_and_nan_are_the_same_the_second_time():
-    """A loss may mask them; they are no difference between the passes."""
-
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 3)
-
-        def forward(self, inputs):
-            outputs = self.linear(inputs)
-            special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
-            return torch.cat([outputs, special.expand(len(inputs), 2)], 1)
-
-    def criterion(outputs, _):
-        return pairs(outputs[:, :3], None)
-
-    with ScatterOnceParallel(build(Masked), 3, ["cpu"]) as engine:
-        assert_step(engine, randn(9, FEATURES), None, criterion, whole_batch=True)
-
-
 # State
 
 
@@ -432,33 +397,8 @@ class Tempered(nn.Module):
     def forward(self, outputs, labels):
         z = self.head(outputs)
         logits = self.scale.exp() * z @ torch.cat([outputs, self.queue]).T
-        self.queue.copy_(z.detach()[:2])
+        self.queue.copy_(z.detach()[:2])  # the next loss depends on it
         return cross_entropy(logits, torch.arange(len(outputs)))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_criterion_with_parameters_and_buffers(devices, tied):
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4)))
-    criterion = build(lambda: Tempered(model[2] if tied else None))
-    seen = []
-    criterion.scale.register_hook(lambda gradient: seen.append(gradient))
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        for step in range(2):
-            inputs = randn(13, FEATURES, seed=step)
-            expected, expected_criterion = copy.deepcopy((model, criterion))
-            for module in (model, criterion, expected, expected_criterion):
-                module.zero_grad()
-            expected_criterion(expected(inputs), None).backward()
-            seen.clear()
-            engine.forward_backward(inputs, None, criterion, whole_batch=True)
-            assert_gradients(model, gradients(expected))
-            assert_gradients(criterion, gradients(expected_criterion))
-            assert_close(criterion.queue, expected_criterion.queue, "queue")
-            assert len(seen) == 1
-            if step == 0:  # the criterion's parameters do not cross
-                elements = sum(p.numel() for p in model.parameters())
-                away = 0 if devices(2)[0] == devices(2)[1] else elements * 8
-                assert engine.last_step.bytes["replicate"] == away
 
 
 def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices):
@@ -468,38 +408,6 @@ def test_a_criterion_alternates_between_whole_batches_and_micro_batches(devices)
         for whole in (True, False, True):
             engine.forward_backward(randn(8, FEATURES), None, criterion, whole_batch=whole)
     assert criterion.scale.grad is not None
-
-
-def test_a_closure_over_the_user_s_own_parameter(devices):
-    model, scale = build(lambda: nn.Linear(FEATURES, 4)), torch.tensor(0.5, dtype=torch.float64)
-    model.scale = nn.Parameter(scale)
-
-    def criterion(outputs, _):
-        return pairs(outputs * model.scale, None)
-
-    expected = copy.deepcopy(model)
-    pairs(expected(randn(9, FEATURES)) * expected.scale, None).backward()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(randn(9, FEATURES), None, criterion, whole_batch=True)
-    assert_gradients(model, gradients(expected))
-
-
-def test_a_module_computes_in_grad_mode_in_the_first_pass_too(devices):
-    """A TransformerEncoder in eval mode takes another way under no_grad, with other outputs."""
-
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 1)
-
-        def forward(self, tokens, padding):
-            return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
-
-    padding = torch.arange(6) >= randint(5, 10)[:, None] + 1
-    model = build(Encoder).eval()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, (randn(10, 6, 8), padding), None, pairs, whole_batch=True)
 
 
 # Outputs
@@ -539,14 +447,6 @@ def of_everything(outputs, _):
     )
 
 
-def test_outputs_of_all_kinds(devices):
-    def ordered(outputs, _):  # "doubled" comes micro-batch by micro-batch: order must not matter
-        return of_everything(outputs, _)
-
-    with ScatterOnceParallel(build(Everything), 3, devices(2)) as engine:
-        assert_step(engine, randn(17, FEATURES), None, ordered, whole_batch=True)
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("accum", [1, 2])
 def test_a_criterion_may_work_in_place(devices, replicas, accum):
@@ -580,15 +480,101 @@ class InPlace(nn.Module):
         return self.linear(torch.stack(rows))
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, Rows])
-def test_a_module_may_write_its_input(devices, kind):
+def test_a_module_may_write_its_input(devices):
     """The second forward pass found the rows as the first one had left them, normalised twice."""
     inputs = randn(13, FEATURES)
     with ScatterOnceParallel(build(InPlace), 3, devices(2)) as engine:
-        batch = inputs if kind is torch.Tensor else Rows(list(inputs))
         plain = inputs.clone(), None
-        assert_step(engine, batch, None, pairs, plain=plain, whole_batch=True)
+        assert_step(engine, Rows(list(inputs)), None, pairs, plain=plain, whole_batch=True)
     assert torch.equal(inputs, randn(13, FEATURES)), "the caller's tensors are never written"
+
+
+class Masked(nn.Module):
+    """Infinities and NaN, which the loss masks: they are no difference between the passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 3)
+
+    def forward(self, inputs):
+        special = torch.tensor([[torch.inf, torch.nan]], dtype=torch.float64)
+        return torch.cat([self.linear(inputs), special.expand(len(inputs), 2)], 1)
+
+
+class Encoder(nn.Module):
+    """Under no_grad it takes another way in eval mode, with other outputs."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval()
+
+    def forward(self, tokens, padding):
+        return self.encoder(tokens, src_key_padding_mask=padding).sum(1)
+
+
+class InItsCriterion(InOneMemory):
+    """The criterion's gradients share memory, and the model's are added to them."""
+
+    def loss(self, outputs, targets):
+        own = self.one.unsqueeze(0) + self.other.unsqueeze(0)
+        return cross_entropy(outputs * own, targets)
+
+
+class Scaled(nn.Linear):
+    """The criterion closes over a parameter of it."""
+
+    def __init__(self):
+        super().__init__(FEATURES, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+class Versions:
+    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
+
+    num_splits = 3
+
+    def __call__(self, output, targets):
+        clean, *others = output.chunk(self.num_splits)
+        far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
+        return cross_entropy(clean, targets[: len(clean)]) + far
+
+
+def three_layers():
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+ROWS = randn(13, FEATURES), None
+PADDING = torch.arange(6) >= randint(5, 10)[:, None] + 1
+CASES = {
+    "outputs of all kinds": Case(Everything, ROWS, lambda _: of_everything),
+    "a module that writes its input": Case(InPlace, ROWS, lambda _: pairs),
+    "infinities": Case(Masked, ROWS, lambda _: lambda outputs, _: pairs(outputs[:, :3], None)),
+    "an encoder in eval mode": Case(Encoder, ((randn(10, 6, 8), PADDING), None), lambda _: pairs),
+    "a closure": Case(
+        Scaled, ROWS, lambda model: lambda outputs, _: pairs(outputs * model.scale, None)
+    ),
+    **{
+        f"gradients that share memory, {accum}": Case(
+            InItsCriterion, (ROWS[0], randint(4, 13)), lambda model: model.loss, accum=accum
+        )
+        for accum in (1, 2)
+    },
+    "a criterion with parameters and a queue": Case(
+        three_layers, ROWS, lambda _: build(Tempered), accum=3
+    ),
+    "a criterion that shares a layer": Case(
+        three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3
+    ),
+    "versions of the same pictures": Case(
+        lambda: nn.Linear(5, 3), (randn(24, 5), randint(3, 24)), lambda _: Versions()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_as_on_one_device(devices, name):
+    agree(CASES[name], "whole batch", devices(2))
 
 
 def test_transformers_outputs():
@@ -730,29 +716,15 @@ def test_autocast_is_that_of_a_plain_loop(devices):
         dtypes.append((outputs["one"].dtype, (outputs["one"] @ outputs["one"].T.float()).dtype))
         return nt_xent({name: value.float() for name, value in outputs.items()}, labels)
 
-    found = []
-    for whole in (True, False):
-        model.zero_grad()
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            ScatterOnceParallel(model, 3, devices(2)) as engine,
-        ):
-            if whole:
-                engine.forward_backward(views, batch(12)[1], criterion, whole_batch=True)
-        if not whole:
-            with torch.autocast("cpu", torch.bfloat16):
-                pieces = [
-                    model(*(view[low:high] for view in views))
-                    for share in engine.plan(12).shares
-                    for low, high in share.micro_batches
-                ]
-                loss = criterion(join_rows(pieces, 0, [2] * 6), batch(12)[1])
-            loss.backward()
-        found.append(gradients(model))
+    twin, labels = copy.deepcopy(model), batch(12)[1]
+    engine = ScatterOnceParallel(model, 3, devices(2))
+    with engine, torch.autocast("cpu", torch.bfloat16):
+        engine.forward_backward(views, labels, criterion, whole_batch=True)
+        pieces = [twin(*(view[low : low + 2] for view in views)) for low in range(0, 12, 2)]
+        loss = criterion(join_rows(pieces, 0, [2] * 6), labels)
+    loss.backward()
     assert dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
-    for name, gradient in found[1].items():
-        if gradient is not None:
-            assert_close(found[0][name], gradient, name, relative=1e-2)
+    assert_gradients(model, gradients(twin), relative=1e-2)
 
 
 def test_a_scaler_scales_the_gradients(devices):
@@ -796,8 +768,11 @@ def test_check_finite(devices):
 
 
 def test_bytes_outputs_cross_once_and_their_gradients_once():
-    def criterion(outputs, labels):
-        return pairs(outputs["z"], None)  # and none of the others
+    class Criterion(nn.Linear):
+        """On the master alone: its parameters do not cross."""
+
+        def forward(self, outputs, labels):
+            return pairs(super().forward(outputs["z"]), None)  # and none of the others
 
     class Two(nn.Module):
         def __init__(self):
@@ -809,11 +784,10 @@ def test_bytes_outputs_cross_once_and_their_gradients_once():
             return {"z": z, "classes": z.argmax(1)}
 
     rows, away = 12, 8  # of three replicas on two other devices
-    model = build(Two)
+    model, criterion = build(Two), build(lambda: Criterion(4, 4))
+    inputs, labels = randn(rows, FEATURES), randint(3, rows)
     with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:2"]) as engine:
-        engine.forward_backward(
-            randn(rows, FEATURES), randint(3, rows), criterion, whole_batch=True
-        )
+        engine.forward_backward(inputs, labels, criterion, whole_batch=True)
         moved, messages = engine.last_step.bytes, engine.last_step.messages
     assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
     assert messages["compute"] == 2 * 2 + 2
@@ -861,17 +835,6 @@ def test_the_criterion_s_error_is_the_user_s_with_a_note():
         assert_step(engine, *batch(9), nt_xent, whole_batch=True)
 
 
-class Versions:
-    """As timm's JsdCrossEntropy: rows are three versions of pictures, one after another."""
-
-    num_splits = 3
-
-    def __call__(self, output, targets):
-        clean, *others = output.chunk(self.num_splits)
-        far = sum((other.softmax(1) - clean.softmax(1)).square().mean() for other in others)
-        return cross_entropy(clean, targets[: len(clean)]) + far
-
-
 def test_a_loss_of_versions_of_the_same_pictures():
     """Micro-batches of a number that three divides were cut into other versions, in silence."""
     module = build(lambda: nn.Linear(5, 3))
@@ -880,4 +843,3 @@ def test_a_loss_of_versions_of_the_same_pictures():
         words = "Versions cuts the rows that it is given into 3 versions.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):
             engine.forward_backward(inputs, targets, Versions())
-        assert_step(engine, inputs, targets, Versions(), whole_batch=True)

@@ -83,16 +83,10 @@ class Collectives:
     def agree(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
     ) -> tuple[list[float], list[int]]:
-        """The sums over all ranks of ``mine``, four numbers, and each rank's ``number``.
+        """The sums over all ranks of ``mine``, four numbers; each one's ``number``, not negative.
 
-        Args:
-            mine: this rank's own.
-            layout: an integer of ``LAYOUT_BITS`` that has to be the same on all ranks.
-            number: this rank's own, not negative.
-            otherwise: on what they disagree where ``layout`` is not the same.
-
-        Raises:
-            RuntimeError: on every rank alike: one failed, or ``layout`` is not the same on all.
+        ``RuntimeError`` on every rank alike: one failed, or ``layout``, of ``LAYOUT_BITS``, is not
+        the same on all, so that they disagree on what ``otherwise`` says.
         """
         (layouts, squares, *sums), numbers = self._exchange([layout, layout**2, *mine], number)
         if _FAILED in numbers:

@@ -44,12 +44,8 @@ class Ranks:
     """The processes that train one module together.
 
     At construction all ranks check that they have the same module, and take over rank 0's
-    parameters and buffers. Gradients add up in ``wide``, where their own dtype is narrower.
-
-    Raises:
-        TypeError: ``group`` is not a process group, or this process is not in it.
-        ValueError: on every rank alike, where modules differ in names, number, shapes or
-            dtypes, or have gradients that the group cannot add up.
+    parameters and buffers; what differs, or cannot be added up, is a ``ValueError`` on every rank
+    alike. Gradients add up in ``wide``, where their own dtype is narrower.
     """
 
     def __init__(
@@ -99,7 +95,10 @@ class Ranks:
             with outcome.attempt as attempt, attempt.clock.phase("reduce"):
                 exchange = self._prepare(outcome)  # before any collective
         except BaseException as error:
-            self.report_failure(error)
+            all_know, self._all_know = self._all_know, False
+            with contextlib.suppress(Exception):
+                if not all_know and (others := self._collectives.fail()):
+                    note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
             return self._exchange(outcome, exchange)
@@ -152,11 +151,8 @@ class Ranks:
         """The outputs and targets of all ranks, for a criterion that sees them all.
 
         Pieces are in rank order, this rank's own as they are; then their rows, all targets, and
-        rank 0's seed for what the criterion draws.
-
-        Raises:
-            RuntimeError: on every rank alike: another rank failed, or has outputs or targets of
-                another kind.
+        rank 0's seed for what the criterion draws. ``RuntimeError`` on every rank alike: one
+        failed, or has outputs or targets of another kind.
         """
         own = join_rows([kept(piece, True) for piece in pieces], dim, rows, rows), targets
         tensors = [*nested.tensors(own)]
@@ -177,15 +173,6 @@ class Ranks:
 
         joined = nested.merge(join, [its for (_, its), _ in found])
         return ([*chain(*outputs)], [*chain(*counts)], joined), found[0][1][0]
-
-    def report_failure(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed; they raise in this step too."""
-        all_know, self._all_know = self._all_know, False
-        if all_know:
-            return
-        with contextlib.suppress(Exception):
-            if others := self._collectives.fail():
-                note(error, f"rank {', '.join(map(str, others))} failed in this step too")
 
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
         total = (gradient * factor).coalesce().to(self._control)

@@ -162,12 +162,14 @@ class Stash:
             trained = [leaf for part in self._parts for leaf in part.trained_tensors]
             self._take([*trained, *(self._named or ())])
         except BaseException:
-            self._put_back()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
+        self._hooks.close()
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient
 
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
@@ -254,11 +256,6 @@ class Stash:
         for leaf in leaves:
             leaf.grad = None
         self._hooks.enter_context(hooks_taken_off(leaves))
-
-    def _put_back(self) -> None:
-        self._hooks.close()
-        for leaf, gradient in self._kept.values():
-            leaf.grad = gradient
 
 
 def _divert(

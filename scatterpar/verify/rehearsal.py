@@ -25,7 +25,9 @@ from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.fitting import is_out_of_memory
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
+from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
@@ -103,23 +105,17 @@ class Rehearsal:
         """
         with self._user, torch.inference_mode(False), torch.enable_grad():
             try:
-                if choose is not None:
-                    return self._with_fewer(choose, most)
-                self._output([0])
-                return Finding()
+                if choose is None:
+                    self._output([0])
+                    return Finding()
+                return self._confirmed(*choose(most))
+            except Unsure as error:
+                if choose is None or not 0 < error.rows < most:
+                    raise
+                most = error.rows  # which are small enough
             finally:
                 self._put_back()
-
-    def _with_fewer(self, choose: Callable[[int], Sequence[Parts]], most: int) -> Finding:
-        """What so many rows say, or as many as are small enough."""
-        try:
-            return self._confirmed(*choose(most))
-        except Unsure as error:
-            if not 0 < error.rows < most:
-                raise
-            most = error.rows
-        self._put_back()
-        return self._with_fewer(choose, most)
+        return self.run(choose, most)
 
     def _confirmed(self, first: Parts, second: Parts) -> Finding:
         by = self._by_outputs
@@ -167,11 +163,11 @@ class Rehearsal:
             targets = nested.transform(_wider, targets) if wide else targets
             return self._loss(outputs.of(some, wide), targets)
 
-        found = None
+        found, coarse = None, torch.finfo(torch.bfloat16).eps / 2 if outputs.halved else 0.0
         if outputs.halved and self._request.count is None:  # which rounds, too
             with contextlib.suppress(_NeedsParameters):  # a criterion that is in half precision
-                found = self._compared(partial(loss, wide=True), leaves, parts)
-        found = found or self._compared(loss, leaves, parts)
+                found = self._compared(partial(loss, wide=True), leaves, parts, coarse=coarse)
+        found = found or self._compared(loss, leaves, parts, coarse=coarse)
         if not found.off and outputs.are_tied:
             raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
@@ -192,9 +188,18 @@ class Rehearsal:
         return replace(found, certain=found.certain and not normed)
 
     def _compared(
-        self, loss: Loss, leaves: Sequence[Tensor], parts: Parts, *, by_module: bool = False
+        self,
+        loss: Loss,
+        leaves: Sequence[Tensor],
+        parts: Parts,
+        *,
+        by_module: bool = False,
+        coarse: float = 0.0,
     ) -> Finding:
-        """Compare gradients of all rows with those of the parts, times their factors."""
+        """Compare gradients of all rows with those of the parts, times their factors.
+
+        Leaves may be off by ``coarse``, if that is more than rounding in their own dtype.
+        """
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
@@ -229,10 +234,15 @@ class Rehearsal:
         floor = 1e-2 if by_module else 1e-6
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
         off, _ = relative_difference(_combined(used, apart), joined, floor)
-        if tolerance < off < math.inf:
+        if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
             _, again = evaluate(few)
             if relative_difference(again, first[1], floor)[0] > tolerance:
                 raise Unsure("it gives another result each time", lasting=True)
+            for leaf in leaves:  # this replica's alone, until all is put back
+                leaf.data = _nudged(leaf.data, coarse)
+            noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
+            if off <= 2 * noise:  # as where a student begins as its teacher
+                raise Unsure("its gradient is nothing but rounding")
             if by_module and off < 1:
                 # A mean of rows twice is what it is of them once, a sum is twice that: what differs
                 # is how kernels round that go by the number of rows.
@@ -261,11 +271,10 @@ class Rehearsal:
             return [1.0] * len(parts)
         with _users_code():
             whole = request.inputs, request.targets
-            rows = [*chain(*parts)]
-            few = replace(request, targets=pick(request.targets, rows, request.dim), batches=())
-            pieces = [tuple(pick(v, part, request.dim) for v in whole) for part in parts]
+            each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
+            _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
             spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            counts = counts_of(few, spans, pieces)
+            counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")
@@ -286,13 +295,10 @@ class Rehearsal:
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
-        ledger, device = Ledger(), self._task.share.device  # of which nobody will hear
+        bring = partial(Delivery(Ledger()).bring, self._task.share.device)  # which nobody counts
+        few = nested.transform(bring, pick(value, rows, self._request.dim))
         with _users_code():
-            picked = pick(value, rows, self._request.dim)
-        return nested.transform(
-            lambda leaf: ledger.copy(leaf, device, "compute") if isinstance(leaf, Tensor) else leaf,
-            picked,
-        )
+            return opened(few, copy=True)
 
     def _put_back(self) -> bool:
         """Make everything what it was; whether random numbers were drawn."""
@@ -454,6 +460,12 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
 def _wider(leaf: Any) -> Any:
     """In single precision, where it is half: what wrong weights do is not lost in rounding."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
+
+
+def _nudged(tensor: Tensor, coarse: float) -> Tensor:
+    """Every number moved by a rounding error or a few, each by others."""
+    errors = torch.arange(tensor.numel(), device=tensor.device).cos().view(tensor.shape)
+    return tensor * (1 + max(coarse, 4 * torch.finfo(tensor.dtype).eps) * errors.to(tensor.dtype))
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:

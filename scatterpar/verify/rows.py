@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.step import nested
-from scatterpar.step.markers import Rows, opened
+from scatterpar.step.markers import Rows
 from scatterpar.step.request import Request
 
 # Of parts, by the number of rows.
@@ -89,14 +89,9 @@ def choose(
 ) -> list[Parts]:
     """A handful of rows in parts of different sizes, which differ as much as they can; twice.
 
-    The second time other rows, as far as others are as telling.
-
-    Args:
-        tensors: those that tell something.
-        rows: how many there are.
-        most: so many rows at most.
-        ignored: labels that may be left out.
-        turn: each starts from something else that tells rows apart.
+    The second time other rows, as far as others are as telling. ``most`` is how many at most,
+    ``ignored`` are labels that may be left out; each ``turn`` starts from something else that tells
+    rows apart.
     """
     if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
         return [[[0], [0]]] * 2
@@ -150,7 +145,7 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
 
 
 def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """Copies of these rows of every tensor in ``value``, as a module or criterion sees them."""
+    """These rows of every tensor in ``value``. Markers stay, with fewer rows."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -159,4 +154,4 @@ def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
             return Rows([leaf.entries[row] for row in rows], leaf.collate)
         return leaf
 
-    return opened(nested.transform(one, value), copy=True)
+    return nested.transform(one, value)

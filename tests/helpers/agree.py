@@ -113,14 +113,15 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> None:
+def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> list[Tensor]:
     """Steps of the runner, with the case's changes between them, are those of plain torch.
 
-    With a process ``group`` each rank calls it, and trains the engine on its part of the rows.
+    With a process ``group`` each rank calls it, and trains the engine on its part of the rows. What
+    was trained is returned, with its last gradients: all ranks must have the same bits.
     """
     if runner == "inference":
         _agree_in_inference(case, devices)
-        return
+        return []
     module, twin, first = (case.build() for _ in range(3))
     criterion, plain_criterion = case.criterion(module), case.criterion(twin)
     parts = [(0, case.count)]
@@ -156,6 +157,8 @@ def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> Non
                 ours.data.copy_(theirs)
     pairs = zip(nested.tensors(given.batch), nested.tensors(case.rows(*mine)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs), "the caller's tensors were written"
+    gradients = [tensor.grad for _, tensor in _trained(module) if tensor.grad is not None]
+    return [tensor.detach().to_dense() for tensor in (*module.parameters(), *gradients)]
 
 
 def _agree_in_inference(case: Case, devices: list[str]) -> None:

@@ -518,6 +518,19 @@ class BothWays(nn.Module):
         return self.embedding(ids) @ self.embedding.weight.T
 
 
+class SharedTable(nn.Module):
+    """A sparse embedding whose weight is the output layer's too: its gradient is dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 6, sparse=True)
+        self.head = nn.Linear(6, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
 class Branches(nn.Module):
     """Rows whose first feature is positive use one head, others the other; one is never used."""
 
@@ -762,6 +775,35 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
+def hooked():
+    """A hook that scales the gradient once scaled parts of it twice."""
+    model = linear()
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def trained_in_backward():
+    """An optimizer in the backward pass once stepped in the middle, or was refused as a write."""
+    model = linear().double()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def with_another_forward():
+    """Statistics of a layer whose forward was exchanged once stood still."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(CLASSES))
+    old = model[1].forward
+    model[1].forward = lambda rows: old(rows)
+    return model
+
+
 class Head(nn.Module):
     """A loss with parameters and a buffer of its own: a classifier after the features."""
 
@@ -853,6 +895,7 @@ CASES = {
     ),
     "sparse gradients": Case(sparse_tokens, batch=TOKENS),
     "sparse and dense gradients": Case(BothWays, batch=(randint(CLASSES, 9), BATCH[1])),
+    "a sparse table tied to a layer": Case(SharedTable, batch=(randint(CLASSES, 9), BATCH[1])),
     "unused by some": Case(Branches, batch=(positive_first(9, 6), BATCH[1])),
     "unused by later batches": Case(Branches, batch=(positive_first(9, 9), BATCH[1])),
     "gradients in one memory": Case(InOneMemory),
@@ -872,9 +915,14 @@ CASES = {
         ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, unless=("pair",)),
+    "a penalty, and a hook": Case(hooked, criterion=penalised, unless=("pair",)),
+    "a penalty, and an optimizer in the backward pass": Case(
+        trained_in_backward, criterion=penalised, keep_dtypes=True, unless=("pair",)
+    ),
     "batch norm": Case(
         lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
     ),
+    "batch norm with another forward": Case(with_another_forward, accum=1, **BY_SHARE),
     "batch norm in TorchScript": Case(lambda: torch.jit.script(Normed()), accum=1, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),

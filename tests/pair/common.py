@@ -56,11 +56,15 @@ class Pair:
         targets: Any,
         *,
         oracle: Any = None,
+        plain: tuple[Any, Any] | None = None,
         relative: float = RELATIVE,
         **options: Any,
     ) -> Tensor:
-        """One step gives the whole batch's loss and gradients; the loss is returned."""
-        plain = copy.deepcopy((inputs, targets))
+        """One step gives the whole batch's loss and gradients; the loss is returned.
+
+        ``plain``: inputs and targets as plain torch takes them, where the pair's have markers.
+        """
+        plain = plain or copy.deepcopy((inputs, targets))
         expected_loss, expected = whole_batch(self.module, *plain, oracle or self.plain_criterion)
         self.module.zero_grad()
         loss = self.loss(inputs, targets, **options)

@@ -1,9 +1,10 @@
-"""Outputs: a tuple with one entry per replica used, of whatever types the module returns."""
+"""Outputs: a tuple with one entry per replica used, of whatever types the module returns.
+
+Any of these, gathered, are in ``test_properties.py``.
+"""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,14 +17,6 @@ from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
 
 INPUTS = randn(9, FEATURES)
-
-Pairing = collections.namedtuple("Pairing", "logits hidden")
-
-
-@dataclasses.dataclass
-class Record:
-    logits: torch.Tensor
-    name: str
 
 
 class Returns(nn.Module):
@@ -72,32 +65,6 @@ def test_several_outputs_unzip(placed, replicas):
     out1, out2 = zip(*outputs, strict=True)
     assert_close(gather(out1, "cpu"), first, "first")
     assert_close(gather(out2, "cpu"), second, "second")
-
-
-PACKS = {
-    "tensor": (lambda y: y, lambda packed: [packed]),
-    "tuple": (lambda y: (y, y + 1), list),
-    "list": (lambda y: [y], list),
-    "dict": (lambda y: {"a": y, "b": {"c": (y * 2,)}}, lambda p: [p["a"], p["b"]["c"][0]]),
-    "ordered dict": (
-        lambda y: collections.OrderedDict(z=y, a=y * 3),
-        lambda p: [p["z"], p["a"]],
-    ),
-    "named tuple": (lambda y: Pairing(y, y * 2), lambda p: [p.logits, p.hidden]),
-    "dataclass": (lambda y: Record(y, "me"), lambda p: [p.logits]),
-}
-
-
-@pytest.mark.parametrize("replicas", [1, 4])
-@pytest.mark.parametrize("name", PACKS)
-def test_types_are_kept_and_gathered(placed, name, replicas):
-    pack, tensors = PACKS[name]
-    outputs, expected = run(pack, placed(replicas))
-    assert all(type(output) is type(expected) for output in outputs)
-    gathered = gather(outputs, "cpu")
-    assert type(gathered) is type(expected)
-    for mine, its in zip(tensors(gathered), tensors(expected), strict=True):
-        assert_close(mine, its, name)
 
 
 def test_model_outputs_of_transformers(placed):

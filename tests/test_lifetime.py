@@ -299,8 +299,8 @@ def test_a_worker_that_lingers_keeps_nothing(devices, monkeypatch):
     outputs and context variables, lived until the worker was scheduled again."""
     run, lingers = Job.run, threading.Event()
 
-    def run_and_linger(job, number, call):
-        run(job, number, call)
+    def run_and_linger(job, number):
+        run(job, number)
         lingers.wait(60)
 
     class Value:

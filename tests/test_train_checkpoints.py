@@ -20,12 +20,11 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.checkpoint import FILE, Progress, collect, find, load, restore, save
 from scatterpar.train.data import Split, UsageError, make_dataset
-from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels
 from scatterpar.train.run import main
-from scatterpar.train.training import Batches, Training, foresee, train_epoch
+from scatterpar.train.training import Batches, Training, evaluate, foresee, train_epoch
 
 pytestmark = pytest.mark.draws
 

@@ -93,7 +93,7 @@ def test_a_batch_that_does_not_grow_has_the_schedule_of_a_fixed_one(warmup, drop
 def test_the_rate_is_scaled_with_the_batch():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     batches = Batches(2048, 256, seed=0)
-    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup_epochs=0)
+    scheduler = make_scheduler(optimizer, batches, epochs=4, warmup=0)
     batches.consumed, batches.batch = 2 * 2048, 1024
     optimizer.step()
     scheduler.step()

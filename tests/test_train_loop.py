@@ -10,11 +10,10 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 from scatterpar.__main__ import main as command
 from scatterpar.train.data import TEST, Split, UsageError, make_dataset
-from scatterpar.train.evaluation import evaluate
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.models import OnPixels
 from scatterpar.train.records import Metrics, draw_curves
-from scatterpar.train.training import Batches, Training, foresee, train_epoch
+from scatterpar.train.training import Batches, Training, evaluate, foresee, train_epoch
 
 pytestmark = pytest.mark.draws
 VIRTUAL = [torch.device("cpu", i) for i in range(2)]

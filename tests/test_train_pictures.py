@@ -262,7 +262,7 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
 def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
     batches = Batches(10, 4, seed=0)
     batches.consumed = 4
-    rest = {"test_images": 5, "tested_together": 4, "machines": Machines()}
+    rest = {"tests": 5, "together": 4, "machines": Machines()}
     found = list(foresee(batches, 0, epochs=3, **rest))
     assert [(r.part, len(r.rows), r.epoch) for r in found] == [
         *[(TRAIN, 4, 0), (TRAIN, 2, 0), (TEST, 4, 0), (TEST, 1, 0)],

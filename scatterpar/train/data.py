@@ -103,11 +103,7 @@ class Dataset(Source):
 
 
 def load() -> Dataset:
-    """Load the images that are included, a part of them to test.
-
-    >>> str(load())
-    'embedded Fashion-MNIST: 8,192 images to train on, 1,808 to test, 10 classes, 1 x 28 x 28'
-    """
+    """Load the images that are included, a part of them to test."""
     whole, rows = read_split(_EMBEDDED_FOLDER, "t10k"), _EMBEDDED_TRAIN_ROWS
     train = Split(whole.images[:rows], whole.labels[:rows])
     test = Split(whole.images[rows:], whole.labels[rows:])
@@ -116,7 +112,7 @@ def load() -> Dataset:
 
 def make_dataset(name: str, train: Split, test: Split, class_names: tuple[str, ...]) -> Dataset:
     """Put the two splits together, with the pixels' statistics."""
-    channels, height, width = train.images.shape[1:]
+    _, channels, height, width = train.images.shape
     std, mean = torch.std_mean(train.images.double(), (0, 2, 3), correction=0)
     shape = (channels, height, width)
     return Dataset(name, train, test, class_names, shape, mean.float(), std.float())
@@ -124,11 +120,9 @@ def make_dataset(name: str, train: Split, test: Split, class_names: tuple[str, .
 
 def read_split(folder: Path, part: str) -> Split:
     """Read images of 28 x 28 and labels from MNIST's IDX files: after a header a byte for each."""
-    images, labels = (
-        torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())[header:]), dtype=torch.uint8)
-        for path, header in (
-            (folder / f"{part}-images-idx3-ubyte.gz", 16),
-            (folder / f"{part}-labels-idx1-ubyte.gz", 8),
-        )
-    )
-    return Split(images.view(-1, 1, 28, 28), labels.long())
+
+    def content(name: str, header: int) -> Tensor:
+        file = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())
+        return torch.frombuffer(bytearray(file[header:]), dtype=torch.uint8)
+
+    return Split(content("images-idx3", 16).view(-1, 1, 28, 28), content("labels-idx1", 8).long())

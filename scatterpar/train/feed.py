@@ -79,6 +79,7 @@ class Feed:
         self._skip_broken = skip_broken
         self._warn = warn
         self._workers = _default_workers() if workers is None else workers
+        self._workers *= not source.in_memory
         self._assembler: ThreadPoolExecutor | None = None
         self._batches = self._read(iter(()))
         if requests:
@@ -93,7 +94,7 @@ class Feed:
         self.close()
         self._closed = False
         self._batches = self._read(iter(requests))
-        if self._workers and not self.source.in_memory:
+        if self._workers:
             self._assembler = ThreadPoolExecutor(1, thread_name_prefix="next batch")
             self._next: Future[Batch] = self._assembler.submit(next, self._batches)
 
@@ -126,10 +127,6 @@ class Feed:
 
     def _read(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
         """Read one batch after the other."""
-        if self.source.in_memory:
-            for request in requests:
-                yield request, self.source.read(*request[:3])
-            return
         requests, cut = tee(requests)
         # A generator of its own, so that the process's own is left alone.
         how: dict[str, Any] = {"num_workers": self._workers, "generator": torch.Generator()}

@@ -30,9 +30,6 @@ def choose_devices(names: str | None) -> list[torch.device]:
 
     Without names: every accelerator, else four CPU replicas with a memory of their own each
     (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
-
-    >>> choose_devices("cpu:0,cpu:1")
-    [device(type='cpu', index=0), device(type='cpu', index=1)]
     """
     if names is None and not torch.accelerator.is_available():
         return [torch.device("cpu", i) for i in range(_CPU_REPLICAS)]
@@ -46,24 +43,13 @@ def choose_devices(names: str | None) -> list[torch.device]:
 
 
 class Machines:
-    """The ranks of a run and what they tell each other; all ranks make the same calls.
-
-    >>> alone = Machines()
-    >>> alone.rank, alone.size, alone.is_first
-    (0, 1, True)
-    >>> alone.share(torch.arange(3)).tolist(), alone.everyones(15)
-    ([0, 1, 2], [15])
-    """
+    """The ranks of a run and what they tell each other; all ranks make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the one that prints and writes."""
-        return self.rank == 0
+        self.is_first = self.rank == 0  # the one that prints and writes
 
     def share(self, rows: Tensor) -> Tensor:
         """Return this rank's part of `rows`, in order; sizes differ by at most one."""
@@ -140,9 +126,7 @@ def require_launch(devices: list[torch.device]) -> None:
 def backend() -> str:
     """Name gloo for the host: without a name torch takes the accelerator's library alone."""
     card = torch.accelerator.current_accelerator(check_available=True)
-    if card is None:
-        return "gloo"
-    return f"cpu:gloo,{card.type}:{dist.get_default_backend_for_device(card)}"
+    return f"cpu:gloo,{card.type}:{dist.get_default_backend_for_device(card)}" if card else "gloo"
 
 
 class Stopped(Exception):

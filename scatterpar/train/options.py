@@ -181,12 +181,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Turn the command line into options.
-
-    >>> options = parse(["--epochs", "10"])
-    >>> options.batch, options.accum, options.warmup_epochs
-    (4096, 16, 2)
-    """
+    """Turn the command line into options, with the defaults that depend on others."""
     given: Options = read(Options, arguments, "train")
     grows, size, warmup = given.batch == "auto", given.micro_batch_size, given.warmup_epochs
     if given.accum is not None and (grows or size is not None):

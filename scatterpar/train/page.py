@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.train.data import TEST, Source
-from scatterpar.train.evaluation import Evaluation
 from scatterpar.train.records import Records
+from scatterpar.train.training import Evaluation
 
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
 

@@ -142,9 +142,6 @@ class Pictures:
         return image.convert("RGB"), int(label)
 
 
-_Parts = tuple[Pictures, Pictures, tuple[str, ...]]
-
-
 class PictureData(Source):
     """Pictures to train and to test on; each reading decodes them anew.
 
@@ -199,27 +196,27 @@ class PictureData(Source):
 
 def open_data(options: Options) -> Source:
     """Open what `--data` names."""
-    name, path = options.data, Path(options.data).expanduser()
-    held_out = next((path / p for p in ("test", "val") if (path / p).is_dir()), None)
     try:
-        if held_out is not None and (path / "train").is_dir():
-            return PictureData(options, *_open_folder(path / "train", held_out))
-        if name.startswith(("torch/", "hfds/")):
-            return PictureData(options, *_open_library(options))
-        if name != EMBEDDED:
-            raise UsageError(
-                "there is no folder with train/ and test/ (or val/); known by name are "
-                f"{EMBEDDED}, torch/NAME and hfds/NAME"
-            )
-        varied = options.augment not in (None, "none")
-        if options.image_size or varied or options.erase or options.mixup or options.cutmix:
-            raise UsageError(
-                "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
-                "for pictures in files"
-            )
-        return load()
+        return _open(options, Path(options.data).expanduser())
     except UsageError as error:
-        raise UsageError(f"--data {name}: {error}") from error
+        raise UsageError(f"--data {options.data}: {error}") from error
+
+
+def _open(options: Options, path: Path) -> Source:
+    found = [path / part for part in ("train", "test", "val") if (path / part).is_dir()]
+    if len(found) < 2 or found[0].name != "train":
+        return _open_by_name(options)
+    train, held_out = found[:2]
+    names, others = (
+        [e.name for e in sorted(part.iterdir()) if e.is_dir() and not e.name.startswith(".")]
+        for part in (train, held_out)
+    )
+    if not names:
+        raise UsageError(f"{train} has no folders in it: it needs one for each class")
+    if odd := sorted({*names} ^ {*others}):
+        raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
+    test = find_files(held_out, names, allow_empty=True)
+    return PictureData(options, find_files(train, names), test, tuple(names))
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Pictures:
@@ -240,44 +237,42 @@ def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) 
     return Pictures(Files(samples))
 
 
-def _open_folder(path: Path, held_out: Path) -> _Parts:
-    names, others = (
-        [e.name for e in sorted(part.iterdir()) if e.is_dir() and not e.name.startswith(".")]
-        for part in (path, held_out)
-    )
-    if not names:
-        raise UsageError(f"{path} has no folders in it: it needs one for each class")
-    if odd := sorted({*names} ^ {*others}):
-        raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
-    test = find_files(held_out, names, allow_empty=True)
-    return find_files(path, names), test, tuple(names)
-
-
-def _open_library(options: Options) -> _Parts:
+def _open_by_name(options: Options) -> Source:
+    if options.data == EMBEDDED:
+        varied = options.augment not in (None, "none")
+        if options.image_size or varied or options.erase or options.mixup or options.cutmix:
+            raise UsageError(
+                "it is used as it is: --image-size, --augment, --erase, --mixup and --cutmix are "
+                "for pictures in files"
+            )
+        return load()
+    if not options.data.startswith(("torch/", "hfds/")):
+        raise UsageError(
+            "there is no folder with train/ and test/ (or val/); known by name are "
+            f"{EMBEDDED}, torch/NAME and hfds/NAME"
+        )
     if not options.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-    create, root = library("timm.data").create_dataset, options.data_root
+    create, name, root = library("timm.data").create_dataset, options.data, options.data_root
 
-    def opened(*splits: str) -> Any:
-        problem: Exception = ValueError()
-        for split in splits:
-            try:
-                found = create(options.data, str(root), split, download=options.download)
-                return getattr(found, "reader", found)
-            except Exception as error:
-                problem = error
-        hint = f"looked in --data-root {root}; --download fetches it"
-        if isinstance(problem, ImportError):
-            hint = "pip install scatterpar[datasets]"
-        raise UsageError(f"{words_of(problem):.300} ({hint})") from problem
+    def opened(split: str, *others: str) -> Any:
+        try:
+            found = create(name, str(root), split, download=options.download)
+            return getattr(found, "reader", found)
+        except Exception as error:
+            if others:
+                return opened(*others)
+            hint = f"looked in --data-root {root}; --download fetches it"
+            if isinstance(error, ImportError):
+                hint = "pip install scatterpar[datasets]"
+            raise UsageError(f"{words_of(error):.300} ({hint})") from error
 
     train, test = opened("train"), opened("test", "validation", "val")
     names = getattr(train, "classes", None) or getattr(train, "class_to_idx", None)
     if not names:
         raise UsageError("it does not say what its classes are called")
-    name = options.data
     sets = Pictures(train, f"{name} (train)"), Pictures(test, f"{name} (test)")
-    return *sets, tuple(map(str, names))
+    return PictureData(options, *sets, tuple(map(str, names)))
 
 
 def _first_size(pictures: Pictures) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import os
 import sys
@@ -18,12 +19,12 @@ from torch import Tensor
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.checkpoint import load, written
 from scatterpar.train.data import TEST, UsageError, words_of
-from scatterpar.train.evaluation import scored
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
 from scatterpar.train.options import Folder, Name, Number, Options, answer, read
 from scatterpar.train.pictures import PictureData, find_files
+from scatterpar.train.training import scored
 
 _KNOWN = (BUILT_IN, "torchvision.models", "timm")  # whose models a checkpoint may name by itself
 _TOGETHER = 1024  # pictures
@@ -71,13 +72,14 @@ def predict(wanted: Wanted) -> int:
     devices = choose_devices(wanted.devices or default)
     coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_TOGETHER))
     model, rows = model.to(devices[0]).eval(), wanted.micro_batch_size
+    warn = functools.partial(print, file=sys.stderr)
     top, table = min(wanted.top, len(classes)), io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
     writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
     with (
         ScatterOnceParallel(model, device_ids=devices, micro_batch_size=rows) as engine,
-        Feed(data, coming, wanted.workers, wanted.skip_broken, _warn) as feed,
+        Feed(data, coming, wanted.workers, wanted.skip_broken, warn) as feed,
     ):
         for found, scores in scored(engine, feed, len(files)):
             best = map(Tensor.tolist, scores.softmax(1).topk(top))
@@ -112,7 +114,3 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
         words = f"{wanted.checkpoint} does not fit --model {name}: {words_of(error):.200}"
         raise UsageError(words) from error
     return model, about
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr)

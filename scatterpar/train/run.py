@@ -19,7 +19,6 @@ from scatterpar import StepReport
 from scatterpar.train import checkpoint
 from scatterpar.train.checkpoint import Progress, writing, written
 from scatterpar.train.data import TEST, TRAIN, Broken, Source, UsageError
-from scatterpar.train.evaluation import Evaluation, evaluate
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
 from scatterpar.train.machines import (
     Stopped,
@@ -34,7 +33,15 @@ from scatterpar.train.options import LARGE_BATCH, Options, answer, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
 from scatterpar.train.records import Metrics, draw_curves, provenance
-from scatterpar.train.training import Training, foresee, make_engine, prepare, train_epoch
+from scatterpar.train.training import (
+    Evaluation,
+    Training,
+    evaluate,
+    foresee,
+    make_engine,
+    prepare,
+    train_epoch,
+)
 
 _LINE_SECONDS = 10.0  # between lines where there is no bar
 

@@ -1,4 +1,4 @@
-"""Training as a user of the engine writes it: its parts, its loop, its learning rate, its batches.
+"""Training as a user of the engine writes it: its parts, its loop, its tests, rate and batches.
 
 While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
 (McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
@@ -14,17 +14,21 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scatterpar import ScatterOnceParallel, ShardedOptimizer, StepReport, weight_decay_groups
 from scatterpar.recipe import NoiseScale
-from scatterpar.train.data import TEST, TRAIN, Source, UsageError, words_of
+from scatterpar.train.data import TEST, TRAIN, Images, Source, UsageError, words_of
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import Machines, seed_of
 from scatterpar.train.models import OnPixels, build_model, initialise
@@ -34,29 +38,23 @@ from scatterpar.train.pictures import library
 FIRST = 256  # images; `--base-lr` is the rate for them
 FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
 _FEWEST_AVERAGED = 20
+_WORST = 24  # mistakes that are kept
 _IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
 
+@dataclass
 class Batches:
     """The order in which the training rows are used, and how far it has come.
 
     Each epoch is a new random order of all rows, decided by `seed` and the epoch's number
     alone; its last batch has what is left. `consumed`, the samples used so far, is the whole
     state; whoever uses a batch adds its rows to it. Between epochs `batch` may change.
-
-    >>> batches = Batches(rows=5, batch=2, seed=0)
-    >>> [len(rows) for rows in batches.rest_of_epoch()]
-    [2, 2, 1]
-    >>> batches.consumed = 5 + 2
-    >>> batches.epoch, [len(rows) for rows in batches.rest_of_epoch()]
-    (1, [2, 1])
     """
 
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
-        self.rows = rows
-        self.batch = batch
-        self.seed = seed
-        self.consumed = 0
+    rows: int
+    batch: int
+    seed: int
+    consumed: int = 0
 
     @property
     def epoch(self) -> int:
@@ -88,7 +86,7 @@ class Training:
     scheduler: LRScheduler
     batches: Batches
     machines: Machines = field(default_factory=Machines)
-    scaler: torch.amp.GradScaler | None = None
+    scaler: GradScaler = field(default_factory=partial(GradScaler, enabled=False))
     average: AveragedModel | None = None
     autocast: torch.dtype | None = None
     clip: float | None = None
@@ -100,6 +98,20 @@ class Training:
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.engine.device_ids[0].type, self.autocast)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the average's weights and buffers, if it is kept, in the context."""
+        model = self.engine.module
+        if self.average is None:
+            yield
+            return
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(self.average.module.state_dict())
+        try:
+            yield
+        finally:
+            model.load_state_dict(kept)
 
     def grow(self) -> bool:
         """Take a larger batch for the epochs to come if the noise scale has reached one."""
@@ -145,32 +157,93 @@ def _update(training: Training) -> None:
     """Take the optimizer's step, and what belongs to it."""
     optimizer, scaler, model = training.optimizer, training.scaler, training.engine.module
     if training.clip is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), training.clip)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
     if training.average is not None:
         training.average.update_parameters(model)
 
 
+class Mistake(NamedTuple):
+    """A test image that was taken for something else; the loss says how surely."""
+
+    loss: float
+    row: int
+    label: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found on the test images; the mistakes with the highest loss come first."""
+
+    images: int
+    loss: float
+    top1: float
+    top5: float
+    confusion: Tensor
+    worst: list[Mistake]
+
+
+def scored(engine: ScatterOnceParallel, feed: Feed, rows: int) -> Iterator[tuple[Images, Tensor]]:
+    """Yield the images among the next rows that can be read; and their scores, on the host."""
+    while rows:
+        request, found = feed.take()
+        rows -= len(request.rows)
+        if len(found.labels):
+            yield found, engine(found.images).float().cpu()[:, : len(feed.source.class_names)]
+
+
+@torch.no_grad()
+def evaluate(
+    training: Training, feed: Feed, between: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Test the model, or the average of its weights where that is kept; each rank its part.
+
+    The feed has this rank's images next. `between` is called after each batch.
+    """
+    classes, machines, engine = len(feed.source.class_names), training.machines, training.engine
+    tables = [torch.empty(0, 5, dtype=torch.float64)]
+    engine.eval()
+    rows = len(machines.share(torch.arange(len(feed.source.test))))
+    with training.averaged(), training.precision():
+        for found, scores in scored(engine, feed, rows):
+            losses = F.cross_entropy(scores, found.labels, reduction="none")
+            best = scores.topk(min(5, classes)).indices
+            among = (best == found.labels[:, None]).any(1)
+            columns = losses.double(), found.rows, found.labels, best[:, 0], among
+            tables.append(torch.stack(columns, 1))
+            between()
+    table = torch.cat([*chain(*machines.everyones(tables))])
+    table = table[table[:, 1].argsort()]
+    labels, predicted = table[:, 2].long(), table[:, 3].long()
+    pairs = (labels * classes + predicted).bincount(minlength=classes**2)
+    wrong = table[labels != predicted]
+    wrong = wrong[wrong[:, 0].argsort(descending=True, stable=True)[:_WORST]]
+    images = max(1, len(table))
+    return Evaluation(
+        images=len(table),
+        loss=float(table[:, 0].sum()) / images,
+        top1=int((labels == predicted).sum()) / images,
+        top5=int(table[:, 4].sum()) / images,
+        confusion=pairs.view(classes, classes),
+        worst=[Mistake(m[0], *map(int, m[1:4])) for m in wrong.tolist()],
+    )
+
+
 def foresee(
-    batches: Batches,
-    ended: int,
-    epochs: int,
-    test_images: int,
-    tested_together: int,
-    machines: Machines,
+    batches: Batches, ended: int, epochs: int, tests: int, together: int, machines: Machines
 ) -> Iterator[Request]:
-    """Yield what this rank wants from where `batches` is to the end of the run, in order."""
-    ahead, together = copy.copy(batches), -(-tested_together // machines.size)
+    """Yield what this rank wants from where `batches` is to the end of the run, in order.
+
+    There are so many test images; so many of them are tested together, over all ranks.
+    """
+    ahead = copy.copy(batches)
     while True:
         epoch = ahead.epoch
         if ended < epoch:
-            for rows in machines.share(torch.arange(test_images)).split(together):
+            for rows in machines.share(torch.arange(tests)).split(-(-together // machines.size)):
                 if len(rows):
                     yield Request(TEST, rows)
         ended = epoch
@@ -182,26 +255,21 @@ def foresee(
 
 
 def make_scheduler(
-    optimizer: Optimizer,
-    batches: Batches,
-    epochs: int,
-    warmup_epochs: int,
-    drops: Sequence[int] = (),
+    optimizer: Optimizer, batches: Batches, epochs: int, warmup: int, drops: Sequence[int] = ()
 ) -> LRScheduler:
     """A gradual warm-up; then a cosine to zero, or drops to a tenth. All scaled with the batch.
 
-    The optimizer has the rate for batches of `FIRST` images. The scheduler's rate is that of where
-    `batches` is, however often it was stepped.
+    The rate is that of where `batches` is, however often the scheduler was stepped.
     """
 
     def factor(_: int) -> float:
         scale, done = batches.batch / FIRST, batches.consumed / batches.rows
-        if done < warmup_epochs:
+        if done < warmup:
             step = batches.batch / batches.rows
-            return scale * (done + step) / (warmup_epochs + step)
+            return scale * (done + step) / (warmup + step)
         if drops:
             return scale * 0.1 ** sum(done >= drop for drop in drops)
-        part = (done - warmup_epochs) / (epochs - warmup_epochs)
+        part = (done - warmup) / (epochs - warmup)
         return scale * 0.5 * (1 + math.cos(math.pi * part))
 
     return LambdaLR(optimizer, factor)
@@ -211,23 +279,13 @@ def averaging(steps_per_epoch: int) -> float:
     """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
 
     While the batch is much smaller than the noise scale, a step tells little about it.
-
-    >>> averaging(235), averaging(8)
-    (0.9957446808510638, 0.95)
     """
     return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The sizes that a batch may have, the smallest first, and when it takes the next one.
-
-    >>> growth = Growth.up_to(60_000)
-    >>> growth.sizes
-    (256, 512, 1024, 2048, 4096)
-    >>> growth.after(256, scale=300.0), growth.after(256, scale=9000.0), growth.after(4096, 9000.0)
-    (256, 512, 4096)
-    """
+    """The sizes that a batch may have, the smallest first, and when it takes the next one."""
 
     sizes: tuple[int, ...]
 
@@ -249,8 +307,8 @@ def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
     """Build the model with its first weights, on the first device, and the engine for it."""
-    about = source.image_shape, len(source.class_names), source.mean, source.std
-    model = build_model(options.model, *about)
+    classes = len(source.class_names)
+    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
     if options.init is not None:
         initialise(model.network, options.init)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
@@ -283,10 +341,7 @@ def prepare(
     # A step has no more images than there are, and the rate belongs to those that it has.
     wanted = FIRST if options.batch == "auto" else options.batch
     batches = Batches(images, min(wanted, images), options.seed)
-
-    def too_few(batch: int) -> int:
-        return _too_few_to_normalise(engine, images, machines, batch)
-
+    too_few = partial(_too_few_to_normalise, engine, images, machines)
     if rows := too_few(batches.batch):
         raise UsageError(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "
@@ -295,9 +350,7 @@ def prepare(
     optimizer = plain = make_optimizer(model, options)
     if options.shard_optimizer:
         optimizer = ShardedOptimizer(engine, lambda _: plain)
-    warmup, scaler, average, noise = options.warmup_epochs or 0, None, None, None
-    if options.autocast == "float16":
-        scaler = torch.amp.GradScaler(engine.device_ids[0].type)
+    warmup, average, noise = options.warmup_epochs or 0, None, None
     if options.ema is not None:
         function = get_ema_multi_avg_fn(options.ema)
         average = AveragedModel(model, multi_avg_fn=function, use_buffers=True)
@@ -309,7 +362,7 @@ def prepare(
         make_scheduler(optimizer, batches, options.epochs, warmup, options.drop_at),
         batches,
         machines,
-        scaler,
+        GradScaler(engine.device_ids[0].type, enabled=options.autocast == "float16"),
         average,
         autocast=getattr(torch, options.autocast) if options.autocast else None,
         clip=options.clip,

@@ -360,22 +360,3 @@ def test_workers_share_the_caller_s_threads(devices):
         assert seen == [6]
     finally:
         torch.set_num_threads(before)
-
-
-def test_steps_from_another_thread(devices):
-    """The caller need not be the main thread, nor always the same one."""
-    with ScatterOnceParallel(build(mlp), 2, devices(2)) as engine:
-        errors = []
-
-        def step():
-            try:
-                assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-            except BaseException as error:
-                errors.append(error)
-
-        for _ in range(2):
-            thread = threading.Thread(target=step)
-            thread.start()
-            thread.join()
-            step()
-    assert not errors

@@ -176,8 +176,8 @@ MEAN = {"buffers": "mean"}
 REFUSED = [
     (small, wider, {}, "rank 0 has parameter 'weight' of shape (3, 2), torch.float32, rank 1 has"),
     (small, double, {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
-    (small, without_bias, {}, "'bias' of shape (3,), torch.float32, rank 1 has buffers='master'"),
-    (without_bias, small, {}, "rank 0 has buffers='master', rank 1 has parameter 'bias'"),
+    (small, without_bias, {}, "'bias' of shape (3,), torch.float32, rank 1 has nothing more"),
+    (without_bias, small, {}, "rank 0 has nothing more, rank 1 has parameter 'bias'"),
     (small, nested, {}, "rank 1 has parameter '0.weight'"),
     (small, with_buffer, {}, "rank 1 has buffer 'scale' of shape (), torch.float32"),
     (table, sparse_table, {}, "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa"),

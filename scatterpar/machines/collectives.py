@@ -42,7 +42,7 @@ class Collectives:
             f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
             for kind, name, tensor in _named_tensors(module)
         ]
-        first, *others = (text.split("\n") for text in self._texts("\n".join([*lines, options])))
+        first, *others = (text.split("\n") for text in self._texts("\n".join([options, *lines])))
         for rank, its in enumerate(others, 1):
             for line, other in zip_longest(first, its, fillvalue="nothing more"):
                 if line != other:

@@ -174,8 +174,9 @@ def warm_up(
             done[replica].set()
 
     try:
-        attempt.run(one_at_a_time, tasks, timed=False)
+        attempt.run(one_at_a_time, tasks)
     finally:
+        attempt.clock.passes.clear()  # this says nothing of the devices' pace
         attempt.generators.rollback()  # what torch draws while it compiles is the process's own
         for part in parts:
             part.forget_step()

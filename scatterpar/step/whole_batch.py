@@ -132,7 +132,7 @@ class WholeBatch:
     ) -> None:
         self._request, self._shares, self._ledger = request, shares, ledger
         self._own = [
-            [nested.transform(partial(self._leaf, share), value) for value in one.joined]
+            nested.transform(partial(self._leaf, share), one.joined)
             for one, share in zip(seen, shares, strict=True)
         ]
         spans = [
@@ -174,10 +174,12 @@ class WholeBatch:
 
     def gradients(self) -> list[list[Tensor | None]]:
         """For each share, the gradients of its outputs, where its replica is."""
-        return [
-            [self._sent_back(gradient, share) for gradient in _gradients(values)]
-            for values, share in zip(self._own, self._shares, strict=True)
-        ]
+        found = [_gradients(values) for values in self._own]
+        for share, own in zip(self._shares, found, strict=True):
+            if share.device != self._shares[0].device:
+                copy = partial(self._ledger.copy, device=share.device, phase="compute")
+                own[:] = [gradient if gradient is None else copy(gradient) for gradient in own]
+        return found
 
     def _leaf(self, share: Share, value: Any) -> Any:
         """A share's output in the master's memory, ready to take a gradient."""
@@ -206,11 +208,6 @@ class WholeBatch:
             return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
 
         return opened(nested.merge(one, here), copy=is_home)
-
-    def _sent_back(self, gradient: Tensor | None, share: Share) -> Tensor | None:
-        if gradient is None or share.device == self._shares[0].device:
-            return gradient
-        return self._ledger.copy(gradient, share.device, "compute")
 
 
 def _no_leaf(value: Any) -> Any:
@@ -303,8 +300,10 @@ def _tried(
     with rows that were kept, which may come again.
     """
     master = tasks[0].share.device
+    compute = partial(workers.parallel_apply, [backward], [()], devices=[master])
     try:
-        (loss,) = workers.parallel_apply([backward], [()], devices=[master])
+        loss: Tensor = compute()[0]
+        return loss
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
@@ -315,14 +314,12 @@ def _tried(
             task.arrival.let_go()
         workers.release()
         try:
-            workers.parallel_apply([backward], [()], devices=[master])
+            compute()
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
             note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
         raise
-    result: Tensor = loss
-    return result
 
 
 def second_pass(

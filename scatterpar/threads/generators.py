@@ -4,11 +4,9 @@ What a replica draws depends on its number and on the master's generators, not o
 eight replicas draw the same numbers on one, two or eight devices. Replica 0 goes on with the
 process's own generator, as a plain loop would; the others are seeded from it.
 
-The CPU has one generator for the whole process. Replicas that draw from it in parallel would get
-other numbers on every run, and activation checkpointing, which rewinds it, would recompute with
-masks that another replica drew. So during a step random operators reach a kernel of ours, at a
-dispatch key that is switched on in the workers' threads alone, which fills in the replica's
-generator. Operators that draw nothing never see it. An accelerator has one generator, and its
+The CPU has one generator for the whole process. So during a step random operators reach a kernel of
+ours, at a dispatch key that is switched on in the workers' threads alone, which fills in the
+replica's generator: docs/clever.md has the reasons. An accelerator has one generator, and its
 replicas run in turn: each puts its own state in, and takes it out when it ends.
 
 A step commits by moving the master's generators on, if anything was drawn; others stay as they
@@ -22,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import threading
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.library import Library
 
 from scatterpar import torch_private
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.verbs import launches, physical
 
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
@@ -109,14 +108,10 @@ def _thread_aware_default_generator() -> Iterator[None]:
                 vars(torch.random)["default_generator"] = torch_private.default_generator
 
 
-_libraries: list[Library] = []
-
-
-def _install_kernels() -> None:
-    """Route the random operators to kernels of ours, once per process."""
-    with _lock:
-        if not _libraries:
-            _libraries.extend(torch_private.route(_kernel_of))
+@functools.cache
+def _install_kernels() -> tuple[Library, ...]:
+    """Route the random operators to kernels of ours, once per process: call it under the lock."""
+    return torch_private.route(_kernel_of)
 
 
 def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -141,8 +136,8 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-    return bool(device.type == "cpu")
+        device = tensors[0].device if tensors else _CPU
+    return not launches(device)
 
 
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
@@ -200,7 +195,8 @@ class Generators:
             if device != _CPU:
                 stack.enter_context(self._generator(number, device).put_in())
             if os.environ.get("SCATTERPAR_RANDOM_STREAMS") != "0":
-                _install_kernels()
+                with _lock:
+                    _install_kernels()
                 stack.enter_context(_thread_aware_default_generator())
                 stack.enter_context(torch_private.switched_on())
                 stack.callback(vars(_thread).clear)
@@ -243,9 +239,9 @@ class Generators:
         _put_all(after)
 
     def rollback(self) -> None:
-        """Leave all generators as they were before the step; replicas draw anew from there."""
-        for one in self._generators.values():
-            one.set_state(None)
+        """Leave all generators as they were before the step; replicas begin anew."""
+        if not self._alone:  # who draws from the process's own
+            self._generators.clear()
         _put_all(self._before)
 
     def _generator(self, number: int, device: torch.device) -> _Generator:

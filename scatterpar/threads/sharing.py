@@ -121,8 +121,9 @@ class Claims:
 
     def take(self, *things: object) -> None:
         """Claim what is not this step's already."""
+        process = os.getpid()
         for thing in things:
-            key = os.getpid(), id(thing)
+            key = process, id(thing)
             if self._taken.setdefault(key, self) is self:  # no other thread can come between
                 self._things[key] = thing
                 continue
@@ -161,12 +162,14 @@ class Stash:
             trained = [leaf for part in self._parts for leaf in part.trained_tensors]
             self._take([*trained, *(self._named or ())])
         except BaseException:
-            self._put_back()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
+        self._hooks.close()
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient
 
     def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
@@ -249,15 +252,10 @@ class Stash:
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)
+        self._kept = {id(leaf): (leaf, leaf.grad) for leaf in leaves} | self._kept
         for leaf in leaves:
-            self._kept.setdefault(id(leaf), (leaf, leaf.grad))
             leaf.grad = None
         self._hooks.enter_context(hooks_taken_off(leaves))
-
-    def _put_back(self) -> None:
-        self._hooks.close()
-        for leaf, gradient in self._kept.values():
-            leaf.grad = gradient
 
 
 def _divert(

@@ -86,25 +86,28 @@ class _Call:
 
 
 class Job:
-    """The calls of all replicas: whose turn it is, and how many have not ended.
+    """The calls of all replicas: whose turn it is, and whether all have ended.
 
     ``at_once`` of them start at once; each of the others when one ends, or soon. ``cancel`` is set
     as soon as one has failed.
     """
 
-    def __init__(self, count: int, at_once: int, cancel: threading.Event) -> None:
+    def __init__(self, calls: Sequence[_Call], at_once: int, cancel: threading.Event) -> None:
+        self.calls = calls
         self.cancel = cancel
         self.interrupted = False  # who has not started yet need not
-        self.done = False
-        self.ended = threading.Lock()  # an Event's wait can be interrupted with its lock taken
-        self.ended.acquire()
+        self.ended: SimpleQueue[None] = SimpleQueue()  # interrupts leave no lock of it taken
         self._at_once = at_once
         self._turns = threading.Semaphore(0)  # one for each call that has ended
-        self._unfinished = count
-        self._counting = threading.Lock()
 
-    def run(self, number: int, call: _Call) -> None:
-        """Run ``call``, the one with this ``number``, when it is its turn; never raises."""
+    @property
+    def done(self) -> bool:
+        """Whether all calls have ended."""
+        return all(call.ended for call in self.calls)
+
+    def run(self, number: int) -> None:
+        """Run the call with this ``number``, when it is its turn; never raises."""
+        call = self.calls[number]
         work, call.work = call.work, None
         if work is not None and self._may_start(number):
             try:
@@ -114,13 +117,9 @@ class Job:
                 self.cancel.set()
         del work
         self._turns.release()
-        with self._counting:
-            call.ended = True
-            self._unfinished -= 1
-            if self._unfinished:
-                return
-        self.done = True
-        self.ended.release()
+        call.ended = True
+        if self.done:
+            self.ended.put(None)
 
     def _may_start(self, number: int) -> bool:
         """Wait for a turn, though not for long: calls may wait for each other. Whether to start."""
@@ -201,8 +200,7 @@ class Workers:
             thread = devices.index(device) if verbs.launches(device) else i
             work = partial(context.run, device, partial(module, *args, **kwargs))
             calls.append(_Call(thread, work))
-        job = Job(len(calls), verbs.at_once(devices), cancel or threading.Event())
-        return self._dispatch(job, calls)
+        return self._dispatch(Job(calls, verbs.at_once(devices), cancel or threading.Event()))
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[Interrupts]:
@@ -250,14 +248,15 @@ class Workers:
         if self._closed:
             raise RuntimeError(f"{self._owner} is closed; make another to go on")
 
-    def _dispatch(self, job: Job, calls: list[_Call]) -> list[Any]:
+    def _dispatch(self, job: Job) -> list[Any]:
+        calls = job.calls
         with self._posting:
             self._refuse_if_closed()
             queues = self._started()
             for i, call in enumerate(calls):
-                queues[call.thread].put(partial(job.run, i, call))
+                queues[call.thread].put(partial(job.run, i))
         try:
-            self._wait(job, calls)
+            self._wait(job)
             results = [call.result for call in calls]
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         finally:
@@ -274,14 +273,14 @@ class Workers:
         finally:
             del errors, results
 
-    def _wait(self, job: Job, calls: Sequence[_Call]) -> None:
+    def _wait(self, job: Job) -> None:
         interrupt: BaseException | None = None
         lost: list[str] = []
         while not job.done and not lost:
             try:
-                with self.interrupts.allowed():
-                    job.ended.acquire(timeout=_LOOK_SECONDS)
-                lost = self._lost(job, calls)
+                with self.interrupts.allowed(), contextlib.suppress(Empty):
+                    job.ended.get(timeout=_LOOK_SECONDS)
+                lost = self._lost(job)
             except BaseException as error:
                 self.interrupts.defer()
                 job.interrupted = True
@@ -304,12 +303,12 @@ class Workers:
                 f"thread from outside; nothing was changed, and the next step starts new workers"
             )
 
-    def _lost(self, job: Job, calls: Sequence[_Call]) -> list[str]:
+    def _lost(self, job: Job) -> list[str]:
         """Threads that have died before they were through, once nobody else is at work.
 
         Nothing of ours ends them; an exception that is set from outside does.
         """
-        busy = {call.thread for call in calls if not call.ended}
+        busy = {call.thread for call in job.calls if not call.ended}
         dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
         if dead:
             job.cancel.set()
@@ -392,19 +391,16 @@ class Attempt:
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.ledger.settle()
 
-    def run(
-        self, function: Callable[..., _Result], tasks: Sequence[Any], *, timed: bool = True
-    ) -> list[_Result]:
+    def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:
         """``function(task, proceed=…)`` for every replica's task, each by its worker.
 
         Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
         once another has failed: the function calls it wherever it can stop. When each started
-        and ended is noted, if it is ``timed``.
+        and ended is noted.
         """
         cancel = threading.Event()
         spans = {task.share.replica: (0.0, 0.0) for task in tasks}
-        if timed:
-            self.clock.passes.append(spans)
+        self.clock.passes.append(spans)
 
         def proceed() -> None:
             if cancel.is_set():

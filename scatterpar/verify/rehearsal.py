@@ -350,17 +350,17 @@ class _Outputs:
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
             raise _NeedsParameters("outputs without rows")
-        leaf = _wider(whole.detach())
+        leaf, dtype = _wider(whole.detach()), whole.dtype
         if part.requires_grad:
             self.leaves.append(leaf.requires_grad_())
-            self.halved = self.halved or whole.dtype in _HALF
+            self.halved = self.halved or dtype in _HALF
             self.are_tied = self.are_tied or not block
 
         def cut(rows: Sequence[int], wide: bool) -> Tensor:
             each = leaf.split(block, dim) if block else ()
             own = [each[self._rows.index(row)] for row in rows] if block else []
             given = torch.cat(own, dim) if block else leaf.clone()  # which may be written
-            return given if wide else given.to(whole.dtype)
+            return given if wide else given.to(dtype)  # ``whole`` is let go
 
         return cut
 

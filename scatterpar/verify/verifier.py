@@ -190,13 +190,13 @@ def _rehearsed(
     ended = threading.Event()
 
     def look(task: Task) -> Any:
-        if task is not tasks[0]:
-            waited = ended.wait(_PATIENCE_SECONDS)
-            return None if waited else Rehearsal(request, task, parts).run(choose, most)
+        if task is not tasks[0] and ended.wait(_PATIENCE_SECONDS):
+            return None
         try:
             return Rehearsal(request, task, parts).run(choose, most)
         finally:
-            ended.set()
+            if task is tasks[0]:
+                ended.set()
 
     devices = [task.share.device for task in tasks]
     looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
@@ -218,16 +218,16 @@ def _described(value: Any, depth: int) -> Hashable:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if not depth:
         return name
-    if isinstance(value, functools.partial):
-        return tuple(map(inside, [value.func, *value.args, *sorted(value.keywords.items())]))
-    if isinstance(value, types.MethodType):
-        return inside(value.__func__), inside(value.__self__)
+    if isinstance(value, (types.BuiltinFunctionType, type)):
+        return value.__qualname__
     if isinstance(value, types.FunctionType):
         own, of_file = surroundings(value)
         flags = {n: v for n, v in of_file.items() if isinstance(v, (bool, str, Tensor, type(None)))}
         return hash(value.__code__), *((n, inside(v)) for n, v in sorted((flags | own).items()))
-    if isinstance(value, (types.BuiltinFunctionType, type)):
-        return value.__qualname__
+    if isinstance(value, types.MethodType):
+        value = value.__func__, value.__self__
+    elif isinstance(value, functools.partial):
+        value = value.func, *value.args, *sorted(value.keywords.items())
     if isinstance(value, tuple):
         return tuple(map(inside, value))
     if isinstance(value, (dict, list)):  # such as a history, which gets longer in every step

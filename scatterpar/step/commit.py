@@ -21,10 +21,10 @@ _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .gra
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. A parameter without a gradient takes the one that came, unless
-    anything hangs on it; to all others autograd itself hands them over. So hooks run as under a
-    plain ``backward()``, once and on the whole gradient; if one fails, all is put back. The
-    rest takes no memory, and runs no code of the user's.
+    What takes memory is made first. A parameter without a gradient takes the one that came, if it
+    fits and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
+    run as under a plain ``backward()``, once and on the whole gradient; if one fails, all is put
+    back. The rest takes no memory, and runs no code of the user's.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()

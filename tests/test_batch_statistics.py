@@ -178,15 +178,6 @@ def test_of_narrow_dtypes(dtype, devices):
         )
 
 
-def test_each_moment_crosses_once():
-    model = build(lambda: nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.Flatten(), nn.Linear(100, 3)))
-    with ScatterOnceParallel(model, 2, LAYOUTS["virtual"], buffers="batch") as engine:
-        engine.forward_backward(*BATCH, CRITERION)
-        gradients = sum(p.numel() for p in model.parameters())
-        assert engine.last_step.bytes["reduce"] == 2 * 8 * (gradients + 2 * CHANNELS)
-        assert engine.last_step.messages["reduce"] == 2 * 2
-
-
 def test_compiled_replicas():
     model = build(Net)
     options = {"buffers": "batch", "compile": {"backend": "eager"}}

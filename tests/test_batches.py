@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from helpers import isolation
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import (
     assert_close,
@@ -76,20 +75,6 @@ def test_replicated_is_never_split_though_its_size_is_that_of_the_rows(devices, 
         assert_close(engine.eval()(*inputs), model(*plain).detach(), "inference")
 
 
-def test_replicated_goes_once_to_every_memory(monkeypatch):
-    """Two replicas in one memory share what came; on the master's own memory nothing moves."""
-    model, table = build(Table), randn(7, 7, seed=3)
-    rows = randn(7, 7)
-    ids = ["cpu:0", "cpu:0", "cpu:1"]
-    with (
-        isolation.guarded(monkeypatch, model),
-        ScatterOnceParallel(model, 2, ids) as engine,
-    ):
-        # In the inputs and in the targets it is one tensor still.
-        engine.forward_backward((rows, Replicated(table)), Replicated(table), lambda o, t: o.mean())
-        assert engine.last_step.bytes["scatter"] == (rows.numel() + 2 * table.numel()) * 8
-
-
 def test_each_sub_step_has_what_is_replicated_to_itself(devices):
     """A model that writes into it disturbs neither the caller nor the next sub-step."""
 
@@ -119,30 +104,6 @@ def test_rows_of_different_lengths_padded_per_micro_batch(devices, replicas, acc
         assert sorted(seen) == sorted(stop - start for start, stop in cuts)
         output = engine.eval()(Rows(SENTENCES, pad))
         assert_close(output, model(plain[0]).detach(), "inference")
-
-
-def test_entries_bytes_cross_without_padding_and_together(monkeypatch):
-    model = build(Reader)
-    with (
-        isolation.guarded(monkeypatch, model),
-        ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1"]) as engine,
-    ):
-        engine.forward_backward(Rows(SENTENCES, pad), LABELS, LOSS)
-        assert engine.last_step.bytes["scatter"] == (sum(LENGTHS) + 7) * 8
-        assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
-
-
-def test_large_entries_travel_by_themselves():
-    images = [randn(3, 60 + n, 60) for n in range(4)]
-    model = build(lambda: nn.Linear(3, CLASSES))
-
-    def collate(few):
-        return torch.stack([image.mean((1, 2)) for image in few])
-
-    with ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1"]) as engine:
-        plain = collate(images), LABELS[:4]
-        assert_step(engine, Rows(images, collate), LABELS[:4], LOSS, plain=plain)
-        assert engine.last_step.messages["scatter"] == 6
 
 
 def test_entries_may_be_anything_and_the_caller_s_stay_as_they_are(devices):
@@ -236,20 +197,6 @@ def test_the_plan_of_a_window_says_where_its_rows_are():
     assert "0:3, 5:7" in str(plan)
     with pytest.raises(ValueError, match="rows must be at least 1"):
         engine.plan([5, 0])
-
-
-def test_a_window_is_scattered_once(monkeypatch):
-    model = build(Reader)
-    batches, labels, _ = window()
-    with (
-        isolation.guarded(monkeypatch, model),
-        ScatterOnceParallel(model, 1, ["cpu:0", "cpu:1", "cpu:2"]) as engine,
-    ):
-        engine.forward_backward(Rows.from_batches(batches), Rows.from_batches(labels), LOSS)
-        numbers = sum(t.numel() for t in [*batches, *labels])
-        assert engine.last_step.bytes["scatter"] == numbers * 8
-        parameters = sum(p.numel() for p in model.parameters())
-        assert engine.last_step.bytes["replicate"] == 2 * parameters * 8
 
 
 def test_a_window_of_mappings_with_markers_inside(devices):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
+from helpers.oracle import assert_close, assert_step, randint, randn, whole_batch
 from helpers.thinned import pairwise
 from torch import nn
 
@@ -113,44 +112,6 @@ def test_a_gradient_handed_out_is_not_written_by_the_next_step(devices):
         engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
     for gradient, before in zip(kept, copies, strict=True):
         assert torch.equal(gradient, before)
-
-
-@pytest.mark.parametrize("dim", [1, -1])
-def test_rows_along_another_dimension(devices, dim):
-    class ColumnsAreRows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 2)
-
-        def forward(self, columns):
-            return self.linear(columns.T).T
-
-    with ScatterOnceParallel(build(ColumnsAreRows), 2, devices(3), dim=dim) as engine:
-        assert_step(engine, randn(FEATURES, 11), randn(2, 11, seed=3), nn.MSELoss())
-
-
-def test_micro_batch_size_is_another_way_to_say_it(devices):
-    with ScatterOnceParallel(mlp(), device_ids=devices(2), micro_batch_size=4) as engine:
-        assert_step(engine, randn(18, FEATURES), randint(CLASSES, 18), nn.CrossEntropyLoss())
-        shares = engine.last_step.plan.shares
-        assert [share.micro_batches for share in shares] == [
-            ((0, 3), (3, 6), (6, 9)),
-            ((9, 12), (12, 15), (15, 18)),
-        ]
-
-
-def test_two_engines_on_one_model_add_up(devices):
-    model = mlp()
-    batch = randn(6, FEATURES), randint(CLASSES, 6)
-    _, expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
-    with (
-        ScatterOnceParallel(model, 1, devices(2)) as one,
-        ScatterOnceParallel(model, 3, devices(3)) as other,
-    ):
-        one.forward_backward(*batch, nn.CrossEntropyLoss())
-        other.forward_backward(*batch, nn.CrossEntropyLoss())
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, 2 * expected[name], name)
 
 
 def test_0_dim_inputs_are_fresh_in_every_sub_step(devices):

@@ -192,15 +192,6 @@ def test_a_buffer_elsewhere_is_named_too(devices):
         ScatterOnceParallel(model, 1, devices(2))
 
 
-def test_a_module_moved_away_after_construction(devices):
-    model = mlp()
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        assert_step(engine, ROWS, LABELS, LOSS)
-        model.to("meta")
-        with pytest.raises(ValueError, match=r"parameter '0\.weight' is on meta"):
-            engine.forward_backward(ROWS, LABELS, LOSS)
-
-
 def test_0_dim_tensors_and_non_tensors_go_to_every_replica(devices):
     class Takes(nn.Module):
         def __init__(self):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.freed import FREE_THREADED, in_time
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_step, build, randint, randn
+from helpers.oracle import assert_step, randint, randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -123,7 +123,6 @@ def test_twenty_engines_side_by_side(devices):
     for _ in range(2):
         for engine in engines:
             assert_step(engine, *data(), LOSS)
-    assert len(workers()) == 40
     errors = []
 
     def work(engine):
@@ -200,15 +199,6 @@ def test_to_another_device_is_refused_in_words(devices):
             engine.forward_backward(*data(), LOSS)
 
 
-def test_a_module_exchanged_for_another_is_followed(devices):
-    with ScatterOnceParallel(mlp(0), 2, devices(2)) as engine:
-        assert_step(engine, *data(), LOSS)
-        engine.module = mlp(1)
-        assert_step(engine, *data(), LOSS)
-        engine.module[0] = build(lambda: nn.Linear(FEATURES, 7), seed=5)
-        assert_step(engine, *data(), LOSS)
-
-
 def test_two_engines_share_a_module(devices):
     model = mlp()
     with (
@@ -233,13 +223,6 @@ def test_two_models_share_a_layer(devices):
     ):
         for engine in (one, other, one):
             assert_step(engine, *data(), LOSS)
-
-
-def test_an_engine_in_an_engine_is_refused(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as inner:
-        with pytest.raises(TypeError, match="pass the model itself, which is"):
-            ScatterOnceParallel(inner, 2, devices(2))
-        assert_step(inner, *data(), LOSS)
 
 
 def test_made_in_a_thread_that_ends(devices):

@@ -74,19 +74,6 @@ def test_train_and_eval_of_submodules(devices):
     assert model[1].num_batches_tracked == 2
 
 
-def test_module_to_another_dtype_and_back(devices):
-    model = mlp()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        model.zero_grad()
-        model.float()
-        loss = assert_step(engine, BATCH[0].float(), BATCH[1], nn.CrossEntropyLoss(), relative=1e-5)
-        assert loss.dtype == torch.float32
-        model.zero_grad()
-        model.double()
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
 def test_another_module_in_the_engine(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         first = assert_step(engine, *BATCH, nn.CrossEntropyLoss())

@@ -13,8 +13,8 @@ Cases without a meaning here, and why:
 * ``output_device``: ``gather`` is told where to; the pair's own outputs stay where they are.
 
 * What ``test_agree.py``, ``test_inference.py``, ``pair/`` and ``test_kinds_of_modules.py`` ask of
-  every module: sparse gradients, buffers that require grad, grad mode, autocast around a call,
-  ``zero_grad`` in forward, several inputs, nested inputs and outputs.
+  every module: dtypes, sparse gradients, buffers that require grad, grad mode, autocast around a
+  call, ``zero_grad`` in forward, several inputs, nested inputs and outputs.
 
 One answer differs on purpose: 0-dim outputs are averaged, where torch makes a vector of them with a
 warning.
@@ -144,20 +144,6 @@ def test_a_recurrent_layer_first_without_grad(devices, by):
         optimizer.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(one.detach(), other.detach(), "parameter after a step")
-
-
-KINDS = [torch.float64, torch.float32, torch.half, torch.bfloat16, torch.complex64]
-
-
-@pytest.mark.filterwarnings("ignore:Complex modules")
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_every_dtype(devices, dtype):
-    layer, inputs = linear().to(dtype), randn(20, 10).to(dtype)
-    expected = layer(inputs)
-    output = gather(DataParallelModel(layer, devices(2))(inputs), "cpu")
-    assert output.dtype == dtype
-    tolerance = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format

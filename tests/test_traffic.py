@@ -6,11 +6,13 @@ import threading
 
 import pytest
 import torch
+from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import build, randint, randn
+from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from scatterpar import ScatterOnceParallel, StepReport
+from scatterpar import Replicated, Rows, ScatterOnceParallel, StepReport
 from scatterpar.devices.ledger import Ledger
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
@@ -252,6 +254,97 @@ def test_sparse_gradients_travel_as_indices_and_values():
         report = engine.last_step
     assert 0 < report.bytes["reduce"] < 1000
     assert report.bytes["replicate"] == 1000 * 3 * 8
+
+
+class Bag(nn.EmbeddingBag):
+    """The mean of a sentence's words, padding left out."""
+
+    def __init__(self):
+        super().__init__(10, CLASSES, padding_idx=9)
+
+
+def padded(sentences):
+    return pad_sequence(sentences, batch_first=True, padding_value=9)
+
+
+def test_entries_cross_without_padding_and_together(monkeypatch):
+    lengths, model = [3, 5, 1, 4, 2, 5, 3], build(Bag)
+    sentences = Rows([randint(9, length) for length in lengths], padded)
+    with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, VIRTUAL[:2]) as engine:
+        engine.forward_backward(sentences, randint(CLASSES, 7), nn.CrossEntropyLoss())
+        assert engine.last_step.bytes["scatter"] == (sum(lengths) + 7) * 8
+        assert engine.last_step.messages["scatter"] == 8  # sentences and labels, four micro-batches
+
+
+def test_large_entries_travel_by_themselves():
+    images, labels = [randn(3, 60 + n, 60) for n in range(4)], randint(CLASSES, 4)
+
+    def collate(few):
+        return torch.stack([image.mean((1, 2)) for image in few])
+
+    with ScatterOnceParallel(build(lambda: nn.Linear(3, CLASSES)), 1, VIRTUAL[:2]) as engine:
+        plain = collate(images), labels
+        assert_step(engine, Rows(images, collate), labels, nn.CrossEntropyLoss(), plain=plain)
+        assert engine.last_step.messages["scatter"] == 6
+
+
+def test_a_window_of_batches_is_scattered_once(monkeypatch):
+    sizes, model = [(4, 5), (3, 2), (1, 3)], build(Bag)
+    batches, labels = [randint(9, *size) for size in sizes], [randint(CLASSES, n) for n, _ in sizes]
+    window = Rows.from_batches(batches), Rows.from_batches(labels)
+    with guarded(monkeypatch, model), ScatterOnceParallel(model, 1, VIRTUAL[:3]) as engine:
+        engine.forward_backward(*window, nn.CrossEntropyLoss())
+        assert engine.last_step.bytes["scatter"] == size([*batches, *labels])
+        assert engine.last_step.bytes["replicate"] == 2 * size(model.parameters())
+
+
+def test_what_is_replicated_goes_once_to_every_memory(monkeypatch):
+    """Two replicas in one memory share what came; on the master's own memory nothing moves."""
+
+    class Times(nn.Linear):
+        def forward(self, rows, table):
+            return super().forward(rows @ table)
+
+    model, rows, table = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES), randn(5, FEATURES)
+    devices = ["cpu:0", "cpu:0", "cpu:1"]
+    with guarded(monkeypatch, model), ScatterOnceParallel(model, 2, devices) as engine:
+        # In the inputs and in the targets it is one tensor still.
+        engine.forward_backward((rows, Replicated(table)), Replicated(table), lambda o, t: o.mean())
+        assert engine.last_step.bytes["scatter"] == size([rows, table, table])
+
+
+def test_moments_of_the_whole_batch_cross_once():
+    model = build(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(100, CLASSES)))
+    batch = randn(23, 4, 5, 5), randint(CLASSES, 23)
+    with ScatterOnceParallel(model, 2, VIRTUAL[:3], buffers="batch") as engine:
+        engine.forward_backward(*batch, nn.CrossEntropyLoss())
+        assert engine.last_step.bytes["reduce"] == 2 * (size(model.parameters()) + 2 * 4 * 8)
+        assert engine.last_step.messages["reduce"] == 2 * 2
+
+
+def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
+    class Two(nn.Linear):
+        def forward(self, inputs):
+            z = super().forward(inputs)
+            return {"z": z, "classes": z.argmax(1)}
+
+    class Pairs(nn.Linear):
+        """On the master alone: its parameters do not cross."""
+
+        def forward(self, outputs, labels):
+            z = super().forward(outputs["z"])  # and none of the others
+            return (z @ z.T).exp().mean()
+
+    rows, away = 12, 8  # of three replicas on two other devices
+    model, criterion = build(lambda: Two(FEATURES, 4)), build(lambda: Pairs(4, 4))
+    batch = randn(rows, FEATURES), randint(3, rows)
+    with ScatterOnceParallel(model, 2, VIRTUAL[:3]) as engine:
+        engine.forward_backward(*batch, criterion, whole_batch=True)
+        moved, messages = engine.last_step.bytes, engine.last_step.messages
+    assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
+    assert messages["compute"] == 2 * 2 + 2
+    assert moved["scatter"] == size(batch)  # targets go to the master alone
+    assert moved["replicate"] == moved["reduce"] == 2 * size(model.parameters())
 
 
 def test_the_report():

@@ -767,35 +767,6 @@ def test_check_finite(devices):
         assert_step(engine, *batch(9), nt_xent, whole_batch=True)
 
 
-def test_bytes_outputs_cross_once_and_their_gradients_once():
-    class Criterion(nn.Linear):
-        """On the master alone: its parameters do not cross."""
-
-        def forward(self, outputs, labels):
-            return pairs(super().forward(outputs["z"]), None)  # and none of the others
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 4)
-
-        def forward(self, inputs):
-            z = self.linear(inputs)
-            return {"z": z, "classes": z.argmax(1)}
-
-    rows, away = 12, 8  # of three replicas on two other devices
-    model, criterion = build(Two), build(lambda: Criterion(4, 4))
-    inputs, labels = randn(rows, FEATURES), randint(3, rows)
-    with ScatterOnceParallel(model, 2, ["cpu:0", "cpu:1", "cpu:2"]) as engine:
-        engine.forward_backward(inputs, labels, criterion, whole_batch=True)
-        moved, messages = engine.last_step.bytes, engine.last_step.messages
-    assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
-    assert messages["compute"] == 2 * 2 + 2
-    assert moved["scatter"] == rows * FEATURES * 8 + rows * 8  # targets go to the master alone
-    elements = sum(p.numel() for p in model.parameters())
-    assert moved["replicate"] == moved["reduce"] == 2 * elements * 8
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -162,11 +162,15 @@ class Ahead(Ledger):
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
+            is_staged = False
             for tensor, target in asked:
-                source = self._readable_late(passable(tensor, target.device), target)
-                target.copy_(source, non_blocking=True)
+                source = passable(tensor, target.device)
+                readable = self._readable_late(source, target)
+                target.copy_(readable, non_blocking=True)
+                is_staged |= readable is not source
             self._copied[number] = self._stream.record_event()
-            self._staged.append(mark(self._stream.device))
+            if is_staged:
+                self._staged.append(mark(self._stream.device))
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""

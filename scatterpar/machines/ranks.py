@@ -124,6 +124,7 @@ class Ranks:
             loss=loss,
             gradients=gradients,
             buffers=buffers,
+            writings=(),
             layers=layers,
             spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
         )

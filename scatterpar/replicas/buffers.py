@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.kinds import buffers_of, is_script
+from scatterpar.devices.chunks import copy_lists, grouped
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.replicas.kinds import buffers_of, is_script, is_sparse, pieces_of
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
@@ -83,6 +85,68 @@ def values_after(
             elif id(before) not in told:
                 told.add(id(before))
                 yield m, holder, name, value
+
+
+class Writing:
+    """How to write buffers, in place or anew; what that takes memory for is made here.
+
+    Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
+    """
+
+    def __init__(self, buffers: Iterable[BufferValue]) -> None:
+        self.buffers = list(buffers)
+        into: dict[int, tuple[Tensor, Tensor]] = {}
+        self.anew: list[BufferValue] = []
+        for place, name, value in self.buffers:
+            target = place.get(name)
+            if value is target is None and not isinstance(place, Registry):
+                continue
+            if value is None or target is None or not _fits(target, value):
+                self.anew.append((place, name, value if value is None else value.detach()))
+                continue
+            if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
+                target = value.detach()
+                self.anew.append((place, name, target))
+            elif _can_be_written(target):
+                into[id(target)] = target, value
+            elif not _same(target, value):
+                target = value.detach().clone()
+                self.anew.append((place, name, target))
+            if isinstance(place, Registry):
+                self.anew.append((place, name, target))
+        self._pairs = grouped(
+            [target for target, _ in into.values()], [v for _, v in into.values()]
+        )
+
+    def __call__(self) -> None:
+        """Write them."""
+        with torch.no_grad():
+            copy_lists(self._pairs)
+        for place, name, value in self.anew:
+            place[name] = value
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether it is dense, not expanded, and was not made in inference mode."""
+    if tensor.layout != torch.strided:
+        return False
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    strides = tensor.stride()
+    return 0 not in strides or all(
+        stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
+    )
+
+
+def _fits(target: Tensor, value: Tensor) -> bool:
+    return (target.shape, target.dtype, target.layout) == (value.shape, value.dtype, value.layout)
+
+
+def _same(target: Tensor, value: Tensor) -> bool:
+    """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
+    if not is_sparse(target):
+        return same_bits(target, value)
+    return all(map(same_bits, pieces_of(target), pieces_of(value)))
 
 
 class Moments(NamedTuple):

@@ -118,7 +118,7 @@ class _Guard:
         written: set[tuple[int, torch.device | None]] = set()
         for (device, tensors), before in zip(self._watched, self._versions, strict=True):
             now, homes = versions(tensors), self._shared.memories[device]
-            if now == before and all(map(Tensor.is_set_to, tensors, homes)):
+            if now == before and (tensors is homes or all(map(Tensor.is_set_to, tensors, homes))):
                 continue
             for i, (tensor, home) in enumerate(zip(tensors, homes, strict=True)):
                 if not tensor.is_set_to(home):

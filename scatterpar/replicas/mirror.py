@@ -142,6 +142,7 @@ class Snapshot:
         saved = self._saved_dicts.values()
         self._sizes = list(map(len, saved))
         self._keys = list(chain.from_iterable(saved))
+        self._are_names = {str}.issuperset(map(type, self._keys))
         self._values = list(chain.from_iterable(map(dict.values, saved)))
         self._flags: tuple[Any, ...] | None = None
 
@@ -152,9 +153,15 @@ class Snapshot:
             not any(self._empty.values())
             and list(map(len, now)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
-            and all(map(is_, chain.from_iterable(now), self._keys))
+            and self._keys_unchanged()
             and self._sequences_unchanged()
         )
+
+    def _keys_unchanged(self) -> bool:
+        keys = chain.from_iterable(self._dicts.values())
+        if self._are_names:  # whose comparison is quick, and calls nobody else's
+            return list(keys) == self._keys
+        return all(map(is_, keys, self._keys))
 
     @property
     def flags(self) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order, r
 from scatterpar.devices.fingerprints import Readout
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast, is_plain
-from scatterpar.replicas.buffers import Registered, batch_norms, listening, registered_by
+from scatterpar.replicas.buffers import (
+    RUNNING,
+    Place,
+    Registered,
+    Writing,
+    batch_norms,
+    listening,
+    registered_by,
+    values_after,
+)
 from scatterpar.replicas.compiled import Compiler
 from scatterpar.replicas.guard import Shared, read_only
 from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state, slots
@@ -68,10 +77,11 @@ class Replicas:
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._trained_as: list[Any] | None = None
-        self._places: list[Tensor] = []
         self._positions: list[int] = []
-        self._kinds: list[tuple[Any, ...]] | None = None
+        self._broadcast = Broadcast((), self.device_ids)
         self._state: Snapshot | None = None
+        self._registered = Snapshot(())
+        self._writing: Writing | None = None
 
     def follow(self, readout: Readout) -> None:
         """Obey what was done to the master's modules, and ask which tensors have changed.
@@ -163,7 +173,7 @@ class Replicas:
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._facts() != self._built_of or not self._are_like_before():
+        if self._state is None or self._facts() != self._built_of or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
             turned = self._state.turned()
@@ -198,13 +208,12 @@ class Replicas:
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
         modules = list(survey.modules.values())
-        before, self.tensors = self.tensors, list(survey.tensors.values())
+        self.tensors = list(survey.tensors.values())
         self._modules = survey.modules
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
-        kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
-        if kinds != self._kinds or not all(map(is_, self.tensors, before)):
+        if not self._broadcast.is_of(self.tensors):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
             self.shared.spoilt.clear()
         sources = {device: self._broadcast.at(device) for device in self.device_ids}
@@ -219,8 +228,30 @@ class Replicas:
         self._share(sources)
         self._train()
         self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
-        self._places = [tensor.detach() for tensor in self.tensors]
         self._built_of = self._facts()
+        self._plan_writing()
+
+    def _plan_writing(self) -> None:
+        """Of buffers that are the same tensors before and after a step."""
+        first = self.replicas[0]
+        registered = [] if self._scripts else [*self.registered, *first.registered]
+        self._registered = Snapshot(container for one in registered for container in one)
+        writing = Writing((place, name, value) for _, place, name, value in self.buffers_after())
+        self._writing = None if self._scripts or writing.anew else writing
+
+    def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
+        """What the master's buffers are after a step of replica 0's; see ``values_after``.
+
+        But for statistics that move once a step.
+        """
+        first = self.replicas[0]
+        after = values_after(self.registered, first.registered, first.of)
+        return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
+
+    def writing(self) -> Writing | None:
+        """What brings all buffers of replica 0 to the master, unless any is another tensor now."""
+        stay = self._registered.unchanged() and self.replicas[0].states_are_home()
+        return self._writing if stay else None
 
     def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
         """Parameters lie where ``sources`` do: one copy for each memory."""
@@ -229,10 +260,11 @@ class Replicas:
         def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[i] for i in self._positions]
 
+        memories = {device: parameters(tensors) for device, tensors in sources.items()}
         self.shared = Shared(
             self.roots,
-            parameters(self.tensors),
-            {device: parameters(tensors) for device, tensors in sources.items()},
+            memories[self.device_ids[0]],
+            memories,
             [(replica.device, parameters(replica.tensors)) for replica in self.replicas],
             spoilt=self.shared.spoilt,
         )
@@ -252,14 +284,6 @@ class Replicas:
         for script in self._scripts:
             facts += script_state(script)
         return facts
-
-    def _are_like_before(self) -> bool:
-        """Whether the master's tensors have the shapes that they had, wherever they lie now."""
-        if not all(map(Tensor.is_set_to, self.tensors, self._places)):
-            if list(map(_kind, self.tensors)) != self._kinds:
-                return False
-            self._places = [tensor.detach() for tensor in self.tensors]
-        return True
 
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
@@ -292,11 +316,6 @@ def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     except RuntimeError:  # no leaf
         own = tensor.dtype
     return own if wide is None else torch.promote_types(own, wide)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What copies of ``tensor`` in other memories depend on."""
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -337,6 +356,7 @@ class Replica:
         for i, original in enumerate(originals):
             if isinstance(original, nn.Parameter):
                 self.tensors[i] = parameter_like(original, self.tensors[i])
+        self._states = [self.tensors[i] for i in private], own
         self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
         copies = dict(zip(survey.tensors, self.tensors, strict=True))
         self._mirror = mirror = Mirror(survey, copies, compiler)
@@ -374,6 +394,10 @@ class Replica:
 
     def _is_home(self) -> bool:
         return all(map(Tensor.is_set_to, self.tensors, self._homes))
+
+    def states_are_home(self) -> bool:
+        """Whether what is this replica's own lies where it did at the refresh."""
+        return all(map(Tensor.is_set_to, *self._states))
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Take over which tensors are trained, and in which dtype their gradients add up."""

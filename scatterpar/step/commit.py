@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import Pairs, copy_lists, grouped
-from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.buffers import BufferValue, Registry, running
-from scatterpar.replicas.kinds import is_sparse, pieces_of
+from scatterpar.replicas.buffers import BufferValue, Writing, running
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, has_gradient_hooks, is_observed
@@ -25,15 +21,16 @@ _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .gra
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. A parameter without a gradient takes the one that came, unless
-    anything hangs on it; to all others autograd itself hands them over. So hooks run as under a
-    plain ``backward()``, once and on the whole gradient; if one fails, gradients are put back. The
-    rest takes no memory, and runs no code of the user's.
+    What takes memory is made first. A parameter without a gradient takes the one that came, if it
+    fits and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
+    run as under a plain ``backward()``, once and on the whole gradient; if one fails, gradients
+    are put back. The rest takes no memory, and runs no code of the user's.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
-    write_buffers = _planned([*outcome.buffers, *moments])
+    unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
+    writings = [*outcome.writings, Writing(unplanned)]
     observed = any(is_observed(leaf) for leaf, _ in pairs)
     undo = _remember(pairs, observed)
     taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
@@ -46,7 +43,8 @@ def commit(outcome: Outcome) -> None:
     except BaseException as error:
         _put_back(undo, error)
         raise
-    write_buffers()
+    for write in writings:
+        write()
     outcome.attempt.generators.commit()
 
 
@@ -55,63 +53,7 @@ def commit_buffers(buffers: Iterable[BufferValue]) -> None:
 
     Those that a forward pass registered, or deleted, are so in the module afterwards.
     """
-    _planned(buffers)()
-
-
-def _planned(buffers: Iterable[BufferValue]) -> Callable[[], None]:
-    """How to write buffers, in place or anew; what that takes memory for is made here.
-
-    Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
-    """
-    into: dict[int, _Pair] = {}
-    anew: list[BufferValue] = []
-    for place, name, value in buffers:
-        target = place.get(name)
-        if value is None or target is None or not _fits(target, value):
-            anew.append((place, name, value if value is None else value.detach()))
-            continue
-        if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
-            target = value.detach()
-            anew.append((place, name, target))
-        elif _can_be_written(target):
-            into[id(target)] = target, value
-        elif not _same(target, value):
-            target = value.detach().clone()
-            anew.append((place, name, target))
-        if isinstance(place, Registry):
-            anew.append((place, name, target))
-    targets, values = [target for target, _ in into.values()], [v for _, v in into.values()]
-    return partial(_write, grouped(targets, values), anew)
-
-
-def _write(pairs: Sequence[Pairs], anew: Sequence[BufferValue]) -> None:
-    with torch.no_grad():
-        copy_lists(pairs)
-    for place, name, value in anew:
-        place[name] = value
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    """Whether it is dense, not expanded, and was not made in inference mode."""
-    if tensor.layout != torch.strided:
-        return False
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    strides = tensor.stride()
-    return 0 not in strides or all(
-        stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
-    )
-
-
-def _fits(target: Tensor, value: Tensor) -> bool:
-    return (target.shape, target.dtype, target.layout) == (value.shape, value.dtype, value.layout)
-
-
-def _same(target: Tensor, value: Tensor) -> bool:
-    """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
-    if not is_sparse(target):
-        return same_bits(target, value)
-    return all(map(same_bits, pieces_of(target), pieces_of(value)))
+    Writing(buffers)()
 
 
 def _remember(pairs: Sequence[_Pair], observed: bool) -> list[_Before]:
@@ -155,7 +97,6 @@ def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
         and gradient.layout == torch.strided
         and gradient.dtype == leaf.grad_dtype
         and gradient.stride() == leaf.stride()
-        and not gradient.requires_grad
         and _is_of_its_own(gradient)
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
-from scatterpar.replicas.buffers import BufferValue, Layer
+from scatterpar.replicas.buffers import BufferValue, Layer, Writing
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.step.request import Request
@@ -64,6 +64,7 @@ class Outcome:
     buffers: list[BufferValue]
     layers: list[Layer]  # batch normalisations whose statistics move once a step
     attempt: Attempt
+    writings: Sequence[Writing] = ()  # of these very buffers, where that is known already
     retries: int = 0  # tries before it that ran out of memory
 
     def noise(self) -> GradientNoise:

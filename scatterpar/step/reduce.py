@@ -22,7 +22,7 @@ from torch import Tensor
 from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.buffers import RUNNING, BufferValue, Layer, Moments, pooled, values_after
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
@@ -47,6 +47,12 @@ def reduce(
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
+    kept = [part.writing() for part in parts] if policy != "mean" else [None]
+    writings = [writing for writing in kept if writing is not None]
+    if None in kept:
+        writings, buffers = [], reduce_buffers(parts, plan.shares, policy, ledger)
+    else:
+        buffers = [value for writing in writings for value in writing.buffers]
     return Outcome(
         plan=plan,
         loss=sum(result.loss for result in results),
@@ -57,7 +63,8 @@ def reduce(
         spread=spread,
         outputs=tuple(result.outputs for result in results),
         gradients=reduce_gradients(parts, len(results), ledger, past),
-        buffers=reduce_buffers(parts, plan.shares, policy, ledger),
+        buffers=buffers,
+        writings=writings,
         layers=reduce_moments(parts, len(results), ledger),
         attempt=attempt,
     )
@@ -105,11 +112,9 @@ def reduce_buffers(
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
         means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
-        after = values_after(part.registered, replicas[0].registered, replicas[0].of)
         values += [
             (place, name, means.get((m, name), value) if means else value)
-            for m, place, name, value in after
-            if not (m in part.batch_norms and name in RUNNING)
+            for m, place, name, value in part.buffers_after()
         ]
     return values
 

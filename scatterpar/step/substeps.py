@@ -318,16 +318,17 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
     Those are what to ask about after the next backward pass: what arrives in one shares memory
     with nothing that came before.
     """
-    arrived = [(leaf.grad, leaf) for leaf in leaves]
+    gradients = [leaf.grad for leaf in leaves]
     places = [
         (gradient.data_ptr(), gradient.nbytes, number)
-        for number, (gradient, _) in enumerate(arrived)
+        for number, gradient in enumerate(gradients)
         if gradient is not None and gradient.layout == torch.strided
     ]
+    places.sort()
     upto = 0
-    for start, size, number in sorted(places):
-        gradient, leaf = arrived[number]
-        if size and start < upto and gradient is not None:
-            leaf.grad = gradient.clone()
-        upto = max(upto, start + size)
-    return [leaf for gradient, leaf in arrived if gradient is None]
+    for start, size, number in places:
+        if size and start < upto and (gradient := gradients[number]) is not None:
+            leaves[number].grad = gradient.clone()
+        if start + size > upto:
+            upto = start + size
+    return [leaf for gradient, leaf in zip(gradients, leaves, strict=True) if gradient is None]

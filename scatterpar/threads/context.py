@@ -77,7 +77,7 @@ class Context:
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
         with verbs.on(device, self._streams), uncached(), contextlib.ExitStack() as stack:
-            if self._default.type != "cpu":
+            if verbs.launches(self._default):
                 here = device.type == self._default.type
                 stack.enter_context(device if here else self._default)
             for make in self._makers:

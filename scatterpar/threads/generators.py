@@ -239,9 +239,9 @@ class Generators:
         _put_all(after)
 
     def rollback(self) -> None:
-        """Leave all generators as they were before the step; replicas draw anew from there."""
-        for one in self._generators.values():
-            one.set_state(None)
+        """Leave all generators as they were before the step; replicas begin anew."""
+        if not self._alone:  # who draws from the process's own
+            self._generators.clear()
         _put_all(self._before)
 
     def _generator(self, number: int, device: torch.device) -> _Generator:

@@ -121,8 +121,9 @@ class Claims:
 
     def take(self, *things: object) -> None:
         """Claim what is not this step's already."""
+        process = os.getpid()
         for thing in things:
-            key = os.getpid(), id(thing)
+            key = process, id(thing)
             if self._taken.setdefault(key, self) is self:  # no other thread can come between
                 self._things[key] = thing
                 continue
@@ -251,8 +252,8 @@ class Stash:
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)
+        self._kept = {id(leaf): (leaf, leaf.grad) for leaf in leaves} | self._kept
         for leaf in leaves:
-            self._kept.setdefault(id(leaf), (leaf, leaf.grad))
             leaf.grad = None
         self._hooks.enter_context(hooks_taken_off(leaves))
 

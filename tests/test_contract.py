@@ -194,3 +194,8 @@ def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
     assert rung
     assert model.weight.grad is not None
     assert model.bias.grad is not None
+
+
+def test_what_is_no_state_dict_is_told_as_by_torch():
+    with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):
+        ScatterOnceParallel(nn.Identity(), device_ids=["cpu"]).load_state_dict([])

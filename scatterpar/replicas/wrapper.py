@@ -68,7 +68,9 @@ class Wrapper(nn.Module):
         """Load the module's state from keys with or without a leading ``module.``."""
         if not isinstance(self.module, nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
-        return self.module.load_state_dict(to_own_keys(self.module, state_dict), strict, assign)
+        if isinstance(state_dict, Mapping):  # of anything else torch says what it is
+            state_dict = to_own_keys(self.module, state_dict)
+        return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The module, as ``train``, ``to`` and ``apply`` ask for it."""

@@ -355,10 +355,11 @@ class _Outputs:
             self.leaves.append(leaf.requires_grad_())
             self.halved = self.halved or dtype in _HALF
             self.are_tied = self.are_tied or not block
+        all_rows = self._rows  # without ``self``, which has this function: a cycle keeps outputs
 
         def cut(rows: Sequence[int], wide: bool) -> Tensor:
             each = leaf.split(block, dim) if block else ()
-            own = [each[self._rows.index(row)] for row in rows] if block else []
+            own = [each[all_rows.index(row)] for row in rows] if block else []
             given = torch.cat(own, dim) if block else leaf.clone()  # which may be written
             return given if wide else given.to(dtype)  # ``whole`` is let go
 

@@ -45,7 +45,7 @@ def runs():
                     yield pytest.param(name, runner, layout, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "runner", "layout"), runs())
+@pytest.mark.parametrize(("name", "runner", "layout"), list(runs()))
 def test_it_is_as_on_one_device(name, runner, layout):
     agree(CASES[name], runner, LAYOUTS[layout])
 

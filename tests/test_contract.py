@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
 
 import pytest
 import torch
-from helpers.oracle import assert_step, build, randn, seeded
+from helpers.oracle import assert_close, assert_step, build, randn, seeded
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -98,3 +101,96 @@ def test_a_student_that_begins_as_its_teacher_is_no_false_alarm(device_ids):
         engine.forward_backward(
             inputs, inputs, lambda *args: 33 * (distance(*args) + args[0].std())
         )
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("device_ids", LAYOUTS, ids=str)
+def test_hooks_that_draw_draw_as_under_a_plain_backward(device_ids):
+    """Noise on gradients is another one in every step; a step that fails leaves the generator."""
+    batch, criterion = (randn(9, 4), randn(9, 3)), nn.MSELoss()
+    model = build(lambda: nn.Linear(4, 3, bias=False))
+    plain = copy.deepcopy(model)
+
+    def add_noise(parameter):
+        parameter.grad += torch.randn_like(parameter.grad)
+        drawn.append(parameter.grad.clone())
+        if len(drawn) == 4:
+            raise KeyError
+
+    for module in (model, plain):
+        module.weight.register_post_accumulate_grad_hook(add_noise)
+    drawn = []
+    torch.manual_seed(0)
+    for _ in range(3):
+        criterion(plain(batch[0]), batch[1]).backward()
+    expected, state = drawn, torch.get_rng_state()
+    drawn = []
+    torch.manual_seed(0)
+    engine = ScatterOnceParallel(model, 2, device_ids)
+    for _ in range(3):
+        engine.forward_backward(*batch, criterion)
+    for one, other in zip(drawn, expected, strict=True):
+        assert_close(one, other, "noise")
+    with pytest.raises(KeyError):
+        engine.forward_backward(*batch, criterion)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.draws
+def test_what_another_thread_draws_meanwhile_it_does_not_draw_again():
+    """Such as one that prepares the next batch."""
+    drawn, step, stepped = [], threading.Barrier(2), threading.Barrier(2)
+
+    class Meets(nn.Linear):
+        def forward(self, inputs):
+            if inputs.shape[0] == 5:
+                step.wait(60)
+                stepped.wait(60)
+            return super().forward(inputs)
+
+    def draw():
+        for _ in range(3):
+            step.wait(60)
+            drawn.append(torch.rand(()).item())
+            stepped.wait(60)
+
+    engine = ScatterOnceParallel(build(lambda: Meets(4, 3)), 1, ["cpu"] * 2, verify=False)
+    other = threading.Thread(target=draw)
+    other.start()
+    for _ in range(3):
+        engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
+    other.join()
+    assert len(set(drawn)) == 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such timers here")
+def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
+    """As those of time limits do; in the commit, above all."""
+
+    class TimeIsOver(Exception):
+        pass
+
+    def end(number, frame):
+        raise TimeIsOver
+
+    model = build(lambda: nn.Linear(4, 3))
+    engine = ScatterOnceParallel(model, 2, ["cpu"] * 2)
+
+    def ring(gradient):
+        os.kill(os.getpid(), signal.SIGALRM)
+        for _ in range(1000):  # the interpreter comes to handlers between its instructions
+            pass
+        rung.append(gradient)
+
+    rung = []
+    model.weight.register_hook(ring)
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        with pytest.raises(TimeIsOver):
+            engine.forward_backward(randn(9, 4), randn(9, 3), nn.MSELoss())
+        assert signal.getsignal(signal.SIGALRM) is end
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None

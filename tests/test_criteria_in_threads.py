@@ -12,6 +12,7 @@ from helpers.gang import gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, gradients, randn
 from helpers.oracle import whole_batch as plain_step
+from pair.common import assert_pair
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -64,13 +65,7 @@ def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
 
 
 def test_the_pair_s_criterion_too(devices):
-    model, loss = mlp(), perceptual("attribute")
-    expected_loss, expected = plain_step(model, INPUTS, TARGETS, loss)
-    outputs = DataParallelModel(model, devices(3))(INPUTS)
-    value = DataParallelCriterion(loss, devices(3))(outputs, TARGETS)
-    value.backward()
-    assert_close(value.detach(), expected_loss, "loss")
-    assert_gradients(model, expected)
+    assert_pair(mlp(), INPUTS, TARGETS, perceptual("attribute"), devices(3))
 
 
 def test_a_criterion_that_waits_for_the_other_replicas_has_them_beside_it(devices):

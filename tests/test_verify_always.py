@@ -431,6 +431,24 @@ def test_autocast_inside_a_module_is_no_reason(devices, dtype):
             engine.forward_backward(batch)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_numbers_from_a_generator_of_one_s_own_are_no_reason(reduction):
+    """Only those of torch's own were the same for every row, and right losses were warned of."""
+    generator = torch.Generator().manual_seed(3)
+
+    def noisy(output, targets):
+        noise = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+        return F.mse_loss(output + noise, targets, reduction=reduction)
+
+    with warnings.catch_warnings(), ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        warnings.simplefilter("error")
+        counts = counted(noisy)
+        assert_agreed(engine, lambda: step(engine, counts, VALUES, reduction=reduction))
+        wrong = {"mean": "sum", "sum": "mean"}[reduction]
+        with pytest.raises(UserWarning, match="the same random numbers"):
+            step(engine, noisy, VALUES, reduction=wrong)
+
+
 def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
     """As TF32 does on cards, and convolutions there: here each size of batch has an error."""
 

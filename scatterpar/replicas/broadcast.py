@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,16 +50,29 @@ class Broadcast:
             for device, there in self._arrivals.items()
         }
         self._parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
-        self._places: list[Tensor] = []  # where the master's lie, and their elements there, 1-D
-        self._flats: list[Tensor | None] = []
+        self._kinds = list(map(_kind, tensors))
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
         self._versions: list[int] = []
         self._doubtful: list[int] = []
         self._unknown: list[int] = []
         self._found: Callable[[], list[list[Fingerprint]]] = lambda: [[], []]
-        if self._arrivals:
-            self._find_places()
+        self._find_places()
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, and of the kinds that they had."""
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        return same and self._have_kinds() and self.fits()
+
+    def fits(self) -> bool:
+        """Whether the tensors have the shapes that they had, wherever they lie now."""
+        if all(map(Tensor.is_set_to, self._tensors, self._places)):
+            return True
+        self._find_places()
+        return self._have_kinds()
+
+    def _have_kinds(self) -> bool:
+        return list(map(_kind, self._tensors)) == self._kinds
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
@@ -67,7 +82,6 @@ class Broadcast:
         """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
         if not self._arrivals:
             return
-        self._find_places()
         self._versions = versions(self._tensors)  # before the values
         self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
@@ -100,7 +114,7 @@ class Broadcast:
 
     def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Bring new values from the memory that has them to all others, the master's too."""
-        self._find_places()
+        self.fits()  # whoever wrote the values may have moved them
         sent, self._sent = self._sent, None
         self._send(owners, ledger)
         now = versions(self._tensors)
@@ -115,11 +129,9 @@ class Broadcast:
         return [i for i, (old, now) in pairs if old == now or i not in self._parameters]
 
     def _find_places(self) -> None:
-        """Look where the master's tensors lie, unless they lie where they did."""
-        if self._places and all(map(Tensor.is_set_to, self._tensors, self._places)):
-            return
+        """Look where the master's tensors lie, and their elements there, 1-D."""
         self._places = [tensor.detach() for tensor in self._tensors]
-        self._flats = list(map(in_memory_order, self._places))
+        self._flats = list(map(in_memory_order, self._places)) if self._arrivals else []
 
     def _in_memory_order(self, i: int) -> Tensor:
         """The elements of the master's tensor as they lie in the other memories: 1-D."""
@@ -170,6 +182,11 @@ def is_plain(tensor: Tensor) -> bool:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     has_places = all(stride or size == 1 for size, stride in sizes)
     return has_places and tensor.numel() > 0 and not tensor.is_neg()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What copies of ``tensor`` in other memories depend on."""
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,9 +77,8 @@ class Replicas:
         self._modules: dict[int, nn.Module] = {}
         self._wide = wide
         self._trained_as: list[Any] | None = None
-        self._places: list[Tensor] = []
         self._positions: list[int] = []
-        self._kinds: list[tuple[Any, ...]] | None = None
+        self._broadcast = Broadcast((), self.device_ids)
         self._state: Snapshot | None = None
         self._registered = Snapshot(())
         self._writing: Writing | None = None
@@ -174,7 +173,7 @@ class Replicas:
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._facts() != self._built_of or not self._are_like_before():
+        if self._state is None or self._facts() != self._built_of or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
             turned = self._state.turned()
@@ -209,13 +208,12 @@ class Replicas:
         here = verbs.physical(self.device_ids[0])
         survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
         modules = list(survey.modules.values())
-        before, self.tensors = self.tensors, list(survey.tensors.values())
+        self.tensors = list(survey.tensors.values())
         self._modules = survey.modules
         self._scripts = list(filter(is_script, modules))
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
-        kinds, self._kinds = self._kinds, list(map(_kind, self.tensors))
-        if kinds != self._kinds or not all(map(is_, self.tensors, before)):
+        if not self._broadcast.is_of(self.tensors):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
             self.shared.spoilt.clear()
         sources = {device: self._broadcast.at(device) for device in self.device_ids}
@@ -230,7 +228,6 @@ class Replicas:
         self._share(sources)
         self._train()
         self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
-        self._places = [tensor.detach() for tensor in self.tensors]
         self._built_of = self._facts()
         self._plan_writing()
 
@@ -288,14 +285,6 @@ class Replicas:
             facts += script_state(script)
         return facts
 
-    def _are_like_before(self) -> bool:
-        """Whether the master's tensors have the shapes that they had, wherever they lie now."""
-        if not all(map(Tensor.is_set_to, self.tensors, self._places)):
-            if list(map(_kind, self.tensors)) != self._kinds:
-                return False
-            self._places = [tensor.detach() for tensor in self.tensors]
-        return True
-
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
         try:
@@ -327,11 +316,6 @@ def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
     except RuntimeError:  # no leaf
         own = tensor.dtype
     return own if wide is None else torch.promote_types(own, wide)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What copies of ``tensor`` in other memories depend on."""
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
 def _is_leaf(tensor: Tensor) -> bool:

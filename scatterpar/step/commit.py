@@ -21,10 +21,10 @@ _Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .gra
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. A parameter without a gradient takes the one that came, unless
-    anything hangs on it; to all others autograd itself hands them over. So hooks run as under a
-    plain ``backward()``, once and on the whole gradient; if one fails, gradients are put back. The
-    rest takes no memory, and runs no code of the user's.
+    What takes memory is made first. A parameter without a gradient takes the one that came, if it
+    fits and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
+    run as under a plain ``backward()``, once and on the whole gradient; if one fails, all is put
+    back. The rest takes no memory, and runs no code of the user's.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
@@ -35,17 +35,19 @@ def commit(outcome: Outcome) -> None:
     undo = _remember(pairs, observed)
     taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
     others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
+    generators = outcome.attempt.generators
     try:
+        generators.commit()  # before hooks, which may draw
         for leaf, gradient in compress(pairs, taken):
             leaf.grad = gradient
         pairs.clear()
         _hand_over(others)
     except BaseException as error:
         _put_back(undo, error)
+        generators.rollback()
         raise
     for write in writings:
         write()
-    outcome.attempt.generators.commit()
 
 
 def commit_buffers(buffers: Iterable[BufferValue]) -> None:

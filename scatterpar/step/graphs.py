@@ -36,8 +36,6 @@ from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators
 
-__all__ = ["Graphs"]
-
 _SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
 _CAPTURES = 32  # of one replica in all: more, and something changes from step to step
 _WARM_UPS = 2  # the second one adds to gradients, as a graph does

@@ -85,30 +85,39 @@ class Context:
             return work()
 
 
+_NAMES = ("SIGINT", "SIGBREAK", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+
+
 class Interrupts:
     """For as long as it is entered, an interrupt is delivered only where it is ``allowed``.
 
+    That is Ctrl-C, and any other signal that has a handler, which may raise: a time limit, say.
     Python delivers signals to the main thread alone; in any other this does nothing.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}
         self._allowed = False
-        self._pending: tuple[int, FrameType | None] | None = None
+        self._pending: dict[int, FrameType | None] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._receive)
+            found = {number: signal.getsignal(number) for number in _INTERRUPTS}
+            self._handlers = {number: one for number, one in found.items() if callable(one)}
+            self._allowed = True  # one may come between these lines
+            for number in self._handlers:
+                signal.signal(number, self._receive)
+            self._allowed = False
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._allowed = False
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-        self.deliver()
+        self._allowed = True
+        try:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+        finally:
+            self.deliver()
 
     def defer(self) -> None:
         """From here on, interrupts wait."""
@@ -116,9 +125,12 @@ class Interrupts:
 
     def deliver(self) -> None:
         """Raise what has been waiting."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._handler(*pending)
+        if self._pending:
+            number, frame = self._pending.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self.deliver()
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -132,6 +144,6 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._allowed:
-            self._handler(number, frame)
+            self._handlers[number](number, frame)
         else:
-            self._pending = (number, frame)
+            self._pending[number] = frame

@@ -226,8 +226,11 @@ class Generators:
         return any(one.drawn for one in self._generators.values())
 
     def commit(self) -> None:
-        """Move the master's generators on if anything was drawn, so that the next step differs."""
-        after = dict(self._before)
+        """Move the master's generators on if anything was drawn, so that the next step differs.
+
+        The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
+        """
+        after = {device: state for device, state in self._before.items() if device != _CPU}
         for source in {_CPU, self._devices[0]}:
             first = self._generators.get((0, source))
             if first is not None and first.drawn and not self._earlier:

@@ -49,6 +49,9 @@ class Images(NamedTuple):
     broken: Sequence[Broken] = ()
 
 
+Piece = tuple[str, list[int], int]  # what is read at once: part, rows, epoch
+
+
 @dataclass
 class Source:
     """Images to train and to test on; `mean` and `std` are those of their pixels, per channel."""
@@ -65,6 +68,9 @@ class Source:
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
         """Return rows of a part, `TRAIN` or `TEST`, as they are in an epoch."""
         raise NotImplementedError
+
+    def __getitem__(self, piece: Piece) -> Images:
+        return self.read(piece[0], torch.tensor(piece[1]), piece[2])
 
     def __str__(self) -> str:
         shape = " x ".join(map(str, self.image_shape))

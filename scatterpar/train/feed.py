@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from multiprocessing.connection import Connection
@@ -30,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from scatterpar.train.data import Broken, Images, Source, UsageError, words_of
+from scatterpar.train.data import Broken, Images, Piece, Source, UsageError, words_of
 
 PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
 PIECES_AHEAD = 2  # of each worker
@@ -53,7 +52,6 @@ class Request(NamedTuple):
 
 
 Batch = tuple[Request, Images]
-_Piece = tuple[str, list[int], int]  # part, rows, epoch
 
 
 class Feed:
@@ -136,7 +134,8 @@ class Feed:
             how["worker_init_fn"] = partial(_end_with, theirs)
             how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
         wanted: Any = (piece for request in cut for piece in _pieces(request))
-        pieces = iter(DataLoader(_Pieces(self.source), batch_size=None, sampler=wanted, **how))
+        source: Any = self.source
+        pieces = iter(DataLoader(source, batch_size=None, sampler=wanted, **how))
         for request in requests:
             mine = (self._piece(pieces) for _ in _pieces(request))
             yield request, _joined(mine, len(request.rows), self.source.image_shape)
@@ -176,18 +175,7 @@ def _default_workers() -> int:
     return min(_MOST_WORKERS, cores)
 
 
-@dataclass(frozen=True)
-class _Pieces(Dataset[Images]):
-    """What a worker does."""
-
-    source: Source
-
-    def __getitem__(self, piece: _Piece) -> Images:
-        part, rows, epoch = piece
-        return self.source.read(part, torch.tensor(rows), epoch)
-
-
-def _pieces(request: Request) -> Iterator[_Piece]:
+def _pieces(request: Request) -> Iterator[Piece]:
     for rows in request.rows.split(PIECE) if len(request.rows) else ():
         yield request.part, rows.tolist(), request.epoch
 

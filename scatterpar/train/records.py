@@ -46,7 +46,8 @@ class Metrics:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; numbers that JSON does not have (NaN, infinities) are null."""
-        record = {"kind": kind, **{name: _plain(value) for name, value in fields.items()}}
+        text = json.dumps({"kind": kind, **fields})
+        record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)
         if self._file is not None:
             with writing(Path(self._file.name)):
@@ -78,14 +79,6 @@ def _earlier_records(path: Path, steps: int) -> Records:
         for line in path.read_text(encoding="utf-8").splitlines():
             records.append(json.loads(line))
     return [r for r in records if r["kind"] != "summary" and r["step"] <= steps]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    return value
 
 
 def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:

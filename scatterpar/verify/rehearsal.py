@@ -345,7 +345,7 @@ class _Outputs:
             if type(whole) is not type(part) or hasattr(whole, "__dict__") or callable(whole):
                 raise _NeedsParameters("outputs of the user's own class")  # which may hold anything
             return whole
-        n, dim = len(self._rows), self._dim
+        order, n, dim = self._rows, len(self._rows), self._dim
         size, its = (t.size(dim) if t.ndim > dim else 0 for t in (whole, part))
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
@@ -355,11 +355,10 @@ class _Outputs:
             self.leaves.append(leaf.requires_grad_())
             self.halved = self.halved or dtype in _HALF
             self.are_tied = self.are_tied or not block
-        all_rows = self._rows  # without ``self``, which has this function: a cycle keeps outputs
 
         def cut(rows: Sequence[int], wide: bool) -> Tensor:
             each = leaf.split(block, dim) if block else ()
-            own = [each[all_rows.index(row)] for row in rows] if block else []
+            own = [each[order.index(row)] for row in rows] if block else []  # no cycle with self
             given = torch.cat(own, dim) if block else leaf.clone()  # which may be written
             return given if wide else given.to(dtype)  # ``whole`` is let go
 

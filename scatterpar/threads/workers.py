@@ -101,9 +101,9 @@ class Job:
         self._turns = threading.Semaphore(0)  # one for each call that has ended
 
     @property
-    def done(self) -> bool:
-        """Whether all calls have ended."""
-        return all(call.ended for call in self.calls)
+    def busy(self) -> list[_Call]:
+        """The calls that have not ended."""
+        return [call for call in self.calls if not call.ended]
 
     def run(self, number: int) -> None:
         """Run the call with this ``number``, when it is its turn; never raises."""
@@ -118,7 +118,7 @@ class Job:
         del work
         self._turns.release()
         call.ended = True
-        if self.done:
+        if not self.busy:
             self.ended.put(None)
 
     def _may_start(self, number: int) -> bool:
@@ -276,7 +276,7 @@ class Workers:
     def _wait(self, job: Job) -> None:
         interrupt: BaseException | None = None
         lost: list[str] = []
-        while not job.done and not lost:
+        while job.busy and not lost:
             try:
                 with self.interrupts.allowed(), contextlib.suppress(Empty):
                     job.ended.get(timeout=_LOOK_SECONDS)
@@ -308,11 +308,11 @@ class Workers:
 
         Nothing of ours ends them; an exception that is set from outside does.
         """
-        busy = {call.thread for call in job.calls if not call.ended}
+        busy = {call.thread for call in job.busy}
         dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
         if dead:
             job.cancel.set()
-        return dead if len(dead) == len(busy) and not job.done else []
+        return dead if len(dead) == len(busy) and job.busy else []
 
     def _abandon(self) -> None:
         """Leave threads that are still at work to end by themselves; others follow them."""

@@ -22,6 +22,7 @@ from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
 _CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
 _PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
+_LOOKING = threading.Lock()  # of all engines: whoever looks has switched collection off
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
@@ -85,16 +86,18 @@ def stack_of(thread: int) -> Callable[[], Hashable]:
     """
 
     def look() -> Hashable:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            places, frame = [], sys._current_frames().get(thread)
-            while frame is not None:
-                places.append((frame.f_code, frame.f_lasti))
-                frame = frame.f_back
-        finally:
-            if collects:
-                gc.enable()
+        places: list[tuple[object, int]] = []
+        with _LOOKING:
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                frame = sys._current_frames().get(thread)
+                while frame is not None:
+                    places.append((frame.f_code, frame.f_lasti))
+                    frame = frame.f_back
+            finally:
+                if collects:
+                    gc.enable()
         return tuple(places)
 
     return look

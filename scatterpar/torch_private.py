@@ -97,7 +97,7 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 def modes() -> list[str]:
-    """Names of this thread's modes, which see every operator; not that of the default device."""
+    """Names of this thread's modes, which see every operator; the default device's and ours not."""
     if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
         return []
     from torch.overrides import _get_current_function_mode_stack
@@ -105,7 +105,8 @@ def modes() -> list[str]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     stack = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
-    return [type(mode).__name__ for mode in stack if not isinstance(mode, DeviceContext)]
+    kinds = [type(mode) for mode in stack if not isinstance(mode, DeviceContext)]
+    return [kind.__name__ for kind in kinds if not kind.__module__.startswith("scatterpar.")]
 
 
 def private_accelerator() -> str:

@@ -199,3 +199,23 @@ def test_a_handler_that_raises_leaves_a_step_whole_or_undone():
 def test_what_is_no_state_dict_is_told_as_by_torch():
     with pytest.raises(TypeError, match="Expected state_dict to be dict-like, got <class 'list'>"):
         ScatterOnceParallel(nn.Identity(), device_ids=["cpu"]).load_state_dict([])
+
+
+def test_a_criterion_may_ask_a_teacher_in_an_engine_of_its_own(recwarn):
+    """The check's own mode was taken for the caller's, and warned of, where the teacher draws."""
+    inputs = randn(12, 4)
+    teacher = build(lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)))
+    model = build(lambda: nn.Linear(4, 2))
+    with (
+        ScatterOnceParallel(teacher, 2, ["cpu"] * 2) as its,
+        ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine,
+    ):
+
+        def criterion(outputs, rows):
+            with torch.no_grad():
+                wanted = its(rows)
+            return nn.functional.mse_loss(outputs, wanted)
+
+        with seeded(0):
+            engine.forward_backward(inputs, inputs, criterion)
+    assert not [str(warning.message) for warning in recwarn]

@@ -9,23 +9,13 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
 INPUTS = randn(11, FEATURES)
-
-
-class Returns(nn.Module):
-    def __init__(self, wrap):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.wrap = wrap
-
-    def forward(self, inputs):
-        return self.wrap(self.linear(inputs), inputs)
 
 
 def test_positional_and_keyword_inputs(devices):

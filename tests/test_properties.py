@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn
 from helpers.weighted import CLASS_WEIGHTS
 from hypothesis import given, settings
@@ -102,16 +102,6 @@ class Record:
 @dataclass(frozen=True)
 class Frozen:
     first: Any
-
-
-class Returns(nn.Module):
-    def __init__(self, wrap):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.wrap = wrap
-
-    def forward(self, inputs):
-        return self.wrap(self.linear(inputs), inputs)
 
 
 LEAVES = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from helpers.oracle import build
@@ -14,6 +17,18 @@ def mlp(seed: int = 0) -> nn.Sequential:
     return build(
         lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)), seed
     )
+
+
+class Returns(nn.Module):
+    """What ``wrap`` makes of the logits and the inputs."""
+
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.wrap = wrap
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.wrap(self.linear(inputs), inputs)
 
 
 class TokenClassifier(nn.Module):

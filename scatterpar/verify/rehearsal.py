@@ -452,7 +452,7 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
     right = torch.tensor([dot(a, joined) for a in apart], dtype=torch.float64)
     found: list[float] = (torch.linalg.pinv(gram, rtol=1e-9, hermitian=True) @ right).tolist()
     off = min(abs(sum(found) - 1), max(abs(weight - 1) for weight in found))
-    if max(off, *relative_difference(_combined(found, apart), joined, 1e-2)[:1]) > tolerance:
+    if max(off, relative_difference(_combined(found, apart), joined, 1e-2)[0]) > tolerance:
         return None  # it is neither a mean of something nor a sum
     return found
 

@@ -10,8 +10,10 @@ needs the memory waits for that.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
+import math
 import os
 import sysconfig
 import threading
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ _Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
-_EXIT_SECONDS = 4.0  # how long a worker may take to come to its next sub-step when all stop
+_EXIT_SECONDS = 4.0  # how long what is at work may take to end when all stop
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
@@ -65,7 +67,7 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
         return
     for queue in queues:
         queue.put(None)
-    deadline = time.monotonic() + _EXIT_SECONDS
+    deadline = min(time.monotonic() + _EXIT_SECONDS, Workers.exit_by)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -150,7 +152,13 @@ class Workers:
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
     intra-op threads. Errors call the object that they work for ``owner``.
+
+    When the interpreter exits, jobs of daemon threads are waited for, and they get no others: until
+    3.14 it aborts where such a thread comes back from C++ too late.
     """
+
+    exit_by: ClassVar[float] = math.inf  # on the monotonic clock
+    _living: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
     def __init__(self, count: int, owner: str) -> None:
         self.count = count
@@ -165,6 +173,16 @@ class Workers:
         self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
+        self._living.add(self)
+
+    @classmethod
+    def exit(cls) -> None:
+        """Let what is at work end, and nothing else begin but in the main thread."""
+        cls.exit_by = time.monotonic() + _EXIT_SECONDS
+        for workers in list(cls._living):
+            patience = max(0.0, cls.exit_by - time.monotonic())
+            if workers._pid == os.getpid() and workers._lock.acquire(timeout=patience):
+                workers._lock.release()
 
     def parallel_apply(
         self,
@@ -217,6 +235,10 @@ class Workers:
                     f"{self._owner} is in the middle of a step: another cannot start from "
                     f"inside a criterion or a hook, nor from a second thread"
                 )
+            is_main = threading.current_thread() is threading.main_thread()
+            if self.exit_by < math.inf and not is_main:
+                self._lock.release()
+                threading.Event().wait()  # to be ended with the interpreter
             try:
                 self.interrupts = interrupts
                 if self._failed:
@@ -343,6 +365,9 @@ class Workers:
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())
         return self._queues
+
+
+atexit.register(Workers.exit)
 
 
 def _described(error: BaseException) -> str:

@@ -73,6 +73,15 @@ STATES = {
         "threading.Thread(target=forever, daemon=True).start(); time.sleep(0.2)",
         0,
     ),
+    "steps in many daemon threads": (
+        "def forever():\n"
+        "    model = nn.Sequential(nn.Linear(4, 100_000), nn.Linear(100_000, 2))\n"
+        "    engine = ScatterOnceParallel(model, 1, ['cpu:0', 'cpu:1'])\n"
+        "    while True: step(engine); inside.set()\n"
+        "for _ in range(4): threading.Thread(target=forever, daemon=True).start()\n"
+        "inside.wait()",
+        0,
+    ),
     "a step in a thread that goes on": (
         "engine = make()\nthreading.Thread(target=step, args=(engine, slow)).start()",
         0,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import finish
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.copies import Copies
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
@@ -99,7 +99,7 @@ class noted:
 def hand_out(
     request: Request,
     plan: Plan,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,

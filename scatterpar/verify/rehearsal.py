@@ -302,8 +302,8 @@ class Rehearsal:
 
     def _put_back(self) -> bool:
         """Make everything what it was; whether random numbers were drawn."""
-        for part in self._parts:
-            part.rewind(self._task.share.replica)
+        for replica in self._task.replicas:
+            replica.rewind()
         torch.clear_autocast_cache()  # which may have met parameters without a graph
         return self._user.put_back()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -32,18 +33,18 @@ def commit(outcome: Outcome) -> None:
     unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
     writings = [*outcome.writings, Writing(unplanned)]
     observed = any(is_observed(leaf) for leaf, _ in pairs)
-    undo = _remember(pairs, observed)
-    taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
-    others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
+    are_taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
+    taken, others = ([*compress(pairs, one)] for one in (are_taken, map(not_, are_taken)))
+    pairs.clear()
+    undo = _remember(others, observed)
     generators = outcome.attempt.generators
     try:
         generators.commit()  # before hooks, which may draw
-        for leaf, gradient in compress(pairs, taken):
+        for leaf, gradient in taken:
             leaf.grad = gradient
-        pairs.clear()
         _hand_over(others)
     except BaseException as error:
-        _put_back(undo, error)
+        _put_back([*undo, *[(leaf, None, None, None) for leaf, _ in taken]], error)
         generators.rollback()
         raise
     for write in writings:
@@ -94,12 +95,12 @@ def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
     """Whether autograd would make this very gradient the one of a leaf on which nothing hangs."""
     return (
         leaf.grad is None
-        and type(leaf) in (Tensor, nn.Parameter)
+        and type(leaf) in (nn.Parameter, Tensor)
         and type(gradient) is Tensor
         and gradient.layout == torch.strided
         and gradient.dtype == leaf.grad_dtype
         and gradient.stride() == leaf.stride()
-        and _is_of_its_own(gradient)
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
     )
 
 

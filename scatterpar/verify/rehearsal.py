@@ -307,8 +307,8 @@ class Rehearsal:
 
     def _put_back(self) -> None:
         """Make everything what it was."""
-        for part in self._parts:
-            part.rewind(self._task.share.replica)
+        for replica in self._task.replicas:
+            replica.rewind()
         torch.clear_autocast_cache()  # which may have met parameters without a graph
         self._user.put_back()
 

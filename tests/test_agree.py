@@ -22,7 +22,7 @@ pytestmark = [
 LAYOUTS = {
     "one memory": ["cpu"] * 3,
     "three memories": ["cpu:0", "cpu:1", "cpu:2"],
-    "two memories": ["cpu:0", "cpu:1", "cpu:0"],
+    "two memories": ("cpu:1", torch.device("cpu:0"), "cpu:1"),
 }
 WHERE = {"engine": ["one memory", "three memories"]}  # all others: on two
 ON_RANKS = [

@@ -203,6 +203,13 @@ def test_copies_work_and_share_nothing(devices, way, ran_before):
     twin.close()
 
 
+def test_replicas_can_be_saved(devices):
+    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
+        found = through_torch_save(list(engine.replicas))
+        for one, other in zip(found, engine.replicas, strict=True):
+            assert same(one.state_dict(), other.state_dict())
+
+
 def test_the_module_alone_can_be_copied_after_steps(devices):
     """EMA libraries deep-copy the model in mid-training: nothing of the engine clings to it."""
     model = mlp()

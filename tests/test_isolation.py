@@ -1,125 +1,112 @@
-"""On virtual devices, no operation ever mixes tensors of two memories."""
+"""On virtual devices, no operation ever mixes tensors of two memories.
+
+The engine's replicas run in workers of their own, and so do the pair's; but the pair's
+``backward()`` is the user's and runs in the caller's thread: there each operation must be in one
+memory too, and the gradient must cross where the parameters crossed.
+"""
 
 from __future__ import annotations
 
-import functools
+import copy
 import threading
 
 import pytest
 import torch
 from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
-from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
-from helpers.weighted import CASES
+from helpers.weighted import CASES as LOSSES
+from helpers.zoo import CASES, MODELS
+from pair.common import Pair
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
+MASTER = torch.device("cpu:0")
+BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(FEATURES, FEATURES)
-        self.two = nn.Linear(FEATURES, FEATURES)
-        self.two.weight = self.one.weight
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.two(self.one(inputs).tanh()))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, 4, batch_first=True)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, inputs):
-        states, _ = self.lstm(inputs[:, None].repeat(1, 3, 1))
-        return self.attention(states, states, states)[0].mean(1)
-
-
-class UnregisteredList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(2)])
-        self.order = [self.layers[1], self.layers[0]]
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, inputs):
-        for layer in self.order:
-            inputs = layer(inputs).tanh()
-        return self.head(inputs)
-
-
-MODELS = {
-    "mlp": mlp,
-    "tied": Tied,
-    "recurrent": Recurrent,
-    "unregistered list": UnregisteredList,
-    "batch norm": lambda: nn.Sequential(
-        nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES).eval()
-    ),
-    "weight norm": lambda: weight_norm(nn.Linear(FEATURES, CLASSES)),
-    "spectral norm": lambda: spectral_norm(nn.Linear(FEATURES, CLASSES)).eval(),
-    "forward is a partial": lambda: forward_is_a_partial(),
-}
-
-
-def forward_is_a_partial():
-    model = nn.Linear(FEATURES, CLASSES)
-    model.forward = functools.partial(type(model).forward, model)
-    return model
-
-
-def check(monkeypatch, model, batch, criterion, accum=2, devices=VIRTUAL, **options):
-    expected_loss, expected = whole_batch(model, *batch, criterion)
+def check(
+    monkeypatch, runner, model, inputs, targets, criterion, *, accum=2, ids=VIRTUAL, **options
+):
+    expected_loss, expected = whole_batch(model, inputs.clone(), targets, criterion)
     modules = [model, *([criterion] if isinstance(criterion, nn.Module) else [])]
-    with (
-        ScatterOnceParallel(model, accum, devices, **options) as engine,
-        guarded(monkeypatch, *modules) as memories,
-    ):
+    devices = [torch.device(device) for device in ids]
+    with ScatterOnceParallel(model, accum, ids) as engine, guarded(monkeypatch, *modules) as found:
+        pair = Pair(model, criterion, ids)
         for _ in range(2):
             model.zero_grad()
-            loss = engine.forward_backward(*batch, criterion)
-    assert_close(loss, expected_loss, "loss")
+            if runner == "engine":
+                loss = engine.forward_backward(inputs, targets, criterion, **options)
+            else:
+                outputs = pair.model(inputs)
+                assert [found.owner(output) for output in outputs] == devices
+                loss = pair.criterion(outputs, targets, **options)
+                loss.backward()
+        assert found.owner(loss) == MASTER
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert {found.owner(gradient) for gradient in gradients} == {MASTER}
+    assert_close(loss.detach(), expected_loss, "loss")
     assert_gradients(model, expected)
-    assert set(memories.checked) == {torch.device(device) for device in devices}
+    assert set(found.checked) == set(devices)
 
 
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
-def test_models(monkeypatch, model, accum):
-    batch = randn(9, FEATURES), randint(CLASSES, 9)
-    check(monkeypatch, build(MODELS[model]), batch, nn.CrossEntropyLoss(), accum)
+KINDS = {*MODELS, "checkpointing", "checkpointing, reentrant", "sparse gradients"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses(monkeypatch, case):
-    batch = randn(9, FEATURES), CASES[case].targets(9)
-    check(monkeypatch, mlp(), batch, CASES[case].criterion())
+@by_both
+@pytest.mark.parametrize("name", sorted(KINDS - {"weight norm, old"}))
+def test_models(monkeypatch, name, runner):
+    check(monkeypatch, runner, CASES[name].build(), *CASES[name].batch, nn.CrossEntropyLoss())
 
 
-def test_criterion_on_the_master_is_replicated(monkeypatch):
-    """Class weights lie on the master; every replica needs them in its own memory."""
-    batch = randn(9, FEATURES), CASES["class weights, padded"].targets(9)
-    check(monkeypatch, mlp(), batch, CASES["class weights, padded"].criterion())
+@by_both
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses(monkeypatch, case, runner):
+    """Class weights, too, lie on the master, and every replica needs them in its own memory."""
+    criterion = LOSSES[case].criterion()
+    check(monkeypatch, runner, mlp(), BATCH[0], LOSSES[case].targets(9), criterion, accum=3)
 
 
-def test_replicas_that_share_some_memories(monkeypatch):
-    batch = randn(9, FEATURES), randint(CLASSES, 9)
-    devices = ["cpu:0", "cpu:2", "cpu:2", "cpu:0"]
-    check(monkeypatch, mlp(), batch, nn.CrossEntropyLoss(), devices=devices)
+@by_both
+def test_replicas_that_share_some_memories(monkeypatch, runner):
+    ids = ["cpu:0", "cpu:2", "cpu:2", "cpu:0"]
+    check(monkeypatch, runner, mlp(), *BATCH, nn.CrossEntropyLoss(), accum=1, ids=ids)
 
 
-def test_sparse_gradients(monkeypatch):
-    model = build(token_classifier)
-    model.embedding.sparse = True
-    check(monkeypatch, model, (randint(11, 9, 3), randint(CLASSES, 9, 3)), nn.CrossEntropyLoss())
+def test_count_works_where_its_share_is(monkeypatch):
+    def count(output, targets):
+        return (output.argmax(1) * 0 + (targets >= 0)).sum()
+
+    check(monkeypatch, "pair", mlp(), *BATCH, nn.functional.cross_entropy, count=count)
+
+
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(randn(CLASSES, 1))
+        self.register_buffer("offset", randn(1))
+
+    def forward(self, output, targets):
+        return (output @ self.weight + self.offset - targets).square().mean()
+
+
+@by_both
+@pytest.mark.parametrize("bound", [False, True])
+def test_parameters_of_the_criterion(monkeypatch, bound, runner):
+    module = Projected()
+    criterion, targets, twin = module.forward if bound else module, randn(9, 1), Projected()
+    twin(mlp()(BATCH[0]), targets).backward()
+    model = mlp()
+    with ScatterOnceParallel(model, 2, VIRTUAL) as engine, guarded(monkeypatch, model, module):
+        if runner == "engine":
+            engine.forward_backward(BATCH[0], targets, criterion)
+        else:
+            Pair(model, criterion, VIRTUAL).loss(BATCH[0], targets).backward()
+    assert_close(module.weight.grad, twin.weight.grad, "weight")
 
 
 def test_averaged_buffers(monkeypatch):
@@ -151,6 +138,23 @@ def test_inference_and_outputs(monkeypatch):
         gathered = engine(inputs)
         assert memories.owner(gathered) == torch.device("cpu:0")
     assert_close(gathered, expected, "outputs")
+
+
+def test_batch_statistics_and_the_gradient_of_the_inputs_of_the_pair(monkeypatch):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6)))
+    twin = copy.deepcopy(model)
+    inputs, same = (BATCH[0].clone().requires_grad_() for _ in range(2))
+    pieces = [copy.deepcopy(model)(rows) for rows in same.tensor_split(4)]
+    sum(piece.square().sum() for piece in pieces).backward()
+    twin(BATCH[0][:3])
+    criterion = DataParallelCriterion(lambda o, t: o.square().sum(), VIRTUAL)
+    pair = DataParallelModel(model, VIRTUAL)
+    with guarded(monkeypatch, model) as memories:
+        criterion(pair(inputs), torch.zeros(9), reduction="sum").backward()
+        assert memories.owner(model[1].running_mean) == MASTER
+        assert memories.owner(inputs.grad) in (None, MASTER, torch.device("cpu"))
+    assert_close(model[1].running_mean, twin[1].running_mean, "mean")
+    assert_close(inputs.grad, same.grad, "inputs")
 
 
 class Smuggler(nn.Module):
@@ -207,12 +211,18 @@ def test_the_guard_sees_a_forgotten_copy(monkeypatch):
             return self.linear(inputs) * self.hidden.scale
 
     with pytest.raises(MixedMemories, match=r"aten\.mul"):
-        check(
-            monkeypatch,
-            build(Forgets),
-            (randn(4, FEATURES), randint(CLASSES, 4)),
-            nn.CrossEntropyLoss(),
-        )
+        check(monkeypatch, "engine", build(Forgets), *BATCH, nn.CrossEntropyLoss())
+
+
+def test_the_guard_sees_targets_that_did_not_cross(monkeypatch):
+    """A criterion without ``device_ids`` takes virtual devices for one."""
+    pair = DataParallelModel(mlp(), VIRTUAL)
+    targets = BATCH[1].clone()
+    with guarded(monkeypatch, pair.module) as memories:
+        memories.claim(targets, MASTER)
+        outputs = pair(BATCH[0])
+        with pytest.raises(MixedMemories):
+            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
 
 
 @pytest.mark.parametrize("accum", [1, 3])

@@ -19,7 +19,7 @@ from helpers.oracle import assert_step, randint, randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, ScatterOnceParallel
 from scatterpar.threads.workers import Job, Workers
 
 LOSS = nn.CrossEntropyLoss()
@@ -60,6 +60,9 @@ LIVES = {
     "never used": lambda engine: None,
     "a step": lambda engine: engine.forward_backward(*data(), LOSS),
     "outputs kept": lambda engine: engine.forward_backward(*data(), LOSS, return_outputs=True),
+    "something replicated": lambda engine: engine.forward_backward(
+        data()[0], (data()[1], Replicated(randn(3))), lambda output, both: LOSS(output, both[0])
+    ),
     "inference": lambda engine: engine.eval()(data()[0]),
     "a failed step": fail,
     "an interrupted step": interrupt,

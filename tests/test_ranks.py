@@ -182,6 +182,39 @@ def test_every_kind_of_parameter(size):
             assert gradient is None or torch.equal(gradient, other[name]), name
 
 
+class Predicting(nn.Module):
+    """Sparse tables: one gives the logits too, one where word 0 comes, one and one never do."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(CLASSES, 4, sparse=True) for _ in range(4))
+
+    def forward(self, words):
+        tied, sometimes, looked_up, only_read = self.tables
+        rows = tied(words) + sometimes(words) + looked_up(words)
+        chosen = (words == 0).unsqueeze(1)
+        if chosen.any():
+            rows = rows + chosen * (rows @ sometimes.weight.T @ sometimes.weight)
+        return rows @ tied.weight.T + rows @ only_read.weight.T
+
+
+def predicting(group):
+    words, targets = torch.tensor([1, 2, 0, 2, 1, 0, 0, 1, 2, 2, 1, 2, 1]), randint(CLASSES, 13)
+    model = build(Predicting)
+    _, expected = whole_batch(model, words, targets, nn.CrossEntropyLoss())
+    with ScatterOnceParallel(model, 1, ["cpu"], process_group=group) as engine:
+        mine = part(group, words, ROWS[2]), part(group, targets, ROWS[2])
+        engine.forward_backward(*mine, nn.CrossEntropyLoss())
+    assert_gradients(model, expected)
+    layouts = [table.weight.grad.layout for table in model.tables]
+    assert layouts == [torch.strided, torch.strided, torch.sparse_coo, torch.strided]
+
+
+def test_a_sparse_table_that_is_used_densely_too_has_a_dense_gradient():
+    """It was sparse, which Adam refuses."""
+    gang()(2, predicting)
+
+
 def scaled(group):
     model = build(mlp)
     twin = copy.deepcopy(model)

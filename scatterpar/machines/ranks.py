@@ -33,7 +33,8 @@ from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.step.substeps import kept
 from scatterpar.threads.workers import note
 
-# What is added up, the sparse gradients, which go by themselves, and a checksum of all shapes.
+# What is added up; the gradients of sparse embeddings, which go by themselves, see ``_as_sparse``;
+# and a checksum of all shapes.
 _Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
 
 _OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
@@ -118,7 +119,7 @@ class Ranks:
         for flat in parcels.flats:
             self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
         gradients, buffers, layers = parcels.of_all([own / rows for own in each])
-        gradients += [(t, self._sum_sparse(t, g, factor)) for t, g in sparse]
+        gradients += [(t, self._sum_sparse(t, g * factor)) for t, g in sparse]
         return replace(
             outcome,
             loss=loss,
@@ -132,7 +133,7 @@ class Ranks:
     def _prepare(self, outcome: Outcome) -> _Exchange:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
-        sparse = [(t, _to_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
+        sparse = [(t, _as_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
         parcels = Parcels(
             dense,
             outcome.buffers,
@@ -174,10 +175,16 @@ class Ranks:
         joined = nested.merge(join, [its for (_, its), _ in found])
         return ([*chain(*outputs)], [*chain(*counts)], joined), found[0][1][0]
 
-    def _sum_sparse(self, tensor: Tensor, gradient: Tensor, factor: float) -> Tensor | None:
-        total = (gradient * factor).coalesce().to(self._control)
+    def _sum_sparse(self, tensor: Tensor, gradient: Tensor) -> Tensor | None:
+        """The sum of all ranks' ones, dense if any of them was; see ``_as_sparse``."""
+        total = gradient.coalesce().to(self._control)
         self._collectives.sum(total, "the sum of all sparse gradients")
-        return total.to(tensor.device) if total._nnz() else None
+        total = total.coalesce().to(tensor.device)
+        if not total._nnz():
+            return None
+        if total.indices()[0, -1] == len(tensor):
+            return total.to_dense()[:-1].clone()
+        return _sparse(total.indices(), total.values(), tensor.shape)
 
 
 def _checksum(text: str) -> int:
@@ -189,13 +196,19 @@ def _to_dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _to_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None) -> Tensor:
-    if gradient is not None:
-        gradient = gradient.detach()
-        return gradient if gradient.is_sparse else gradient.to_sparse(1)
-    return torch.sparse_coo_tensor(
-        torch.zeros(1, 0, dtype=torch.long, device=tensor.device),
-        tensor.detach().new_zeros(0, *tensor.shape[1:], dtype=sum_dtype(tensor, wide)),
-        tensor.shape,
-        check_invariants=False,
-    )
+def _as_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None) -> Tensor:
+    """What is added up for a gradient: all are sparse, and dense ones have one row more."""
+    size = torch.Size([len(tensor) + 1, *tensor.shape[1:]])
+    if gradient is None:
+        nowhere = torch.zeros(1, 0, dtype=torch.long, device=tensor.device)
+        nothing = tensor.detach().new_zeros(0, *size[1:], dtype=sum_dtype(tensor, wide))
+        return _sparse(nowhere, nothing, size)
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return _sparse(gradient._indices(), gradient._values(), size)
+    everywhere = torch.arange(size[0], device=gradient.device).unsqueeze(0)
+    return _sparse(everywhere, torch.cat([gradient, torch.zeros_like(gradient[:1])]), size)
+
+
+def _sparse(indices: Tensor, values: Tensor, size: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False)

@@ -18,8 +18,11 @@ from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
+    Buffers,
+    BufferValue,
     Place,
     Registered,
+    Registry,
     Writing,
     batch_norms,
     listening,
@@ -117,12 +120,6 @@ class Replicas:
         """All copies are sent anew in the next refresh."""
         self.shared.spoilt |= set(range(len(self.shared.originals)))
 
-    def rewind(self, number: int) -> None:
-        """Undo whatever one replica's forward passes did to its state since the refresh."""
-        replica = self.replicas[number]
-        with torch.inference_mode(False), torch.no_grad():
-            replica.refresh()
-
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
         return id(module) in self._modules
@@ -131,12 +128,6 @@ class Replicas:
     def flags(self) -> tuple[Any, ...]:
         """Every switch of the modules, such as ``training``: plain values that are no numbers."""
         return () if self._state is None else self._state.flags
-
-    def forget_step(self) -> None:
-        """Undo whatever forward and backward passes left since the refresh."""
-        self.clear_gradients()
-        for number in range(len(self.replicas)):
-            self.rewind(number)
 
     def refuse_made(self) -> None:
         """Refuse trained parameters that forward passes made: the user's module never has them."""
@@ -387,6 +378,35 @@ class Replica:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
         self.seen.update({m: [] for m in self.seen})
+
+    def rewind(self) -> None:
+        """Undo whatever forward passes did to the state since the last refresh."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.refresh()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """The body begins with the state of the last refresh, and leaves the one that it found.
+
+        That is the values of buffers and which are registered, and what batch normalisations noted.
+        """
+        own: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
+        named: list[BufferValue] = [(own, *item) for item in own.items()]
+        for one in self.registered:
+            place = Registry(one, one)
+            named += [(place, *item) for item in one.buffers.items()]
+        with torch.inference_mode(False), torch.no_grad():
+            copies = {id(t): t.detach().clone() for _, _, t in named if t is not None}
+        before = [(place, name, copies.get(id(t))) for place, name, t in named]
+        seen = dict(self.seen)
+        self.rewind()
+        try:
+            yield
+        finally:
+            self.rewind()
+            with torch.inference_mode(False):
+                Writing(before)()
+            self.seen.update(seen)
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""

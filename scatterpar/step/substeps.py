@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scatterpar.devices.verbs import finish
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.copies import Copies
+from scatterpar.replicas.replicas import Replica
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
@@ -38,6 +39,7 @@ class Task:
         arrival: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        replicas: the replica of the model, and the criterion's where it has one here.
         leaves: what backward passes give gradients.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
@@ -47,6 +49,7 @@ class Task:
     arrival: Arrival
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
+    replicas: Sequence[Replica] = ()
     leaves: Sequence[Tensor] = ()
     stash: Stash | None = None
 
@@ -116,6 +119,7 @@ def hand_out(
                 arrival=arrivals[i],
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
+                replicas=replicas,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
                 stash=stash,
             )

@@ -118,6 +118,7 @@ def draw_curves(records: Records, path: Path) -> None:
         heights = [math.nan if r[y] is None else r[y] for r in what]
         axes.plot([r[x] for r in what], heights, style, label=y)
         axes.set(xlabel=x, ylabel=y)
+    loss.set_ylabel("loss")
     accuracy.xaxis.get_major_locator().set_params(integer=True)
     loss.legend()
     figure.savefig(path, dpi=120)

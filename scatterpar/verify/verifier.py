@@ -140,9 +140,6 @@ class Verifier:
                 kind.unsure = _OFTEN
                 kind.say(_unchecked(request, error))
             return
-        finally:
-            for part in parts:
-                part.forget_step()
         if not found.off:
             kind.agreed(ranges)
             return
@@ -169,8 +166,6 @@ def difference(
     except Exception:  # whatever the user's code makes of rows that it never met
         return None
     finally:
-        for part in copies.parts:
-            part.forget_step()
         attempt.undo()
 
 
@@ -200,8 +195,12 @@ def _rehearsed(
 
     devices = [task.share.device for task in tasks]
     looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
-    found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
-    return found
+    try:
+        found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
+        return found
+    finally:
+        for part in parts:
+            part.clear_gradients()
 
 
 def _described(value: Any, depth: int) -> Hashable:

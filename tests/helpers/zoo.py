@@ -178,6 +178,42 @@ class Overlapping(nn.Module):
         return self.linear(inputs) * (1 + other.reshape(-1)[:CLASSES]) + self.apart
 
 
+class Identity(torch.autograd.Function):
+    """Returns the very tensor that it was given: autograd once refused a shared storage."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Same(nn.Module):
+    """Such a function first, and under checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, inputs):
+        inputs = Identity.apply(inputs)
+        return Identity.apply(checkpoint(Identity.apply, self.linear(inputs), use_reentrant=False))
+
+
+class TakesNothing(nn.Module):
+    """With keyword inputs that are empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, rows, unused):
+        assert unused == [[], {}, ()]
+        return self.linear(rows)
+
+
 class ComputesItsOwnGradient(nn.Module):
     """Forces: the gradient of an energy is part of the output (double backward)."""
 
@@ -375,6 +411,19 @@ class Images(nn.Sequential):
         for tensor in (images, self[0].weight):
             assert tensor.is_contiguous(memory_format=torch.channels_last)
         return super().forward(images)
+
+
+class Layouts(nn.Module):
+    """Convolutions of which some keep another memory format, or another dtype."""
+
+    def __init__(self, last):
+        super().__init__()
+        first = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 3, 2))
+        self.first = first.to(torch.float64, memory_format=torch.channels_last)
+        self.last = nn.Conv2d(3, CLASSES, 2, dtype=last)
+
+    def forward(self, images):
+        return self.last(self.first(images).to(self.last.weight.dtype)).double().flatten(1)
 
 
 IMAGES = randn(6, 3, 4, 4).to(memory_format=torch.channels_last)
@@ -835,6 +884,7 @@ MODELS = {
     "forward is a bound method": Wrapped,
     "custom function": CustomFunction,
     "in-place first layer": InPlaceFirst,
+    "a function that returns its input": Same,
     "in-place ReLU first": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
     "in-place Hardtanh first": lambda: nn.Sequential(nn.Hardtanh(inplace=True), linear()),
     "in-place activation": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
@@ -849,6 +899,9 @@ MODELS = {
 CASES = {
     **{name: Case(make) for name, make in MODELS.items()},
     "double backward": Case(ComputesItsOwnGradient, unless=("inference",)),
+    "empty inputs": Case(
+        TakesNothing, batch=({"rows": BATCH[0], "unused": [[], {}, ()]}, BATCH[1])
+    ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
     "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
     "checkpointing": Case(lambda: Blocks(use_reentrant=False)),
@@ -878,6 +931,15 @@ CASES = {
     "half beside double": Case(lambda: Half(torch.half), keep_dtypes=True, relative=0.02),
     "bfloat16 beside double": Case(lambda: Half(torch.bfloat16), keep_dtypes=True, relative=0.02),
     "channels last": Case(Images, batch=(IMAGES, randint(CLASSES, 6))),
+    **{
+        f"layouts, {last}": Case(
+            lambda last=last: Layouts(last),
+            batch=(IMAGES, randint(4, 6)),
+            keep_dtypes=True,
+            relative=1e-10 if last == torch.float64 else 1e-5,
+        )
+        for last in (torch.float64, torch.float32)
+    },
     "own parameters": Case(lambda: OwnParameters(OfAnotherLayout), unless=("pair",)),
     "own parameters of a tensor's layout": Case(
         lambda: OwnParameters(lambda values: Doubled(values, 1.0))

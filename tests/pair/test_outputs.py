@@ -138,7 +138,11 @@ def test_gather_to_a_device_and_back_to_the_parameters(placed, device):
 def test_gather_averages_what_has_no_rows():
     mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
     assert gather(mixed, "cpu")["loss"] == 2.5
-    assert gather(tuple(torch.tensor(float(n)) for n in (3, 1)), "cpu") == 2.0
+    numbers = tuple(torch.tensor(float(n), requires_grad=True) for n in (3, 1))
+    mean = gather(numbers, "cpu")
+    mean.backward()
+    assert mean == 2.0
+    assert [number.grad for number in numbers] == [0.5, 0.5]
     assert (
         gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1).tolist() == [[1, 1, 1, 0]] * 2
     )

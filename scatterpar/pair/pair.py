@@ -26,11 +26,11 @@ from scatterpar.pair.crossing import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.buffers import Writing
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
-from scatterpar.step.commit import commit_buffers
 from scatterpar.step.markers import count_rows, has_rows
 from scatterpar.step.nested import join_rows
 from scatterpar.step.request import (
@@ -127,7 +127,7 @@ class DataParallelModel(Wrapper):
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
             outputs = run_each(self._workers, plan, modules, calls, guard)
             nested.refuse_generators(outputs)
-            commit_buffers(replicas[0].changed_buffers())
+            Writing(replicas[0].changed_buffers())()
         return tuple(outputs)
 
 
@@ -222,7 +222,7 @@ class DataParallelCriterion(Wrapper):
             ]
             losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
             if replicas:
-                commit_buffers(replicas[0].changed_buffers())
+                Writing(replicas[0].changed_buffers())()
         return combine(losses, [weight for (weight,) in weights.of_shares], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.buffers import BufferValue, Writing, running
+from scatterpar.replicas.buffers import Writing, running
 from scatterpar.step.outcome import Outcome
-from scatterpar.threads.workers import note
+from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import backward, has_gradient_hooks, is_observed
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
-_Before = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # it, .grad, their values
 
 
 def commit(outcome: Outcome) -> None:
@@ -23,8 +22,8 @@ def commit(outcome: Outcome) -> None:
 
     What takes memory is made first. A parameter without a gradient takes the one that came, if it
     fits and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
-    run as under a plain ``backward()``, once and on the whole gradient; if one fails, all is put
-    back. The rest takes no memory, and runs no code of the user's.
+    run as under a plain ``backward()``, once and on the whole gradient; if one fails, the
+    attempt puts all back. The rest takes no memory, and runs no code of the user's.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
@@ -32,74 +31,40 @@ def commit(outcome: Outcome) -> None:
     unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
     writings = [*outcome.writings, Writing(unplanned)]
     observed = any(is_observed(leaf) for leaf, _ in pairs)
-    undo = _remember(pairs, observed)
+    _remember(pairs, observed, outcome.attempt)
     taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
     others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
-    generators = outcome.attempt.generators
-    try:
-        generators.commit()  # before hooks, which may draw
-        for leaf, gradient in compress(pairs, taken):
-            leaf.grad = gradient
-        pairs.clear()
-        _hand_over(others)
-    except BaseException as error:
-        _put_back(undo, error)
-        generators.rollback()
-        raise
+    outcome.attempt.generators.commit()  # before hooks, which may draw
+    for leaf, gradient in compress(pairs, taken):
+        leaf.grad = gradient
+    pairs.clear()
+    _hand_over(others)
     for write in writings:
         write()
 
 
-def commit_buffers(buffers: Iterable[BufferValue]) -> None:
-    """Give modules their new buffers: in place where shape and dtype fit, else rebound.
-
-    Those that a forward pass registered, or deleted, are so in the module afterwards.
-    """
-    Writing(buffers)()
-
-
-def _remember(pairs: Sequence[_Pair], observed: bool) -> list[_Before]:
+def _remember(pairs: Sequence[_Pair], observed: bool, attempt: Attempt) -> None:
     """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
-    before = [(leaf, leaf.grad) for leaf, _ in pairs]
+    leaves = [leaf for leaf, _ in pairs]
+    old = [(leaf.grad, g) for leaf, g in pairs if leaf.grad is not None]
     may_fail = observed or any(
-        old is not None and (old.layout != torch.strided or old.dtype != g.dtype)
-        for (_, old), (_, g) in zip(before, pairs, strict=True)
+        was.layout != torch.strided or was.dtype != g.dtype for was, g in old
     )
-    return [
-        (
-            leaf,
-            old,
-            old.clone() if may_fail and old is not None else None,
-            leaf.detach().clone() if observed and has_gradient_hooks(leaf) else None,
-        )
-        for leaf, old in before
-    ]
-
-
-def _put_back(undo: Iterable[_Before], error: BaseException) -> None:
-    """Everything as it was; where one thing cannot be put back, the others are all the same."""
-    with torch.no_grad():
-        for leaf, gradient, kept, value in undo:
-            try:
-                leaf.grad = gradient
-                if gradient is not None and kept is not None:
-                    gradient.copy_(kept)
-                if value is not None:
-                    leaf.copy_(value)
-            except Exception as another:
-                note(error, f"after that, something could not be put back: {another!r}")
+    written = [was for was, _ in old if may_fail]
+    written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
+    attempt.keep(written, leaves)
 
 
 def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
     """Whether autograd would make this very gradient the one of a leaf on which nothing hangs."""
     return (
         leaf.grad is None
-        and type(leaf) in (Tensor, nn.Parameter)
+        and type(leaf) in (nn.Parameter, Tensor)
         and type(gradient) is Tensor
         and gradient.layout == torch.strided
         and gradient.dtype == leaf.grad_dtype
         and gradient.stride() == leaf.stride()
-        and _is_of_its_own(gradient)
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
     )
 
 

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
-from scatterpar.replicas.buffers import running
-from scatterpar.replicas.copies import Copies
+from scatterpar.replicas.buffers import Writing, running
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
-from scatterpar.step.commit import commit_buffers
 from scatterpar.step.markers import has_entries, opened
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed
@@ -44,7 +42,7 @@ _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compil
 def compute(
     attempt: Attempt,
     request: Request,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Weights,
     claims: Claims,
@@ -74,7 +72,7 @@ def compute(
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)
                 if request.graphs is not None and request.most is None:
-                    launch = partial(request.graphs.of, parts=parts, generators=attempt.generators)
+                    launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)
         attempt.ledger.settle()
@@ -82,7 +80,7 @@ def compute(
 
 
 def infer(
-    attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
+    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request, buffers_from: str
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 
@@ -102,7 +100,7 @@ def infer(
         buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
         for layer in reduce_moments(parts, len(outputs), ledger):
             buffers += running(layer)
-        commit_buffers(buffers)
+        Writing(buffers)()
     attempt.generators.commit()
     return output
 
@@ -162,14 +160,15 @@ def warm_up(
             while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
                 pass
         try:
-            for number in sorted(new[replica].values()):
-                proceed()
-                with noted(task.share, number), torch_private.many_graphs():
-                    rows = task.arrival.rows_of(number, keep=True)  # the step will ask for them
-                    output = compute_rows(task, rows)
-                    roots = [t for t in nested.tensors(output) if t.requires_grad]
-                    if roots:
-                        pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
+            with attempt.apart(task), torch_private.many_graphs():
+                for number in sorted(new[replica].values()):
+                    proceed()
+                    with noted(task.share, number):
+                        rows = task.arrival.rows_of(number, keep=True)  # the step asks for them
+                        output = compute_rows(task, rows)
+                        roots = [t for t in nested.tensors(output) if t.requires_grad]
+                        if roots:
+                            pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
         finally:
             done[replica].set()
 
@@ -179,7 +178,7 @@ def warm_up(
         attempt.clock.passes.clear()  # this says nothing of the devices' pace
         attempt.generators.rollback()  # what torch draws while it compiles is the process's own
         for part in parts:
-            part.forget_step()
+            part.clear_gradients()
         if tasks[0].stash is not None:
             tasks[0].stash.forget()
     for met in new:

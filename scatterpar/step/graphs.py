@@ -26,7 +26,7 @@ from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import copy_each
-from scatterpar.replicas.replicas import Replica, Replicas, is_state
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
@@ -34,7 +34,7 @@ from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import Generators
+from scatterpar.threads.workers import Attempt
 
 _SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
 _CAPTURES = 32  # of one replica in all: more, and something changes from step to step
@@ -93,18 +93,18 @@ class Graphs:
         self._untold = threading.Lock()
 
     def of(
-        self, task: Task, request: Request, parts: Sequence[Replicas], generators: Generators
+        self, task: Task, request: Request, parts: Sequence[Replicas], attempt: Attempt
     ) -> Graphed:
         """What computes the sub-steps of one replica in one step."""
         number = task.share.replica
         if number not in self._kept:
             self._kept[number] = _Kept(verbs.another_stream(task.share.device))
-        own, replicas = self._kept[number], [part.replicas[number] for part in parts]
-        state, alive = _state_of(task, parts, replicas)
+        own = self._kept[number]
+        state, alive = _state_of(task, parts)
         if own.state != state:
             own.forget()
             own.state, own.alive = state, alive
-        return Graphed(self, own, task, request, replicas, generators)
+        return Graphed(self, own, task, request, attempt)
 
     def refuse(self, own: _Kept, why: str) -> None:
         """From now on a replica captures nothing; it is told once for all of them."""
@@ -123,12 +123,10 @@ class Graphed(Launched):
         own: _Kept,
         task: Task,
         request: Request,
-        replicas: Sequence[Replica],
-        generators: Generators,
+        attempt: Attempt,
     ) -> None:
         super().__init__(task, request)
-        self._graphs, self._own = graphs, own
-        self._replicas, self._generators = replicas, generators
+        self._graphs, self._own, self._attempt = graphs, own, attempt
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
@@ -217,14 +215,11 @@ class Graphed(Launched):
     @contextlib.contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """The body leaves gradients, buffers and random state as they are."""
-        leaves, number = self._task.leaves, self._task.share.replica
+        leaves = self._task.leaves
         came = [leaf.grad for leaf in leaves]
-        states = [t for one in self._replicas for t in one.tensors if is_state(t)]
-        before = [torch.empty_like(t) for t in states]
-        copy_each(before, states)
-        position = self._generators.get_state(number)
         try:
-            yield
+            with self._attempt.apart(self._task):
+                yield
         except Exception as error:
             if is_out_of_memory(error):
                 self._own.forget()  # their memory may be what is missing
@@ -232,11 +227,6 @@ class Graphed(Launched):
         finally:
             for leaf, gradient in zip(leaves, came, strict=True):
                 leaf.grad = gradient
-            with torch.no_grad():
-                for replica in self._replicas:
-                    replica.refresh()
-                copy_each(states, before)
-            self._generators.set_state(number, position)
 
     def _warmed_up(self, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
@@ -250,12 +240,12 @@ class Graphed(Launched):
             if stash is None or stash.gave_beyond(number):
                 raise _Refused("the criterion reaches parameters beside those of the module")
             loss, _ = Launched(task, launched).run(0, 1.0, opened(rows, copy=True))
-            now = self._generators.get_state(number).get(torch.device("cpu"))
+            now = self._attempt.generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
             if stash.gave_beyond(number):
                 stash.forget_beyond(number)
                 raise _Refused("the criterion reaches parameters beside those of the module")
-        if any(not one.is_as_refreshed() for one in self._replicas):
+        if any(not one.is_as_refreshed() for one in task.replicas):
             raise _Refused(
                 f"the forward pass of {name} keeps something on the module that is no "
                 f"buffer written in place"
@@ -270,11 +260,9 @@ class Graphed(Launched):
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), stays)
 
 
-def _state_of(
-    task: Task, parts: Sequence[Replicas], replicas: Sequence[Replica]
-) -> tuple[list[Any], list[Any]]:
+def _state_of(task: Task, parts: Sequence[Replicas]) -> tuple[list[Any], list[Any]]:
     """What the graphs of a replica depend on, and what is named by its id in it."""
-    alive: list[Any] = [task.module, *replicas]
+    alive: list[Any] = [task.module, *task.replicas]
     for cell in getattr(task.criterion, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # it is empty
             alive.append(cell.cell_contents)
@@ -282,7 +270,7 @@ def _state_of(
         task.criterion,
         [part.changes for part in parts],
         [value if isinstance(value, _PLAIN) else id(value) for value in alive],
-        [tensor.data_ptr() for replica in replicas for tensor in replica.tensors],
+        [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
     ], alive

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import finish
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.copies import Copies
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
@@ -38,6 +38,7 @@ class Task:
         arrival: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` where the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
+        replicas: the replica of the model, and the criterion's where it has one here.
         leaves: what backward passes give gradients.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
     """
@@ -47,6 +48,7 @@ class Task:
     arrival: Arrival
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
+    replicas: Sequence[Replica] = ()
     leaves: Sequence[Tensor] = ()
     stash: Stash | None = None
 
@@ -99,7 +101,7 @@ class noted:
 def hand_out(
     request: Request,
     plan: Plan,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
@@ -116,6 +118,7 @@ def hand_out(
                 arrival=arrivals[i],
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
+                replicas=replicas,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
                 stash=stash,
             )
@@ -318,17 +321,18 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
     Those are what to ask about after the next backward pass: what arrives in one shares memory
     with nothing that came before.
     """
-    gradients = [leaf.grad for leaf in leaves]
-    places = [
-        (gradient.data_ptr(), gradient.nbytes, number)
-        for number, gradient in enumerate(gradients)
-        if gradient is not None and gradient.layout == torch.strided
-    ]
-    places.sort()
+    without: list[Tensor] = []
+    places: list[tuple[int, int, int]] = []
+    for number, leaf in enumerate(leaves):
+        gradient = leaf.grad
+        if gradient is None:
+            without.append(leaf)
+        elif gradient.layout == torch.strided:
+            places.append((gradient.data_ptr(), gradient.nbytes, number))
     upto = 0
-    for start, size, number in places:
-        if size and start < upto and (gradient := gradients[number]) is not None:
+    for start, size, number in sorted(places):
+        gradient = leaves[number].grad if size and start < upto else None
+        if gradient is not None:
             leaves[number].grad = gradient.clone()
-        if start + size > upto:
-            upto = start + size
-    return [leaf for gradient, leaf in zip(gradients, leaves, strict=True) if gradient is None]
+        upto = max(upto, start + size)
+    return without

@@ -33,10 +33,8 @@ from torch import Tensor
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Share
-from scatterpar.replicas.buffers import BufferValue, Registry
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
-from scatterpar.step.commit import commit_buffers
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
 from scatterpar.step.markers import Replicated, Rows, all_tensors, has_entries, opened
 from scatterpar.step.nested import join_rows
@@ -241,8 +239,8 @@ def train_whole(
             stash.forget()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
-        second = partial(second_pass, seen=seen, gradients=batch.gradients(), model=parts[0])
-        attempt.run(partial(second, generators=generators, most=request.most), tasks)
+        second = partial(second_pass, seen=seen, gradients=batch.gradients(), attempt=attempt)
+        attempt.run(partial(second, most=request.most), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
             note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
@@ -327,8 +325,7 @@ def second_pass(
     *,
     seen: Sequence[Seen],
     gradients: Sequence[Sequence[Tensor | None]],
-    model: Replicas,
-    generators: Generators,
+    attempt: Attempt,
     most: int | None,
     proceed: Callable[[], None],
 ) -> None:
@@ -348,23 +345,17 @@ def second_pass(
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
-    replica = model.replicas[share.replica]
-    state, buffers = generators.get_state(share.replica), _buffers(replica)
-    moments = dict(replica.seen)
-    model.rewind(share.replica)
     changes: list[list[Tensor]] = []
-    for number in range(last)[: None if most is None else most - 1]:
-        proceed()
-        with noted(task.share, number):
-            generators.set_state(share.replica, own.states[number])
-            output = output_at(task, task.arrival.rows_of(number))
-            changes.append(_differences(output, own.pieces[number]))
-            _pull(nested.tensors(output), _gradients(own.pieces[number]))
-            waiting = unalias(waiting)
-            del output
-    generators.set_state(share.replica, state)
-    commit_buffers(buffers)
-    replica.seen.update(moments)
+    with attempt.apart(task):
+        for number in range(last)[: None if most is None else most - 1]:
+            proceed()
+            with noted(task.share, number):
+                attempt.generators.set_state(share.replica, own.states[number])
+                output = output_at(task, task.arrival.rows_of(number))
+                changes.append(_differences(output, own.pieces[number]))
+                _pull(nested.tensors(output), _gradients(own.pieces[number]))
+                waiting = unalias(waiting)
+                del output
     _require_unchanged(changes, share)
 
 
@@ -383,13 +374,6 @@ def _of_each_span(share: Share) -> list[slice]:
     """Which micro-batches make each span of a share: one slice of all, but for several batches."""
     starts = [n for n, (start, _) in enumerate(share.micro_batches) if start in dict(share.spans)]
     return [slice(*ends) for ends in pairwise([*starts, len(share.micro_batches)])]
-
-
-def _buffers(replica: Replica) -> list[BufferValue]:
-    """Where each buffer of a replica is, registered as it is now, and a copy of its value."""
-    named = [(own, *item) for own in replica.registered for item in own.buffers.items()]
-    copies = {id(b): b.detach().clone() for _, _, b in named if b is not None}
-    return [(Registry(own, own), name, copies.get(id(b))) for own, name, b in named]
 
 
 def _leaf(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# Not signal's functions around these: they look for enum members, and a step asks nine times.
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import contextvars
 import signal
@@ -103,11 +105,11 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _INTERRUPTS}
+            found = {number: _signal.getsignal(number) for number in _INTERRUPTS}
             self._handlers = {number: one for number, one in found.items() if callable(one)}
             self._allowed = True  # one may come between these lines
             for number in self._handlers:
-                signal.signal(number, self._receive)
+                _signal.signal(number, self._receive)
             self._allowed = False
         return self
 
@@ -115,7 +117,7 @@ class Interrupts:
         self._allowed = True
         try:
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                _signal.signal(number, handler)
         finally:
             self.deliver()
 

@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from scatterpar import torch_private
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import copy_each
 from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan
 from scatterpar.threads.context import Context, Interrupts, uncached
@@ -393,28 +392,56 @@ class Attempt:
         self.generators = Generators([share.device for share in plan.shares], earlier)
         self.ledger = Ledger()
         self.clock = Clock()
-        self._kept: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
-            self.undo()
+            self.undo(error)
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Take a copy of what user code may write meanwhile, to be put back by ``undo``."""
-        self._kept = [tensor.detach() for tensor in tensors]
-        self._copies = [torch.empty_like(tensor) for tensor in self._kept]
-        copy_each(self._copies, self._kept)
+    def keep(self, tensors: Iterable[Tensor], leaves: Iterable[Tensor] = ()) -> None:
+        """Keep the values of tensors, and what is ``.grad`` of leaves, to be put back by ``undo``.
 
-    def undo(self) -> None:
-        """Leave no trace; what is copied may be written again."""
-        self.generators.rollback()
-        copy_each(self._kept, self._copies)
+        That is what code of the user's may write before a step is whole.
+        """
+        self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._gradients += [(leaf, leaf.grad) for leaf in leaves]
+
+    def undo(self, error: BaseException | None = None) -> None:
+        """Leave no trace, because of an ``error``; what is copied may be written again.
+
+        Where one thing cannot be put back, the others are all the same.
+        """
+        put_back: list[Callable[[], object]]
+        put_back = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
+        put_back += [partial(tensor.copy_, value) for tensor, value in self._values]
+        with torch.no_grad():
+            for put in [self.generators.rollback, *put_back]:
+                try:
+                    put()
+                except Exception as another:
+                    if error is None:
+                        raise
+                    note(error, f"after that, something could not be put back: {another!r}")
         with contextlib.suppress(Exception):  # the first error is the one to tell
             self.ledger.settle()
+
+    @contextlib.contextmanager
+    def apart(self, task: Any) -> Iterator[None]:
+        """The body finds a task's replicas as the step did, and leaves them as they are now.
+
+        And so their random numbers; gradients that come to them are the body's to keep, or not.
+        """
+        number = task.share.replica
+        position = self.generators.get_state(number)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.generators.set_state, number, position)
+            for replica in task.replicas:
+                stack.enter_context(replica.apart())
+            yield
 
     def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:
         """``function(task, proceed=…)`` for every replica's task, each by its worker.

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -140,9 +139,6 @@ class Verifier:
                 kind.unsure = _OFTEN
                 kind.say(_unchecked(request, error))
             return
-        finally:
-            for part in parts:
-                part.forget_step()
         if not found.off:
             kind.agreed(ranges)
             return
@@ -155,7 +151,7 @@ class Verifier:
 
 
 def difference(
-    attempt: Attempt, copies: Copies, module: nn.Module, request: Request
+    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request
 ) -> float | None:
     """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
     arrivals = scatter(request.batch, attempt.plan, request.dim, attempt.ledger)
@@ -169,8 +165,6 @@ def difference(
     except Exception:  # whatever the user's code makes of rows that it never met
         return None
     finally:
-        for part in copies.parts:
-            part.forget_step()
         attempt.undo()
 
 
@@ -200,8 +194,12 @@ def _rehearsed(
 
     devices = [task.share.device for task in tasks]
     looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
-    found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
-    return found
+    try:
+        found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
+        return found
+    finally:
+        for part in parts:
+            part.clear_gradients()
 
 
 def _described(value: Any, depth: int) -> Hashable:

@@ -196,8 +196,8 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
 
 
 def prints(*tensors):
-    found = Fingerprints(tensors, HOST)
-    return found.read(found.values)
+    found = Fingerprints(dict(enumerate(tensors)), HOST)
+    return list(found.read(found.values).values())
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]

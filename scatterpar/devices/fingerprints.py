@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
 import torch
@@ -36,25 +36,25 @@ _BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked ch
 class Fingerprints:
     """Those of dense tensors in one memory, computed there; the host reads ``values``."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._count = len(tensors)
+    def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
-        words = [_words(_flat(tensor.detach())) for tensor in tensors]
-        longest = max(map(Tensor.numel, words), default=0)
+        words = {i: _words(_flat(tensor.detach())) for i, tensor in tensors.items()}
+        longest = max(map(Tensor.numel, words.values()), default=0)
         factors = _factors(min(_WORDS, longest), device)
         sums = [verbs.empty(0, torch.int64, device)]
-        for numbers in by_dtype(enumerate(words)).values():
+        for numbers in by_dtype(words.items()).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), _WORDS):
                 self._owners += [piece.key for piece in message.pieces]
                 sums.append(_sums(message.of(words), message.sizes, factors))
         self.values = torch.cat(sums)
+        self._keys = list(tensors)
 
-    def read(self, values: Tensor) -> list[Fingerprint]:
+    def read(self, values: Tensor) -> dict[int, Fingerprint]:
         """Each tensor's, from ``values`` on the host."""
-        found: list[list[int]] = [[] for _ in range(self._count)]
+        found: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
         for owner, value in zip(self._owners, values.tolist(), strict=True):
-            found[owner].append(value)
-        return list(map(tuple, found))
+            found[owner] += (value,)
+        return found
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -109,28 +109,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(_as_bytes(one), _as_bytes(other))
 
 
-class Readout:
-    """Tensors that the host wants to know: all that were asked for arrive when one is needed."""
+def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What the host wants to know: dense tensors of all dtypes, in one message from each device.
 
-    def __init__(self) -> None:
-        self._asked: list[Tensor] = []
-        self._arrived: list[Tensor] = []
-
-    def ask(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Ask for dense tensors, which must not be written before; what fetches them."""
-        start = len(self._asked)
-        self._asked += tensors
-        stop = len(self._asked)
-        return lambda: self._read()[start:stop]
-
-    def _read(self) -> list[Tensor]:
-        missing = self._asked[len(self._arrived) :]
-        self._arrived += _on_the_host(missing)
-        return self._arrived
-
-
-def _on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of all dtypes travel as bytes, so that there is one message from each device."""
+    They travel as bytes.
+    """
     arrived = [tensor.detach() for tensor in tensors]
     away: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):

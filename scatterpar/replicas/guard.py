@@ -7,15 +7,15 @@ would have after the whole batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.broadcast import versions
+from scatterpar.replicas.broadcast import Broadcast, versions
 
 _INSTEAD = (
     "write it after the optimizer's step, or keep what forward passes write in a buffer "
@@ -23,21 +23,41 @@ _INSTEAD = (
 )
 
 
-@dataclass
 class Shared:
-    """The parameters of some modules, as their replicas share them."""
+    """The parameters of some modules, as their replicas share them.
 
-    roots: Sequence[nn.Module]  # the user's
-    originals: Sequence[Tensor]  # the user's parameters
-    memories: Mapping[torch.device, Sequence[Tensor]]  # their values, the master's first
-    copies: Sequence[tuple[torch.device, Sequence[Tensor]]]  # each replica's, on the values there
-    proven: set[Hashable] = field(default_factory=set)  # modes in which a pass has written none
-    spoilt: set[int] = field(default_factory=set)  # positions of what is no longer the user's
+    Args:
+        roots: the user's modules.
+        broadcast: their tensors in each memory.
+        copies: each replica's tensors, of which parameters have the values there.
+        proven: modes in which a pass has written none.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        broadcast: Broadcast,
+        copies: Sequence[tuple[torch.device, Sequence[Tensor]]],
+        proven: set[Hashable],
+    ) -> None:
+        self._roots, self._broadcast, self.proven = roots, broadcast, proven
+        at = broadcast.parameters
+        self.memories = {  # the master's first
+            device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
+        }
+        self.originals = self.memories[broadcast.memories[0]]
+        self.copies = [(device, [tensors[i] for i in at]) for device, tensors in copies]
+
+    def distrust(self) -> None:
+        """Somebody wrote: nothing is known of modes, nor of values in any memory."""
+        self.proven.clear()
+        self._broadcast.distrust()
 
     def name_of(self, position: int) -> str:
         """What the user calls the parameter at ``position``."""
         original = self.originals[position]
-        named = (item for root in self.roots for item in root.named_parameters())
+        modules = [root for root in self._roots if isinstance(root, nn.Module)]
+        named = (item for module in modules for item in module.named_parameters())
         names = (repr(name) for name, tensor in named if tensor is original)
         return next(names, f"of shape {tuple(original.shape)}")
 
@@ -89,8 +109,7 @@ class _Guard:
             return None
         written = {i for i, _ in places}
         lost = {i for i, memory in places if memory == self._master}
-        self._shared.proven.clear()
-        self._shared.spoilt |= written
+        self._shared.distrust()
         if self._kept:
             with torch.no_grad():
                 for i in lost:

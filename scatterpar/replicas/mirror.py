@@ -21,6 +21,7 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
@@ -50,10 +51,11 @@ class Survey:
     """Everything that ``roots`` hold: modules, containers and tensors, each once.
 
     Modules are followed through attributes and plain containers too, so that a list of
-    blocks that was never registered is replicated like the rest.
+    blocks that was never registered is replicated like the rest. Tensors are those on ``device``,
+    where it is given.
     """
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[Any], device: torch.device | None = None) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
@@ -61,6 +63,7 @@ class Survey:
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.told: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
+        self._device = device
         self.roots = tuple(roots)
         for root in self.roots:
             self._visit(root)
@@ -95,12 +98,14 @@ class Survey:
             self._visit(value.__self__)
 
     def _visit_tensor(self, tensor: Tensor) -> None:
-        if not is_sparse(tensor):
-            self.tensors.setdefault(id(tensor), tensor)
-        elif id(tensor) not in self.sparse:
-            pieces = pieces_of(tensor)
-            self.sparse[id(tensor)] = (tensor, pieces)
-            self.tensors.update({id(piece): piece for piece in pieces})
+        if is_sparse(tensor):
+            if id(tensor) not in self.sparse:
+                pieces = pieces_of(tensor)
+                self.sparse[id(tensor)] = (tensor, pieces)
+                for piece in pieces:
+                    self._visit_tensor(piece)
+        elif self._device in (None, tensor.device):
+            self.tensors[id(tensor)] = tensor
 
     @property
     def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -415,21 +420,12 @@ def owner_of(function: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-class Bound(nn.Module):
-    """A module that holds a partial, and with it the tensors and modules that it binds."""
+def holder_of(function: Any) -> Any:
+    """What is replicated for the sake of ``function``; ``None`` where nothing is.
 
-    def __init__(self, function: functools.partial[Any]) -> None:
-        super().__init__()
-        self.function = function
-
-
-def holder_of(function: Any) -> nn.Module | None:
-    """The module that is replicated for the sake of ``function``, if there is one.
-
-    The one that it is, or is a method of; or one that holds what a partial binds.
+    The module that it is, or is a method of; or a partial itself, with what it binds.
     """
     if type(function) is not functools.partial:
         return owner_of(function)
-    holder = Bound(function)
-    survey = Survey((holder,))
-    return holder if survey.tensors or len(survey.modules) > 1 else None
+    survey = Survey((function,))
+    return function if survey.tensors or survey.modules else None

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.replicas.buffers import Writing, running
-from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
@@ -43,7 +42,7 @@ _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compil
 def compute(
     attempt: Attempt,
     request: Request,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Weights,
     claims: Claims,
@@ -81,7 +80,7 @@ def compute(
 
 
 def infer(
-    attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
+    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request, buffers_from: str
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 

@@ -111,15 +111,13 @@ def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
     found, remaining = sizes[: numbers - own], iter(sizes[numbers - own :])
     end = 0
 
-    def read(leaf: Any) -> Any:
+    def read(leaf: Tensor) -> Tensor:
         nonlocal end
-        if not isinstance(leaf, Tensor):
-            return leaf
         shape = [next(remaining) for _ in leaf.shape]
         start, end = end, end + math.prod(shape) * leaf.itemsize
         return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
-    return nested.transform(read, like), found
+    return nested.on_tensors(read, like), found
 
 
 def kind_of(value: Any, dim: int) -> str:

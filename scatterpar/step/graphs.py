@@ -138,7 +138,7 @@ class Graphed(Launched):
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, own = self._task, self._own
-        source = opened(task.arrival.at_source(number))
+        source = task.arrival.at_source(number)
         key = _shape_of(source) if weight else None
         graph = own.graphs.get(key)
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before
@@ -197,8 +197,8 @@ class Graphed(Launched):
                 own.forget()  # their memory may be what is missing
             raise
         finally:
-            for leaf, gradient in zip(task.leaves, came, strict=True):
-                leaf.grad = gradient
+            for leaf, earlier in zip(task.leaves, came, strict=True):
+                leaf.grad = earlier
         return graph
 
     def _capture(self, graph: _Graph) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -152,7 +151,7 @@ class Verifier:
 
 
 def difference(
-    attempt: Attempt, copies: Copies, module: nn.Module, request: Request
+    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request
 ) -> float | None:
     """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
     arrivals = scatter(request.batch, attempt.plan, request.dim, attempt.ledger)

@@ -228,35 +228,21 @@ def test_two_models_share_a_layer(devices):
             assert_step(engine, *data(), LOSS)
 
 
-def test_made_in_a_thread_that_ends(devices):
+@pytest.mark.parametrize("used", [False, True])
+def test_made_and_used_in_a_thread_that_ends(devices, used):
     made = []
-    thread = threading.Thread(target=lambda: made.append(ScatterOnceParallel(mlp(), 2, devices(2))))
+
+    def make():
+        made.append(ScatterOnceParallel(mlp(), 2, devices(2)))
+        if used:
+            assert_step(made[0], *data(), LOSS)
+
+    thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     with made[0] as engine:
+        engine.module.zero_grad()
         assert_step(engine, *data(), LOSS)
-
-
-def test_first_used_in_a_thread_that_ends(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        thread = threading.Thread(target=assert_step, args=(engine, *data(), LOSS))
-        thread.start()
-        thread.join()
-        assert_step(engine, *data(), LOSS)
-
-
-def test_outputs_are_freed_when_the_caller_drops_them(devices):
-    """The workers that made them are idle then: they have nothing else to wake them."""
-    gc.collect()
-    gc.disable()
-    try:
-        with ScatterOnceParallel(mlp(), 2, devices(3)) as engine:
-            _, outputs = engine.forward_backward(*data(), LOSS, return_outputs=True)
-            alive = [weakref.ref(output) for output in outputs]
-            del outputs
-            assert in_time(lambda: [reference() for reference in alive] == [None] * 3)
-    finally:
-        gc.enable()
 
 
 def test_the_workers_keep_nothing_of_the_caller_s_context(devices):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import by_dtype, in_memory_order, messages, rounds
+from scatterpar.devices.chunks import as_bytes, by_dtype, in_memory_order, messages, rounds
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
@@ -106,7 +106,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in one memory, not sparse ones, are alike in shape, dtype and bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(_as_bytes(one), _as_bytes(other))
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -120,16 +120,11 @@ def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.device.type != "cpu":
             away[tensor.device].append(i)
     for positions in away.values():
-        parts = [_as_bytes(arrived[i]) for i in positions]
+        parts = [as_bytes(arrived[i]) for i in positions]
         pieces = torch.cat(parts).cpu().split([len(part) for part in parts])
         for i, piece in zip(positions, pieces, strict=True):
             arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
     return arrived
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class LinkCheck:

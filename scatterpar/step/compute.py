@@ -21,7 +21,7 @@ from scatterpar.replicas.buffers import Writing, running
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
-from scatterpar.step.markers import has_entries, opened
+from scatterpar.step.markers import has_entries
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
@@ -187,11 +187,10 @@ def warm_up(
 
 def _outline(rows: Any) -> Hashable:
     """What two micro-batches have alike that the same compiled code takes."""
-    leaves = nested.leaves(opened(rows))
     plain = bool, int, float, str
     return tuple(
         (leaf.shape, leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
         else (leaf if isinstance(leaf, plain) else None, type(leaf))
-        for leaf in leaves
+        for leaf in nested.leaves(rows)
     )

@@ -299,16 +299,12 @@ def _require_trainable(module: Any) -> None:
 
 def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph, or what the function ``keep`` makes of it."""
-    output = nested.transform(_detached, output)
+    output = nested.on_tensors(lambda tensor: tensor.detach(), output)
     if not callable(keep):
         nested.refuse_generators(output)
         return output
     with torch.no_grad():
-        return nested.transform(_detached, keep(output))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        return nested.on_tensors(lambda tensor: tensor.detach(), keep(output))
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:

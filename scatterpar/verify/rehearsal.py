@@ -169,17 +169,19 @@ class Rehearsal:
 
         def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
             targets = self._bring(self._request.targets, some)
-            targets = nested.transform(_wider, targets) if wide else targets
+            targets = nested.on_tensors(_wider, targets) if wide else targets
             return loss_of(outputs.of(some, wide), targets, self._task.criterion)
 
         compared = partial(self._compared, leaves=leaves, parts=parts, halved=outputs.halved)
-        try:
-            is_wide = outputs.halved and self._request.count is None  # which rounds, too
-            found = compared(partial(loss, wide=is_wide))
-        except Exception as error:  # a criterion that is in half precision
-            if isinstance(error, Unsure) or not is_wide:
+        found = None
+        if outputs.halved and self._request.count is None:  # which rounds, too
+            try:
+                found = compared(partial(loss, wide=True))
+            except Unsure:
                 raise
-            found = compared(loss)
+            except Exception:  # a criterion that is in half precision
+                found = None
+        found = found or compared(loss)
         if not found.off and outputs.are_tied:
             raise ValueError("outputs without rows may be losses of their own")
         return found
@@ -434,9 +436,9 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
     return found
 
 
-def _wider(leaf: Any) -> Any:
+def _wider(tensor: Tensor) -> Tensor:
     """In single precision, where it is half: what wrong weights do is not lost in rounding."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _nudged(tensor: Tensor, by: float) -> Tensor:

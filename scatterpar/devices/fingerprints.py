@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import by_dtype, in_memory_order, messages, rounds
+from scatterpar.devices.chunks import as_bytes, by_dtype, in_memory_order, messages, rounds
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
@@ -106,7 +106,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in one memory, not sparse ones, are alike in shape, dtype and bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(_as_bytes(one), _as_bytes(other))
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -120,51 +120,37 @@ def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.device.type != "cpu":
             away[tensor.device].append(i)
     for positions in away.values():
-        parts = [_as_bytes(arrived[i]) for i in positions]
+        parts = [as_bytes(arrived[i]) for i in positions]
         pieces = torch.cat(parts).cpu().split([len(part) for part in parts])
         for i, piece in zip(positions, pieces, strict=True):
             arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
     return arrived
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-class LinkCheck:
-    """Looks once, when it is first called, whether copies between these devices arrive as sent.
+@functools.cache
+def check_links(device_ids: tuple[torch.device, ...]) -> None:
+    """Look once whether copies between these devices arrive as sent.
 
     Copies between two cards go past the host, by peer access, and on some machines they bring
     other bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access
     control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
+
+    Known bytes are sent each way that the engine's copies go, and counted nowhere. Where they
+    changed, copies from that device to that other one go through the host's memory from now on, and
+    a warning says so.
+
+    Raises:
+        RuntimeError: bytes change on the way through the host's memory too.
     """
-
-    def __init__(self, device_ids: Sequence[torch.device]) -> None:
-        self._device_ids = device_ids
-        self._done = False
-
-    def __call__(self) -> None:
-        """Send known bytes each way that the engine's copies go, and compare; counted nowhere.
-
-        Where bytes changed, copies from that device to that other one go through the host's memory
-        from now on, and a warning says so.
-
-        Raises:
-            RuntimeError: bytes change on the way through the host's memory too.
-        """
-        if self._done:
-            return
-        memories = list(dict.fromkeys(self._device_ids))
-        ways = [(memories[0], other) for other in memories[1:]]
-        for places in (memories, self._device_ids):  # the trees of parameters, and of gradients
-            ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
-        with torch.inference_mode(False), torch.no_grad():
-            for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
-                _find_detour(one, other)
-                _find_detour(other, one)
-        self._done = True
+    memories = list(dict.fromkeys(device_ids))
+    ways = [(memories[0], other) for other in memories[1:]]
+    for places in (memories, device_ids):  # the trees of parameters, and of gradients
+        ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
+    with torch.inference_mode(False), torch.no_grad():
+        for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
+            _find_detour(one, other)
+            _find_detour(other, one)
 
 
 def _find_detour(source: torch.device, target: torch.device) -> None:

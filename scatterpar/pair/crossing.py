@@ -20,7 +20,7 @@ from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
 from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
-from scatterpar.replicas.guard import Shared, read_only
+from scatterpar.replicas.guard import Shared
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
@@ -104,7 +104,7 @@ def replicate(
             _take_class(original, copy[i])
 
     shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)), proven)
-    guard = read_only(shared, tuple(part.training for part in survey.modules.values()))
+    guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import Message, in_memory_order, packed, room_like, rounds
+from scatterpar.devices.chunks import (
+    Message,
+    has_places,
+    in_memory_order,
+    packed,
+    room_like,
+    rounds,
+)
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.ledger import Ledger
 
@@ -183,9 +190,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether it is no parameter, and each of its elements has a place that can be written."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    has_places = all(stride or size == 1 for size, stride in sizes)
-    return has_places and tensor.numel() > 0 and not tensor.is_neg()
+    return has_places(tensor) and tensor.numel() > 0 and not tensor.is_neg()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -30,14 +31,13 @@ from scatterpar.replicas.buffers import (
     values_after,
 )
 from scatterpar.replicas.compiled import Compiler, How
-from scatterpar.replicas.guard import Shared, read_only
-from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state, slots
-from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents, holder_of
+from scatterpar.replicas.guard import Shared
+from scatterpar.replicas.kinds import check_placement
+from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, holder_of
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_DTYPE = attrgetter("dtype")
 
 
 class Replicas:
@@ -127,7 +127,10 @@ class Replicas:
             return self.contains(owner)
         survey = Survey((owner,))
         tensors = set(map(id, self.tensors))
-        return tensors >= survey.tensors.keys() and self._modules.keys() >= survey.modules.keys()
+        return (
+            tensors >= survey.tensors.keys()
+            and self._survey.modules.keys() >= survey.modules.keys()
+        )
 
     def lend(self) -> Lent:
         """Parameters that may be written in any memory; then they are taken in, or distrusted."""
@@ -145,7 +148,7 @@ class Replicas:
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
-        return id(module) in self._modules
+        return id(module) in self._survey.modules
 
     @property
     def flags(self) -> tuple[Any, ...]:
@@ -186,7 +189,7 @@ class Replicas:
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._facts() != self._built_of or not self._broadcast.fits():
+        if self._state is None or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
             turned = self._state.turned()
@@ -222,8 +225,7 @@ class Replicas:
         survey = Survey(self.roots, verbs.physical(self.device_ids[0]))
         modules = list(survey.modules.values())
         self.tensors = list(survey.tensors.values())
-        self._modules = survey.modules
-        self._scripts = list(filter(is_script, modules))
+        self._survey = survey
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
         if not self._broadcast.is_of(self.tensors, self.device_ids):
@@ -232,23 +234,21 @@ class Replicas:
         self.replicas = [
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
-        self._slotted = [module for module in self._modules.values() if slots(module)]
-        self._sparse = [tensor for tensor, _ in survey.sparse.values()]
-        self._sparse += [tensor for replica in self.replicas for tensor in replica.sparse]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
         self.shared = Shared(self.roots, self._broadcast, copies, set())
         self._train()
-        self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
-        self._built_of = self._facts()
+        sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
+        containers = [*survey.containers, *(own for _, own in survey.attributes)]
+        self._state = Snapshot(containers, partial(survey.facts, sparse))
         self._plan_writing()
 
     def _plan_writing(self) -> None:
         """Of buffers that are the same tensors before and after a step."""
         first = self.replicas[0]
-        registered = [] if self._scripts else [*self.registered, *first.registered]
+        registered = [] if self._survey.scripts else [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
         writing = Writing((place, name, value) for _, place, name, value in self.buffers_after())
-        self._writing = None if self._scripts or writing.anew else writing
+        self._writing = None if self._survey.scripts or writing.anew else writing
 
     def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
         """What the master's buffers are after a step of replica 0's; see ``values_after``.
@@ -264,22 +264,6 @@ class Replicas:
         stay = self._registered.unchanged() and self.replicas[0].states_are_home()
         return self._writing if stay else None
 
-    def _facts(self) -> list[Any]:
-        """What no snapshot of containers sees, and copies depend on."""
-        facts = [
-            *map(type, self.tensors),
-            *map(_DTYPE, self.tensors),
-            *map(type, self._modules.values()),
-        ]
-        for tensor in self._sparse:
-            facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
-        # What cells and slots held is kept: no id comes again.
-        facts += [id(contents(cell)) for cell, _ in self.replicas[0].cells]
-        facts += [id(value) for module in self._slotted for _, value in slots(module)]
-        for script in self._scripts:
-            facts += script_state(script)
-        return facts
-
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
         try:
@@ -293,12 +277,12 @@ class Replicas:
 
 @contextlib.contextmanager
 def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Refuse forward passes in the body that write parameters (``read_only``), or make some."""
+    """Refuse forward passes in the body that write parameters or make some."""
     with contextlib.ExitStack() as stack:
         unproven = [part for part in parts if part.flags not in part.shared.proven]
         for part in parts:
             if part.shared.originals:
-                stack.enter_context(read_only(part.shared, part.flags))
+                stack.enter_context(part.shared.read_only(part.flags))
         yield
         for part in unproven:
             part.refuse_made()
@@ -341,15 +325,16 @@ class Replica(Mirror):
         own = room_like([originals[i] for i in private], device, is_plain)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
-        for i, view in zip(private, own, strict=True):
-            self._homes[i] = view
+        for i, room in zip(private, own, strict=True):
+            self._homes[i] = room
         # ``.data``: an alias that counts its own versions, so that writes can be told apart.
-        self.tensors = [home.data for home in self._homes]
-        for i, original in enumerate(originals):
-            if isinstance(original, nn.Parameter):
-                self.tensors[i] = parameter_like(original, self.tensors[i])
-        self._states = [self.tensors[i] for i in private], own
-        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
+        self.tensors = [
+            home.data if is_state(original) else parameter_like(original, home.data)
+            for original, home in zip(originals, self._homes, strict=True)
+        ]
+        states = [self.tensors[i] for i in private]
+        self._states = states, own
+        self._copied = grouped(states, [sources[i] for i in private])
         super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
         self.roots = tuple(map(self.of, survey.roots))
         self.registered = [registered_by(self.of(module)) for module in survey.modules.values()]

@@ -184,10 +184,10 @@ class Stash:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
-        operator. Where operators compute before they return, and where there is no such lock, all
-        go at once.
+        operator. Where operators compute before they return, where there is no such lock, and
+        where there is one replica, all go at once.
         """
-        if _HAS_LOCK and launches(device):
+        if _HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
             return self._launching.taken()
         return contextlib.nullcontext()
 

@@ -23,6 +23,8 @@ def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) is dict:  # as the entries of many rows are
+        return {key: transform(function, item) for key, item in value.items()}
     children, make = _parts(value, value)
     if make is None:
         return function(value)

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.verify.untouched import untouched
+from scatterpar.torch_private import uncompiled
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu:0", "cpu:1"]]
 WAYS = ["option", "torch.compile", "method", "a block"]
@@ -388,7 +388,7 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
     entered = [threading.Event() for _ in range(4)]
 
     def first():
-        with untouched([], []):
+        with uncompiled():
             entered[0].set()
             assert entered[1].wait(60)
             function(rows)
@@ -396,7 +396,7 @@ def test_looks_that_overlap_leave_what_is_compiled_compiled(graphs):
 
     def second():
         assert entered[0].wait(60)
-        with untouched([], []):
+        with uncompiled():
             entered[1].set()
             assert entered[2].wait(60)
             assert entered[3].wait(60)

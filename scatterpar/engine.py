@@ -318,7 +318,7 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         self._check_links()
-        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
+        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else None
         try:
             with Attempt(self._workers, plan, earlier) as attempt:
                 yield attempt

@@ -386,7 +386,7 @@ class Attempt:
     be entered again. ``earlier`` replicas of other processes are numbered before these.
     """
 
-    def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
+    def __init__(self, workers: Workers, plan: Plan, earlier: int | None = None) -> None:
         self.workers = workers
         self.plan = plan
         self.generators = Generators([share.device for share in plan.shares], earlier)

@@ -59,12 +59,12 @@ def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
     """Whether autograd would make this very gradient the one of a leaf on which nothing hangs."""
     return (
         leaf.grad is None
-        and type(leaf) in (Tensor, nn.Parameter)
+        and type(leaf) in (nn.Parameter, Tensor)
         and type(gradient) is Tensor
         and gradient.layout == torch.strided
         and gradient.dtype == leaf.grad_dtype
         and gradient.stride() == leaf.stride()
-        and _is_of_its_own(gradient)
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
     )
 
 

@@ -98,8 +98,8 @@ def reduce_gradients(
         kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
         own += [(part.tensors[i], found.get(i)) for i in part.leaves]
     for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
-        _, other = total.get(id(leaf), (leaf, None))
-        total[id(leaf)] = leaf, _both(other, gradient)
+        key = id(leaf)
+        total[key] = leaf, _both(total[key][1], gradient) if key in total else gradient
     return _pass_on(kept, list(total.values()))
 
 

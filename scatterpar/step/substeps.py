@@ -322,17 +322,18 @@ def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
     Those are what to ask about after the next backward pass: what arrives in one shares memory
     with nothing that came before.
     """
-    gradients = [leaf.grad for leaf in leaves]
-    places = [
-        (gradient.data_ptr(), gradient.nbytes, number)
-        for number, gradient in enumerate(gradients)
-        if gradient is not None and gradient.layout == torch.strided
-    ]
-    places.sort()
+    without: list[Tensor] = []
+    places: list[tuple[int, int, int]] = []
+    for number, leaf in enumerate(leaves):
+        gradient = leaf.grad
+        if gradient is None:
+            without.append(leaf)
+        elif gradient.layout == torch.strided:
+            places.append((gradient.data_ptr(), gradient.nbytes, number))
     upto = 0
-    for start, size, number in places:
-        if size and start < upto and (gradient := gradients[number]) is not None:
+    for start, size, number in sorted(places):
+        gradient = leaves[number].grad if size and start < upto else None
+        if gradient is not None:
             leaves[number].grad = gradient.clone()
-        if start + size > upto:
-            upto = start + size
-    return [leaf for gradient, leaf in zip(gradients, leaves, strict=True) if gradient is None]
+        upto = max(upto, start + size)
+    return without

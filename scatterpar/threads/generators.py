@@ -224,6 +224,8 @@ class Generators:
 
         The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
         """
+        if all(one.is_in for one in self._generators.values()):
+            return  # what was drawn was drawn from them
         after = {device: state for device, state in self._before.items() if device != _CPU}
         for source in {_CPU, self._devices[0]}:
             first = self._generators.get((0, source))

@@ -154,6 +154,7 @@ class Stash:
     ) -> None:
         self._claims, self._parts, self._named = claims, parts, named
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._trained: set[int] = set()
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
@@ -163,6 +164,7 @@ class Stash:
     def __enter__(self) -> Self:
         try:
             trained = [leaf for part in self._parts for leaf in part.trained_tensors]
+            self._trained = set(map(id, trained))
             self._take([*trained, *(self._named or ())])
         except BaseException:
             self.__exit__()
@@ -238,9 +240,8 @@ class Stash:
                 is_dense = total.layout == torch.strided
                 leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
         self._sums.clear()
-        trained = {id(leaf) for part in self._parts for leaf in part.trained_tensors}
-        leaves = [leaf for leaf, _ in self._kept.values()]
-        return [(t, t.grad) for t in leaves if t.grad is not None or id(t) not in trained]
+        kept = self._kept.items()
+        return [(t, t.grad) for i, (t, _) in kept if t.grad is not None or i not in self._trained]
 
     def forget(self) -> None:
         """Let go of the gradients that came so far."""

@@ -43,7 +43,7 @@ _TOLERANCES = {
     torch.bfloat16: 3e-2,
 }
 _HALF = torch.float16, torch.bfloat16
-_ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
+_NOISE = 4  # what differs by so many times what rounding errors do is no rounding
 _CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
@@ -108,7 +108,7 @@ class Rehearsal:
                 if choose is None:
                     self._output([0])
                     return Finding()
-                return self._confirmed(*choose(most))
+                return self._confirmed(choose(most))
             except Unsure as error:
                 if choose is None or not 0 < error.rows < most:
                     raise
@@ -117,27 +117,40 @@ class Rehearsal:
                 self._put_back()
         return self.run(choose, most)
 
-    def _confirmed(self, first: Parts, second: Parts) -> Finding:
-        by = self._by_outputs
+    def _confirmed(self, choices: Sequence[Parts]) -> Finding:
+        """What is off is off for both choices; what is right, or cannot be told, is for one."""
+        off, doubt = None, Unsure("there are no rows")
+        for parts in choices:
+            try:
+                found = self._found(parts)
+            except Unsure as error:
+                if error.lasting:
+                    raise
+                doubt = error
+                continue
+            if not found.off:
+                if off:
+                    raise Unsure("other rows say something else")
+                return found
+            off = off or found
+        if off is None:
+            raise doubt
+        return off
+
+    def _found(self, parts: Parts) -> Finding:
         try:
-            found = _verdict(by, first)
+            found = self._by_outputs(parts)
         except _NeedsParameters:
-            by = self._by_parameters
             if sum(map(torch.numel, self._module.parameters())) > _CHEAP:
-                _require_at_most(max(3, self._micro), first)  # each takes a whole backward pass
-            found = _verdict(by, first)
-        if isinstance(found, Unsure):
-            found, first, second = by(second), second, first
-        if found.off and by == self._by_outputs:
+                _require_at_most(max(3, self._micro), parts)  # each takes a whole backward pass
+            return self._by_parameters(parts)
+        if found.off:
             # What a module merely passes on, such as a mask beside the logits, has a gradient that
             # no parameter ever gets. They overrule where they could have seen the difference.
             with contextlib.suppress(Unsure):
-                its = self._by_parameters(found.parts)
+                its = self._by_parameters(parts)
                 if not its.off and its.tolerance < found.off / 4:
                     return its
-        other = _verdict(by, second) if found.off else found
-        if isinstance(other, Finding) and bool(other.off) != bool(found.off):
-            raise Unsure("other rows say something else")
         return found
 
     def _by_outputs(self, parts: Parts) -> Finding:
@@ -163,11 +176,11 @@ class Rehearsal:
             targets = nested.transform(_wider, targets) if wide else targets
             return self._loss(outputs.of(some, wide), targets)
 
-        found, coarse = None, torch.finfo(torch.bfloat16).eps / 2 if outputs.halved else 0.0
-        if outputs.halved and self._request.count is None:  # which rounds, too
+        found, halved = None, outputs.halved
+        if halved and self._request.count is None:  # which rounds, too
             with contextlib.suppress(_NeedsParameters):  # a criterion that is in half precision
-                found = self._compared(partial(loss, wide=True), leaves, parts, coarse=coarse)
-        found = found or self._compared(loss, leaves, parts, coarse=coarse)
+                found = self._compared(partial(loss, wide=True), leaves, parts, halved=halved)
+        found = found or self._compared(loss, leaves, parts, halved=halved)
         if not found.off and outputs.are_tied:
             raise _NeedsParameters("outputs without rows may be losses of their own")
         return found
@@ -194,34 +207,33 @@ class Rehearsal:
         parts: Parts,
         *,
         by_module: bool = False,
-        coarse: float = 0.0,
+        halved: bool = False,
     ) -> Finding:
         """Compare gradients of all rows with those of the parts, times their factors.
 
-        Leaves may be off by ``coarse``, if that is more than rounding in their own dtype.
+        ``halved``: what the leaves hold was rounded to half precision before.
         """
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
         dtypes: set[torch.dtype] = set()
-        certain, draws_same = True, False
+        numbers = _SameNumbers()  # type: ignore[no-untyped-call]
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         calls: set[int] = set()
+        self._user.drawn = False
 
         def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
-            nonlocal certain
-            draws = _SameNumbers() if draws_same else None  # type: ignore[no-untyped-call]
-            with draws or contextlib.nullcontext():
+            numbers.calls = 0
+            with mode:
                 value = loss(rows)
                 found = _gradients(value, leaves, dtypes)
-            calls.add(draws.calls if draws else 0)
-            drawn = self._put_back()
-            certain = certain and not drawn
+            calls.add(numbers.calls)
+            self._put_back()
             return float(value.detach()), found
 
         first = evaluate(few)
         if self._user.drawn:
-            draws_same = True
-            calls.clear()
+            mode, calls = numbers, set()
             first = evaluate(few)
         total, joined = evaluate(rows)
         values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
@@ -232,26 +244,19 @@ class Rehearsal:
         if not any(each.any() for own in (joined, *apart) for each in own):
             raise Unsure("all gradients are zero")
         floor = 1e-2 if by_module else 1e-6
+        if by_module and torch.float32 in dtypes:
+            dtypes.add(torch.float16)  # whose digits cards' TF32 has
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
         off, _ = relative_difference(_combined(used, apart), joined, floor)
         if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
-            _, again = evaluate(few)
-            if relative_difference(again, first[1], floor)[0] > tolerance:
-                raise Unsure("it gives another result each time", lasting=True)
+            went_through = dtypes | ({torch.bfloat16} if halved else set())
+            coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
             for leaf in leaves:  # this replica's alone, until all is put back
-                leaf.data = _nudged(leaf.data, coarse)
+                leaf.data = _nudged(leaf.data, coarsest / 2)
             noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
-            if off <= 2 * noise:  # as where a student begins as its teacher
-                raise Unsure("its gradient is nothing but rounding")
-            if by_module and off < 1:
-                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
-                # is how kernels round that go by the number of rows.
-                _, twice = evaluate([*few, *few])
-                noise, _ = min(
-                    relative_difference(twice, _combined([n], [again]), floor) for n in (1, 2)
-                )
-                tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
-        found = Finding(off, parts, factors, certain=certain, tolerance=tolerance)
+            if off <= _NOISE * noise:  # as where a student begins as its teacher
+                raise Unsure("its gradient is another one each time, or nothing but rounding")
+        found = Finding(off, parts, factors, certain=not self._user.drawn, tolerance=tolerance)
         if off > tolerance:
             weights = None
             if math.isfinite(off) and len(counted) == len(parts):
@@ -300,21 +305,12 @@ class Rehearsal:
         with _users_code():
             return opened(few, copy=True)
 
-    def _put_back(self) -> bool:
-        """Make everything what it was; whether random numbers were drawn."""
+    def _put_back(self) -> None:
+        """Make everything what it was."""
         for replica in self._task.replicas:
             replica.rewind()
         torch.clear_autocast_cache()  # which may have met parameters without a graph
-        return self._user.put_back()
-
-
-def _verdict(by: Callable[[Parts], Finding], parts: Parts) -> Finding | Unsure:
-    try:
-        return by(parts)
-    except Unsure as error:
-        if error.lasting:
-            raise
-        return error
+        self._user.put_back()
 
 
 def _require_at_most(rows: int, parts: Parts) -> None:
@@ -462,10 +458,10 @@ def _wider(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
 
 
-def _nudged(tensor: Tensor, coarse: float) -> Tensor:
-    """Every number moved by a rounding error or a few, each by others."""
+def _nudged(tensor: Tensor, by: float) -> Tensor:
+    """Every number moved by a rounding error, each by another one."""
     errors = torch.arange(tensor.numel(), device=tensor.device).cos().view(tensor.shape)
-    return tensor * (1 + max(coarse, 4 * torch.finfo(tensor.dtype).eps) * errors.to(tensor.dtype))
+    return tensor * (1 + by * errors.to(tensor.dtype))
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -31,7 +31,7 @@ class untouched:
 
     That is what ``roots`` lead to, modules and functions: what they close over or name of their
     file, objects, containers, modules; and what is drawn from. ``drawn`` says whether a generator
-    of torch's had moved. Parameters are put back if it is asked for; that takes a copy of them.
+    has moved so far. Parameters are put back if it is asked for; that takes a copy of them.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class untouched:
         finally:
             self.put_back()
 
-    def put_back(self) -> bool:
-        """Make everything what it was; whether random numbers had been drawn."""
+    def put_back(self) -> None:
+        """Make everything what it was."""
         for tensor, value in self._kept:
             if not _same_bits(tensor.detach(), value):
                 with torch.no_grad():
@@ -72,8 +72,7 @@ class untouched:
         moved = [(put, state) for put, get, state in self._states if not _same(get(), state)]
         for put, state in moved:
             put(state)
-        self.drawn = any(isinstance(state, Tensor) for _, state in moved)
-        return bool(moved)
+        self.drawn = self.drawn or bool(moved)
 
 
 class _Reach(Survey):

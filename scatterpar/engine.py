@@ -57,7 +57,7 @@ from scatterpar.threads.context import Interrupts
 from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
-from scatterpar.verify.verifier import Verifier, difference
+from scatterpar.verify.verifier import Verifier
 
 
 class ScatterOnceParallel(Wrapper):
@@ -425,20 +425,6 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
-
-    def _rehearse(
-        self, inputs: Any, *, reduction: str | None = None, count: Count | None = None
-    ) -> float | None:
-        """How far a handful of rows are from combining so: ``verify``'s look alone, of a user's.
-
-        The largest relative difference of a gradient, zero where that is only rounding; ``None``
-        where it could not be told. Leaves no trace.
-        """
-        request = self._request(inputs, reduction=reduction, count=count)
-        with self._step():
-            request = request.checked(self.device_ids[0])
-            with self._attempt(self.plan(request.sizes)) as attempt:
-                return difference(attempt, self._copies, self.module, request)
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -31,7 +31,6 @@ from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
 from scatterpar.plan import Pace, Plan, make_plan
 from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.replicas.wrapper import Wrapper
@@ -198,7 +197,7 @@ class ScatterOnceParallel(Wrapper):
         pools = self.buffers_from == "batch"
         wide, how = self.accumulate_dtype, self._compile_how
         self._workers = Workers(len(self.device_ids), "this engine")
-        self._copies = Copies(self.device_ids, wide, how, pools)
+        self._copies = Replicas(self.device_ids, wide, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
         self._check_links = LinkCheck(self.device_ids)
@@ -315,7 +314,7 @@ class ScatterOnceParallel(Wrapper):
                 self._workers.abandoned = False
                 self._copies.leave_behind()
             else:
-                self._copies.clear_gradients()
+                self._copies.let_go()
 
     def plan(self, rows: int | Sequence[int]) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -427,7 +426,7 @@ class ScatterOnceParallel(Wrapper):
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
         with self.lending() as copies:
-            return tuple(copies.modules)
+            return tuple(replica.roots[0] for replica in copies.replicas)
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[Replicas]:
@@ -437,11 +436,10 @@ class ScatterOnceParallel(Wrapper):
         """
         with self._workers.exclusive():
             self._copies.refresh(self.module, None, Ledger())
-            (copies,) = self._copies.parts
             try:
-                yield copies
+                yield self._copies
             except BaseException:
-                copies.distrust()
+                self._copies.shared.distrust()
                 raise
 
     def close(self) -> None:

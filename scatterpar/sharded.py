@@ -186,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         home, other = self._memories[:2]
         own = [p for p in moving if self._owners[p] == home]
         values = [lent[p][other] if p in lent else p.detach().clone() for p in own]
-        state = nested.transform(_clone, dict(self.state))
+        state = nested.on_tensors(lambda tensor: tensor.clone(), dict(self.state))
         try:
             yield
         except BaseException as error:
@@ -257,12 +257,10 @@ class ShardedOptimizer(Optimizer):
     def _moved(self, state: Any, device: torch.device) -> Any:
         """A copy of tensors in that memory; numbers stay where they are."""
 
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return self._ledger.copy(leaf, device, "reduce") if leaf.ndim else leaf.clone()
+        def one(tensor: Tensor) -> Tensor:
+            return self._ledger.copy(tensor, device, "reduce") if tensor.ndim else tensor.clone()
 
-        return nested.transform(one, state)
+        return nested.on_tensors(one, state)
 
 
 def _checked(made: Any, optimizer_class: Any) -> Optimizer:
@@ -285,7 +283,3 @@ def _stand_in(p: Tensor, values: Tensor) -> Tensor:
     own.grad_dtype = p.grad_dtype
     vars(own).update(vars(p))
     return own
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

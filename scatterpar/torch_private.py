@@ -69,11 +69,6 @@ for _name, _why in {
 
 # --- an optimizer within another: its hooks are the other's, and run once ----------------------
 
-_HOOKS_OF_LOADING = (
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
 
 def step_without_hooks(optimizer: Optimizer) -> None:
     """One step; hooks on steps, those of all optimizers too, and the profiler do not see it."""
@@ -83,7 +78,9 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     """What runs before and after ``load_state_dict``."""
-    return [list(getattr(optimizer, name).values()) for name in _HOOKS_OF_LOADING]
+    own = vars(optimizer)
+    hooks = [own[f"_optimizer_load_state_dict_{when}_hooks"] for when in ("pre", "post")]
+    return [list(each.values()) for each in hooks]
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------
@@ -306,8 +303,6 @@ def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
 # would do the same at some microseconds for every operator; this one costs nothing for those
 # that draw nothing.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
-
-default_generator: torch.Generator = torch._C.default_generator
 
 _Route = Callable[[Any, int], Callable[..., Any]]
 

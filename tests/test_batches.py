@@ -341,17 +341,6 @@ def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
     assert graphs == [(False, False)] * 4
 
 
-def test_what_it_raises_arrives_and_nothing_has_changed(devices):
-    def keep(output):
-        raise KeyError("mine")
-
-    with ScatterOnceParallel(build(mlp), 2, devices(2)) as engine:
-        with pytest.raises(KeyError, match="mine") as caught:
-            engine.forward_backward(ROWS, LABELS, LOSS, return_outputs=keep)
-        assert "replica 0" in caught.value.__notes__[0]
-        assert all(p.grad is None for p in engine.parameters())
-
-
 REFUSED = {
     "images in a list": (
         [randn(3, 8, 8)] * 4,

@@ -43,34 +43,11 @@ def test_training_is_that_of_one_device(devices, replicas, accum, rows, optimize
                 assert_close(mine.detach(), its.detach(), f"{name} after step {step}")
 
 
-def test_several_calls_add_up_like_backward(devices):
-    model = mlp()
-    criterion = nn.CrossEntropyLoss()
-    batches = [(randn(n, FEATURES, seed=n), randint(CLASSES, n, seed=n)) for n in (7, 10, 2)]
-    expected = [whole_batch(model, *batch, criterion)[1] for batch in batches]
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        for batch in batches:
-            engine.forward_backward(*batch, criterion)
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, sum(gradients[name] for gradients in expected), name)
-
-
 def test_a_batch_may_change_its_size_from_step_to_step(devices):
     with ScatterOnceParallel(mlp(), 3, devices(4)) as engine:
         for rows in (64, 1, 9, 37, 2, 64):
             inputs, targets = randn(rows, FEATURES, seed=rows), randint(CLASSES, rows, seed=rows)
             assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
-
-
-def test_the_loss_is_detached_and_0_dim(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        loss = engine.forward_backward(
-            randn(5, FEATURES), randint(CLASSES, 5), nn.CrossEntropyLoss()
-        )
-    assert loss.shape == ()
-    assert not loss.requires_grad
-    assert loss.dtype == torch.float64
-    assert engine.last_step.loss == loss.item()
 
 
 def test_grad_tensors_are_kept_and_added_to_in_place(devices):
@@ -87,18 +64,6 @@ def test_grad_tensors_are_kept_and_added_to_in_place(devices):
     for name, parameter in model.named_parameters():
         assert parameter.grad is held[name]
         assert_close(parameter.grad, expected[name] + 1, name)
-
-
-def test_set_to_none_and_zeroed_gradients_are_both_served(devices):
-    model = mlp()
-    batch = randn(6, FEATURES), randint(CLASSES, 6)
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        for set_to_none in (True, False, True):
-            _, expected = whole_batch(model, *batch, nn.CrossEntropyLoss())
-            model.zero_grad(set_to_none=set_to_none)
-            engine.forward_backward(*batch, nn.CrossEntropyLoss())
-            for name, parameter in model.named_parameters():
-                assert_close(parameter.grad, expected[name], name)
 
 
 def test_a_gradient_handed_out_is_not_written_by_the_next_step(devices):

@@ -134,3 +134,27 @@ def test_outputs_hold_no_graph_and_no_replica_memory_is_reused(devices):
     for output, before in zip(outputs, kept, strict=True):
         assert output.grad_fn is None
         assert torch.equal(output, before)
+
+
+class FailsOn(nn.Linear):
+    """Raises its error for a micro-batch that holds this row."""
+
+    row, error = None, None
+
+    def forward(self, inputs):
+        if self.row is not None and (inputs == self.row).all(1).any():
+            raise self.error
+        return super().forward(inputs)
+
+
+def test_errors_arrive_as_they_are(devices):
+    model = build(lambda: FailsOn(FEATURES, CLASSES)).eval()
+    model.row, model.error = INPUTS[10], KeyError("mine")
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        with pytest.raises(KeyError) as caught:
+            engine(INPUTS)
+        assert caught.value is model.error
+        (note,) = caught.value.__notes__
+        assert note == f"in replica 2 on {devices(3)[2]}, sub-step 1 of 2, counted from 0"
+        model.row = None
+        assert_close(engine(INPUTS), model(INPUTS).detach(), "output")

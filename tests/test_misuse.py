@@ -14,6 +14,7 @@ from faults.forked import run_forked
 from faults.state import capture, differences
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_step, randint, randn
+from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
@@ -76,53 +77,51 @@ def step(engine, criterion=nn.functional.cross_entropy, **options):
     return engine.forward_backward(*data(), criterion, **options)
 
 
-def refuses(engine, **options):
-    """The step fails with our words, changes nothing, and the next one works."""
+def calls(again):
+    """A criterion that makes the engine start anew."""
+
+    def criterion(output, targets):
+        again()
+        return output.sum()
+
+    return criterion
+
+
+def hooks(register):
+    """Register a hook that makes the engine start anew."""
+    return lambda engine: {"handle": register(engine.module[0], lambda *_: step(engine))}
+
+
+PLACES = {
+    "criterion": lambda engine: {"criterion": calls(lambda: step(engine))},
+    "inference": lambda engine: {"criterion": calls(lambda: infer(engine))},
+    "count": lambda engine: {"count": lambda inputs, targets: step(engine)},
+    "forward": hooks(lambda layer, hook: layer.register_forward_hook(hook)),
+    "pre": hooks(lambda layer, hook: layer.register_forward_pre_hook(hook)),
+    "backward": hooks(lambda layer, hook: layer.register_full_backward_hook(hook)),
+    "parameter": hooks(lambda layer, hook: layer.weight.register_hook(hook)),
+    "post-accumulate": hooks(
+        lambda layer, hook: layer.weight.register_post_accumulate_grad_hook(hook)
+    ),
+}
+
+
+@torch.no_grad()
+def infer(engine):
+    engine(data()[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_from_inside_a_step(engine, place):
+    """It fails with our words, changes nothing, and the next one works."""
+    options = PLACES[place](engine)
+    handle = options.pop("handle", None)
     before = capture(engine.module)
     with pytest.raises(RuntimeError, match=INSIDE):
         step(engine, **options)
     assert differences(before, capture(engine.module)) == []
-
-
-def test_from_inside_a_criterion(engine):
-    def criterion(output, targets):
-        step(engine)
-        return output.sum()
-
-    refuses(engine, criterion=criterion)
-    assert_step(engine, *data(), nn.CrossEntropyLoss())
-
-
-def test_from_inside_count(engine):
-    refuses(engine, count=lambda inputs, targets: step(engine))
-    assert_step(engine, *data(), nn.CrossEntropyLoss())
-
-
-def test_inference_from_inside_a_criterion(engine):
-    def criterion(output, targets):
-        with torch.no_grad():
-            engine(data()[0])
-        return output.sum()
-
-    refuses(engine, criterion=criterion)
-    assert_step(engine, *data(), nn.CrossEntropyLoss())
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda model, hook: model[0].register_forward_hook(hook),
-        lambda model, hook: model[0].register_forward_pre_hook(hook),
-        lambda model, hook: model[0].register_full_backward_hook(hook),
-        lambda model, hook: model[0].weight.register_hook(hook),
-        lambda model, hook: model[0].weight.register_post_accumulate_grad_hook(hook),
-    ],
-    ids=["forward", "pre", "backward", "parameter", "post-accumulate"],
-)
-def test_from_inside_a_hook(engine, register):
-    handle = register(engine.module, lambda *_: step(engine))
-    refuses(engine)
-    handle.remove()
+    if handle is not None:
+        handle.remove()
     assert_step(engine, *data(), nn.CrossEntropyLoss())
 
 
@@ -138,36 +137,6 @@ def test_close_from_inside_a_criterion(engine):
     engine.close()
     with pytest.raises(RuntimeError, match="this engine is closed"):
         step(engine)
-
-
-def test_from_two_threads_at_once(engine):
-    """Exact for those that ran, words for those that did not."""
-    inputs, targets = data()
-    gradients = torch.autograd.grad(
-        nn.functional.cross_entropy(engine.module(inputs), targets),
-        list(engine.module.parameters()),
-    )
-    done, refused = [], []
-    start = threading.Barrier(4)
-
-    def work():
-        start.wait(SECONDS)
-        for _ in range(20):
-            try:
-                done.append(step(engine))
-            except RuntimeError as error:
-                refused.append(str(error))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert len(done) + len(refused) == 80
-    assert all(said.startswith(INSIDE) for said in refused)
-    for parameter, gradient in zip(engine.module.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient * len(done), rtol=1e-10, atol=1e-12)
 
 
 def test_two_threads_truly_at_once(engine):
@@ -189,6 +158,16 @@ def test_two_threads_truly_at_once(engine):
     first.join(SECONDS)
     assert not first.is_alive()
     assert engine.module[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("part", ["inputs", "targets"])
+def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devices, part):
+    batch = {"inputs": randn(6, FEATURES), "targets": randn(6, CLASSES)}
+    batch[part] = batch[part].as_subclass(Touchy)
+    with ScatterOnceParallel(mlp(), 2, devices(2), verify=False) as engine:
+        assert_arrives_from_everywhere(
+            lambda: engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())
+        )
 
 
 # --- other processes ---

@@ -18,9 +18,10 @@ from helpers.oracle import (
     randn,
     whole_batch,
 )
+from helpers.zoo import CASES
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 # How many rows each rank has: uneven on purpose, some fewer than there are replicas.
 ROWS = {2: (9, 4), 3: (7, 1, 5)}
@@ -125,94 +126,16 @@ def test_captured_sub_steps_give_the_same_bits():
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-class Mixed(nn.Module):
-    """Parameters of several dtypes, tied, frozen, sparse, and some that only some ranks use."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, FEATURES, sparse=True)
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.tied = self.first
-        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
-        self.single = nn.Parameter(torch.randn(FEATURES))
-        self.turn = nn.Parameter(torch.randn(FEATURES, dtype=torch.complex128))
-        self.sometimes = nn.Linear(FEATURES, FEATURES)
-        self.never = nn.Linear(2, 2)
-        self.norm = nn.Conv2d(2, 3, (2, 2)).to(memory_format=torch.channels_last)
-
-    def forward(self, words):
-        rows = self.frozen(self.tied(self.first(self.table(words)))) * self.single
-        rows = rows + torch.view_as_real(rows * self.turn).sum(-1)
-        chosen = (words == 0).unsqueeze(1)
-        if chosen.any():
-            rows = rows + self.sometimes(rows) * chosen
-        image = torch.stack([rows, rows.tanh(), rows.sin(), rows.cos()], 1)
-        return rows + self.norm(image.unflatten(1, (2, 2))).flatten(1).sum(1, keepdim=True)
+def collectives_of(group):
+    model = CASES["several dtypes"].build()
+    batch = randn(9, FEATURES).split((5, 4))[group.rank()], randint(CLASSES, 9).split((5, 4))
+    with ScatterOnceParallel(model, process_group=group) as engine, Counted() as collectives:
+        engine.forward_backward(batch[0], batch[1][group.rank()], nn.CrossEntropyLoss())
+    return sorted(str(dtype) for _, dtype, _ in collectives[1:])
 
 
-def mixed_step(group):
-    words = torch.tensor([1, 2, 2, 3, 6, 5, 4, 0, 0, 3, 1])
-    rows = {2: (7, 4), 3: (3, 4, 4)}[group.size()]
-    model = build(Mixed)
-    targets = randn(11, FEATURES)
-    expected = whole_batch(model, words, targets, nn.MSELoss())
-    with (
-        ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine,
-        Counted() as collectives,
-    ):
-        batch = part(group, words, rows), part(group, targets, rows)
-        loss = engine.forward_backward(*batch, nn.MSELoss())
-    assert_close(loss, expected[0], "loss")
-    assert_gradients(model, expected[1])
-    assert model.table.weight.grad.is_sparse
-    assert model.never.weight.grad is None
-    assert model.frozen.weight.grad is None
-    assert model.sometimes.weight.grad is not None
-    assert model.norm.weight.grad.is_contiguous(memory_format=torch.channels_last)
-    dtypes = [dtype for _, dtype, _ in collectives[1:]]
-    assert sorted(map(str, dtypes)) == ["torch.complex128", "torch.float64", "torch.float64"]
-    return {name: None if g is None else g.to_dense() for name, g in gradients(model).items()}
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_kind_of_parameter(size):
-    first, *others = gang()(size, mixed_step)
-    for other in others:
-        for name, gradient in first.items():
-            assert gradient is None or torch.equal(gradient, other[name]), name
-
-
-class Predicting(nn.Module):
-    """Sparse tables: one gives the logits too, one where word 0 comes, one and one never do."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(CLASSES, 4, sparse=True) for _ in range(4))
-
-    def forward(self, words):
-        tied, sometimes, looked_up, only_read = self.tables
-        rows = tied(words) + sometimes(words) + looked_up(words)
-        chosen = (words == 0).unsqueeze(1)
-        if chosen.any():
-            rows = rows + chosen * (rows @ sometimes.weight.T @ sometimes.weight)
-        return rows @ tied.weight.T + rows @ only_read.weight.T
-
-
-def predicting(group):
-    words, targets = torch.tensor([1, 2, 0, 2, 1, 0, 0, 1, 2, 2, 1, 2, 1]), randint(CLASSES, 13)
-    model = build(Predicting)
-    _, expected = whole_batch(model, words, targets, nn.CrossEntropyLoss())
-    with ScatterOnceParallel(model, 1, ["cpu"], process_group=group) as engine:
-        mine = part(group, words, ROWS[2]), part(group, targets, ROWS[2])
-        engine.forward_backward(*mine, nn.CrossEntropyLoss())
-    assert_gradients(model, expected)
-    layouts = [table.weight.grad.layout for table in model.tables]
-    assert layouts == [torch.strided, torch.strided, torch.sparse_coo, torch.strided]
-
-
-def test_a_sparse_table_that_is_used_densely_too_has_a_dense_gradient():
-    """It was sparse, which Adam refuses."""
-    gang()(2, predicting)
+def test_there_is_one_large_collective_for_each_dtype():
+    assert gang()(2, collectives_of) == [["torch.float32", "torch.float64"]] * 2
 
 
 def scaled(group):
@@ -253,3 +176,70 @@ def several_engines(group):
 
 def test_several_engines_share_a_group():
     gang()(2, several_engines)
+
+
+class Masks(nn.Module):
+    """Its output is the mask that dropout drew."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.dropout = nn.Dropout()
+
+    def forward(self, inputs):
+        return self.dropout(self.weight * inputs)
+
+
+def masks(group, replicas):
+    torch.manual_seed(7)
+    options = {"process_group": group, "verify": False}  # a sum, taken for a mean
+    with ScatterOnceParallel(Masks(), 1, ["cpu"] * replicas, **options) as engine:
+        seen = []
+        for _ in range(2):
+            _, outputs = engine.forward_backward(
+                torch.ones(replicas, 64), criterion=lambda out, _: out.sum(), return_outputs=True
+            )
+            seen += [output.flatten().tolist() for output in outputs]
+    return seen
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
+    found = gang()(3, masks, replicas)
+    drawn = [tuple(mask) for seen in found for mask in seen]
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * replicas
+    assert found == gang()(3, masks, replicas)
+
+
+def lists_and_windows(group):
+    """Each rank's own batches: of another number, of other lengths, with a table for all."""
+    rank = group.rank()
+    model = build(lambda: nn.Embedding(9, CLASSES))
+    table = randn(CLASSES, CLASSES)
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = model
+
+        def forward(self, ids, table):
+            return torch.stack([self.words(sentence).sum(0) for sentence in ids]) @ table
+
+    def batches(rank):
+        return [[randint(9, n + 1, seed=n + rank) for n in range(2 + b)] for b in range(2 - rank)]
+
+    labels = [randint(CLASSES, 5, seed=3), randint(CLASSES, 2, seed=4)]
+    window = [(Rows(batch), Replicated(table)) for batch in batches(rank)]
+    with ScatterOnceParallel(Looks(), 2, ["cpu:0", "cpu:1"], process_group=group) as engine:
+        engine.forward_backward(Rows.from_batches(window), labels[rank], nn.CrossEntropyLoss())
+        actual = model.weight.grad.clone()
+        model.zero_grad()
+        everything = [sentence for r in range(2) for batch in batches(r) for sentence in batch]
+        output = copy.deepcopy(engine.module)
+        loss = nn.functional.cross_entropy(output(everything, table), torch.cat(labels))
+        loss.backward()
+    assert_close(actual, output.words.weight.grad, "weight")
+
+
+def test_lists_and_windows_over_ranks():
+    gang()(2, lists_and_windows)

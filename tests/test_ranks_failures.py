@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -153,12 +154,18 @@ def state(engine):
     return [torch.get_rng_state(), *[t.detach().clone() for t in tensors]]
 
 
-def fail(group, place, culprits):
+ON_THE_WHOLE_BATCH = [fail_in_forward, fail_in_backward, fail_in_the_criterion, empty_batch]
+
+
+def fail(group, place, culprits, whole_batch_too=False):
     module = Troubled()
     rows = (9, 4, 2)[: group.size()]
     batch = randn(sum(rows), FEATURES), randint(CLASSES, sum(rows))
     mine = [tensor.split(rows)[group.rank()] for tensor in batch]
     with ScatterOnceParallel(module, 2, ["cpu"], process_group=group) as engine:
+        if whole_batch_too:
+            step = functools.partial(engine.forward_backward, whole_batch=True)
+            engine.forward_backward = step
         engine.forward_backward(*mine, CRITERION)
         before = state(engine)
         if group.rank() in culprits:
@@ -174,11 +181,16 @@ def fail(group, place, culprits):
     return raised, unchanged
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+@pytest.mark.parametrize(
+    ("place", "whole"),
+    [*((place, False) for place in PLACES), *((place, True) for place in ON_THE_WHOLE_BATCH)],
+    ids=lambda value: getattr(value, "__name__", "whole batch" if value else ""),
+)
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_fails_fails_all(place, culprit):
-    found = gang()(2, fail, place, [culprit])
+def test_a_rank_that_fails_fails_all(place, whole, culprit):
+    found = gang()(2, fail, place, [culprit], whole)
     kind, words = PLACES[place]
+    words = words.partition("\n")[0] if whole else words
     (own, unchanged), (other, other_unchanged) = found[culprit], found[1 - culprit]
     assert own[0] == kind
     assert words in own[1]
@@ -212,14 +224,19 @@ def disagree(group, how):
         if group.rank() == 1 and how == "trained":
             module.body[0].weight.requires_grad_(False)
         options = {"reduction": "sum"} if group.rank() == 1 and how == "reduction" else {}
+        if how == "labels" or (how == "call" and group.rank() == 1):
+            options = {"whole_batch": True}
+        if how == "labels" and group.rank() == 1:
+            batch = batch[0], batch[1].double()
         return failure(engine.forward_backward, *batch, criterion, **options)
 
 
-@pytest.mark.parametrize("how", ["trained", "reduction", "shape"])
+@pytest.mark.parametrize("how", ["trained", "reduction", "shape", "call", "labels"])
 def test_ranks_that_disagree_are_told_so(how):
     for kind, words in gang()(2, disagree, how):
         assert kind == "RuntimeError"
-        assert "the ranks disagree on which tensors are trained, on their shapes" in words
+        assert "the ranks disagree on " in words
+        assert how in ("call", "labels") or "which tensors are trained, on their shapes" in words
 
 
 class Hungry(nn.Module):

@@ -140,6 +140,12 @@ def in_memory_order(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def is_in_memory_order(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, each with a place of its own."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -156,6 +162,13 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def has_places(tensor: Tensor) -> bool:
+    """Whether each element of a dense tensor has a place of its own: it is not expanded."""
+    return all(
+        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
-from scatterpar.devices.chunks import by_dtype, in_memory_order, messages, rounds
+from scatterpar.devices.chunks import as_bytes, by_dtype, in_memory_order, messages, rounds
 from scatterpar.devices.ledger import DETOURS, Ledger
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
@@ -36,25 +36,25 @@ _BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked ch
 class Fingerprints:
     """Those of dense tensors in one memory, computed there; the host reads ``values``."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._count = len(tensors)
+    def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
-        words = [_words(_flat(tensor.detach())) for tensor in tensors]
-        longest = max(map(Tensor.numel, words), default=0)
+        words = {i: _words(_flat(tensor.detach())) for i, tensor in tensors.items()}
+        longest = max(map(Tensor.numel, words.values()), default=0)
         factors = _factors(min(_WORDS, longest), device)
         sums = [verbs.empty(0, torch.int64, device)]
-        for numbers in by_dtype(enumerate(words)).values():
+        for numbers in by_dtype(words.items()).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), _WORDS):
                 self._owners += [piece.key for piece in message.pieces]
                 sums.append(_sums(message.of(words), message.sizes, factors))
         self.values = torch.cat(sums)
+        self._keys = list(tensors)
 
-    def read(self, values: Tensor) -> list[Fingerprint]:
+    def read(self, values: Tensor) -> dict[int, Fingerprint]:
         """Each tensor's, from ``values`` on the host."""
-        found: list[list[int]] = [[] for _ in range(self._count)]
+        found: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
         for owner, value in zip(self._owners, values.tolist(), strict=True):
-            found[owner].append(value)
-        return list(map(tuple, found))
+            found[owner] += (value,)
+        return found
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -106,47 +106,25 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in one memory, not sparse ones, are alike in shape, dtype and bits."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(_as_bytes(one), _as_bytes(other))
+    return torch.equal(as_bytes(one), as_bytes(other))
 
 
-class Readout:
-    """Tensors that the host wants to know: all that were asked for arrive when one is needed."""
+def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What the host wants to know: dense tensors of all dtypes, in one message from each device.
 
-    def __init__(self) -> None:
-        self._asked: list[Tensor] = []
-        self._arrived: list[Tensor] = []
-
-    def ask(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Ask for dense tensors, which must not be written before; what fetches them."""
-        start = len(self._asked)
-        self._asked += tensors
-        stop = len(self._asked)
-        return lambda: self._read()[start:stop]
-
-    def _read(self) -> list[Tensor]:
-        missing = self._asked[len(self._arrived) :]
-        self._arrived += _on_the_host(missing)
-        return self._arrived
-
-
-def _on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of all dtypes travel as bytes, so that there is one message from each device."""
+    They travel as bytes.
+    """
     arrived = [tensor.detach() for tensor in tensors]
     away: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):
         if tensor.device.type != "cpu":
             away[tensor.device].append(i)
     for positions in away.values():
-        parts = [_as_bytes(arrived[i]) for i in positions]
+        parts = [as_bytes(arrived[i]) for i in positions]
         pieces = torch.cat(parts).cpu().split([len(part) for part in parts])
         for i, piece in zip(positions, pieces, strict=True):
             arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
     return arrived
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class LinkCheck:

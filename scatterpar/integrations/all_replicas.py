@@ -78,10 +78,8 @@ class AllReplicas(_Base):
     """
 
     _engine: ScatterOnceParallel | None = None
-    _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be, unless it is ...
-    _looks = _turn = 0
-    _divides = False
-    _fits = True
+    _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be; none: nothing fits
+    _looked: Sequence[int] = ()  # in which steps
     _predicts_alone = False
     _window: Sequence[Any] = ()
     _window_size = 1
@@ -263,51 +261,49 @@ class AllReplicas(_Base):
         if _is_trl(self) and scaled is not None:
             return SUM if scaled else ROWS
         step = self.state.global_step + 1
-        is_turn = step >= _OFTEN and not step & (step - 1) and step != self._turn
-        self._turn = step
-        if len(pieces) > 1 and (is_turn or (self._looks < _OFTEN and self._is_open(pieces))):
+        is_turn = step >= _OFTEN and not step & (step - 1) and step not in self._looked
+        is_new = len(self._looked) < _OFTEN and self._is_open(pieces)
+        if len(pieces) > 1 and (is_turn or is_new):
+            self._looked = [*self._looked, step]
             self._look(window, items)
             if self._is_open(pieces):
                 warnings.warn(_UNTOLD, stacklevel=3)
-        return DIVIDED if self._divides and items is not None else self._kinds[0]
+        kind = next(iter(self._kinds), LABELS)
+        return LABELS if kind == DIVIDED and items is None else kind
 
     def _is_open(self, pieces: Sequence[Any]) -> bool:
         """Whether it matters for these which of the kinds it is."""
         found = set()
         for kind in self._kinds:
-            counts = [1.0] * len(pieces)
-            if kind != SUM:
-                counts = [float(self._count_of(kind)({"batch": piece})) for piece in pieces]
-                counts = [round(count / (sum(counts) or 1.0), 9) for count in counts]
-            found.add(tuple(counts))
+            count = self._count_of(kind)
+            counts = [1.0 if kind == SUM else float(count({"batch": piece})) for piece in pieces]
+            total = 1.0 if kind == SUM else sum(counts) or 1.0
+            found.add(tuple(round(count / total, 9) for count in counts))
         return len(found) > 1
 
     def _look(self, window: Sequence[Any], items: Any) -> None:
         """Strike out what the losses of a handful of rows are not."""
-        self._looks += 1
         batch = next((b for b in window if self._is_open(each_row(b))), window[0])
-        rows = rows_of(batch)
         # With twice the number of items, a loss that divides by it is half of it.
         twice = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
-        self._divides = items is not None and self._off(twice, SUM) == 0
-        if rows == 1:
-            self._kinds = [LABELS] if self._divides else self._kinds
-            return
-        lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
-        own = {"work": self._loss_of, "items": None if items is None else True}
-        inputs: dict[str, Any] = {**own, "batch": {**batch, **lists}}
-        off = {kind: self._off(inputs, kind) for kind in self._kinds}
-        exact = [kind for kind in off if off[kind] == 0]
-        self._divides = self._divides and LABELS in exact
-        if exact:
-            self._kinds = [LABELS] if self._divides else exact
-        fitted, self._fits = self._fits, bool(exact) or not any(off.values())
-        if not self._fits:
-            if _is_trl(self):
-                raise ValueError(_refusal(self, "the losses of batches do not make up that of all"))
-            self._kinds = [LABELS]
-            if fitted:
-                warnings.warn(_UNKNOWN.format(max(filter(None, off.values()))), stacklevel=4)
+        divides, rows = items is not None and self._off(twice, SUM) == 0, rows_of(batch)
+        if rows > 1:
+            lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
+            own = {"work": self._loss_of, "items": None if items is None else True}
+            inputs: dict[str, Any] = {**own, "batch": {**batch, **lists}}
+            off = {kind: self._off(inputs, kind) for kind in self._kinds}
+            exact = [kind for kind in off if off[kind] == 0]
+            divides = divides and not {DIVIDED, LABELS}.isdisjoint(exact)
+            worst = max((each for each in off.values() if each), default=None)
+            if exact or worst:
+                self._kinds = exact
+            if worst and not exact:
+                if _is_trl(self):
+                    why = "the losses of batches do not make up that of all"
+                    raise ValueError(_refusal(self, why))
+                warnings.warn(_UNKNOWN.format(worst), stacklevel=4)
+        if divides:
+            self._kinds = [DIVIDED]
 
     def _halved(self, work: _Work, batch: Sequence[Any], row: Tensor) -> Any:
         """The loss of a batch for two rows, and for one of them that with twice the items."""

@@ -7,10 +7,9 @@ loss, unmodified, runs once, with a model in place of its own that has these emb
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,7 +115,10 @@ class _WholeBatch(ScatterOnceMixin):
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
             asked.answers = torch.cat(outputs)
-            with _drawing_from(state) if state else contextlib.nullcontext():
+            with torch.random.fork_rng((), enabled=state is not None):
+                if state is not None:  # in which the loss began, the first time
+                    torch.set_rng_state(state[0])
+                    random.setstate(state[1])
                 return self._loss_with(asked, its)
 
         loss = self._step_of_all_rows(inputs, self._asked["gradient_accumulation_steps"], criterion)
@@ -260,19 +262,6 @@ class _Answer(dict[str, Any]):
             f"the loss asks for {name!r} of the model's outputs, but the replicas have computed "
             f"{sorted(self)}; use the stock trainer on one device"
         )
-
-
-@contextlib.contextmanager
-def _drawing_from(state: Any) -> Iterator[None]:
-    """The random state in which a loss began, where it runs a second time."""
-    now = torch.get_rng_state(), random.getstate()
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    try:
-        yield
-    finally:
-        torch.set_rng_state(now[0])
-        random.setstate(now[1])
 
 
 def _is_of_rows(loss: nn.Module) -> bool:

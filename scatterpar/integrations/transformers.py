@@ -196,7 +196,7 @@ class ScatterOnceMixin(AllReplicas):
         if any(batch.get(name) is not None for name in self.label_names):
             items = self._get_num_items_in_batch([batch], self.args.device)
             kind = self._how_losses_combine([batch], items, each_row(batch))
-            if not self._fits:
+            if not self._kinds:
                 return None
 
         def part(work: Any, batch: dict[str, Any]) -> Any:

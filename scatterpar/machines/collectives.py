@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.chunks import by_dtype, copy_each
+from scatterpar.devices.chunks import as_bytes
 
 LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
@@ -63,22 +63,14 @@ class Collectives:
                 )
 
     def take_over(self, module: nn.Module) -> None:
-        """Give ``module`` rank 0's parameters and buffers: one broadcast per dtype, as bytes."""
-        filled = [tensor for _, _, tensor in _named_tensors(module) if tensor.numel()]
-        with torch.no_grad():
-            for tensors in by_dtype((tensor, tensor) for tensor in filled).values():
-                # Conjugates and negatives have no bytes of their own.
-                plain = [t.detach().resolve_conj().resolve_neg() for t in tensors]
-                flat = torch.cat([tensor.reshape(-1) for tensor in plain])
-                with self._waiting_for("rank 0's parameters and buffers") as group:
-                    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-                pieces = flat.split([tensor.numel() for tensor in tensors])
-                values = [v.view(t.shape) for v, t in zip(pieces, tensors, strict=True)]
-                places = [_places(tensor) for tensor in tensors]
-                copy_each(
-                    [tensor[place] for tensor, place in zip(tensors, places, strict=True)],
-                    [value[place] for value, place in zip(values, places, strict=True)],
-                )
+        """Give ``module`` rank 0's parameters and buffers, as bytes."""
+        for tensor in (tensor for _, _, tensor in _named_tensors(module) if tensor.numel()):
+            values = as_bytes(tensor)
+            with self._waiting_for("rank 0's parameters and buffers") as group:
+                dist.broadcast(values, group=group, group_src=0)
+            place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+            with torch.no_grad():  # of an expanded one, each place once, or torch refuses
+                tensor[place].copy_(values.view(tensor.dtype).view(tensor.shape)[place])
 
     def agree(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
@@ -181,8 +173,3 @@ def _kind_of(tensor: Tensor) -> str:
 def _named_tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
     parameters = [("parameter", name, tensor) for name, tensor in module.named_parameters()]
     return parameters + [("buffer", name, tensor) for name, tensor in module.named_buffers()]
-
-
-def _places(tensor: Tensor) -> tuple[slice, ...]:
-    """All of a tensor; of an expanded one, which torch refuses to write, each place once."""
-    return tuple(slice(None) if stride else slice(1) for stride in tensor.stride())

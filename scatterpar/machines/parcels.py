@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scatterpar.devices.chunks import as_bytes
 from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
@@ -96,7 +97,7 @@ class Parcels:
 
 def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     """The tensors' bytes and then the numbers', flat, in the memory of the first one."""
-    flat = [*map(_flat_bytes, tensors), _flat_bytes(torch.tensor(numbers))]
+    flat = [*map(as_bytes, tensors), as_bytes(torch.tensor(numbers))]
     return torch.cat([each.to(flat[0].device) for each in flat])
 
 
@@ -110,15 +111,13 @@ def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
     found, remaining = sizes[: numbers - own], iter(sizes[numbers - own :])
     end = 0
 
-    def read(leaf: Any) -> Any:
+    def read(leaf: Tensor) -> Tensor:
         nonlocal end
-        if not isinstance(leaf, Tensor):
-            return leaf
         shape = [next(remaining) for _ in leaf.shape]
         start, end = end, end + math.prod(shape) * leaf.itemsize
         return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
-    return nested.transform(read, like), found
+    return nested.on_tensors(read, like), found
 
 
 def kind_of(value: Any, dim: int) -> str:
@@ -137,7 +136,7 @@ def _kind(leaf: Any, dim: int) -> str:
 
 def _summable(value: Tensor) -> Tensor:
     """What collectives can add up: the bytes of a dtype that they cannot."""
-    return value if value.dtype in _SUMMED else _flat_bytes(value)
+    return value if value.dtype in _SUMMED else as_bytes(value)
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:
@@ -145,10 +144,6 @@ def _like(total: Tensor, value: Tensor) -> Tensor:
     if total.dtype == value.dtype:
         return total
     return total.clone().view(value.dtype).view(value.shape)  # a copy begins where any dtype may
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _has_mean(value: Tensor) -> bool:

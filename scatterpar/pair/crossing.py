@@ -20,7 +20,7 @@ from scatterpar.devices.verbs import current_streams, on, physical
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
 from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
-from scatterpar.replicas.guard import Shared, read_only
+from scatterpar.replicas.guard import Shared
 from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
@@ -77,12 +77,8 @@ def replicate(
     it refuses that they write parameters, but for the modes that are ``proven``.
     """
     check_placement((module,), device_ids)
-    survey = Survey((module,))
-    here = physical(device_ids[0])
-    survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
+    survey = Survey((module,), physical(device_ids[0]))
     originals = list(survey.tensors.values())
-    owned = list(map(is_state, originals))
-    shared_at = [i for i, is_own in enumerate(owned) if not is_own]
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
@@ -93,7 +89,7 @@ def replicate(
             [tensor.data if replica else tensor.detach() for tensor in arrived[device]]
             for replica, device in enumerate(device_ids)
         ]
-        states = [i for i, is_own in enumerate(owned) if is_own]
+        states = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         for copy, device in zip(copies, device_ids, strict=True):
             rooms = room_like([originals[i] for i in states], device, is_plain)
             for i, room in zip(states, rooms, strict=True):
@@ -107,17 +103,8 @@ def replicate(
         for copy in copies:
             _take_class(original, copy[i])
 
-    def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[i] for i in shared_at]
-
-    shared = Shared(
-        (module,),
-        parameters(originals),
-        {device: parameters(tensors) for device, tensors in arrived.items()},
-        [(device, parameters(copy)) for device, copy in zip(device_ids, copies, strict=True)],
-        proven,
-    )
-    guard = read_only(shared, tuple(part.training for part in survey.modules.values()))
+    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)), proven)
+    guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 
 

@@ -31,13 +31,13 @@ from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import holder_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
-from scatterpar.step.markers import count_rows, has_rows
+from scatterpar.step.markers import count_rows
 from scatterpar.step.nested import join_rows
 from scatterpar.step.request import (
     Count,
     Request,
-    check_dim,
     check_function,
+    check_int,
     check_module,
     resolve_reduction,
 )
@@ -84,7 +84,7 @@ class DataParallelModel(Wrapper):
         super().__init__()
         check_module(module)
         require_eager(module)
-        check_dim(dim)
+        check_int("dim", dim)
         self.module = module
         self.device_ids = resolve(device_ids)
         self.dim = dim
@@ -160,7 +160,7 @@ class DataParallelCriterion(Wrapper):
         super().__init__()
         check_function("criterion", criterion)
         require_eager(criterion)
-        check_dim(dim)
+        check_int("dim", dim)
         self.module = criterion
         self.device_ids: tuple[torch.device, ...] | None = (
             None if device_ids is None else resolve(device_ids)
@@ -230,10 +230,8 @@ class DataParallelCriterion(Wrapper):
         here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         each = [_sizes(output, self.dim) for output in outputs]
         devices = here if self.device_ids is None else self.device_ids
-        if has_rows(targets) or not all(each):
-            rows = count_rows({"targets": targets}, self.dim, data=False)
-        else:  # targets without rows, such as one label for all
-            rows = sum(own[0] for own in each)
+        known = sum(own[0] for own in each) if all(each) else None  # for one label for all, say
+        rows = count_rows({"targets": targets}, self.dim, data=False, known=known)
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
             raise ValueError(
@@ -291,13 +289,10 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     _require_entries(outputs)
     if not outputs:
         raise ValueError("there are no outputs to gather")
-    (target,) = resolve([device])
-
-    def bring(leaf: Any) -> Any:
-        return leaf.to(physical(target)) if isinstance(leaf, Tensor) else leaf
-
+    (target,) = map(physical, resolve([device]))
+    here = [nested.on_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
-    return join_rows([nested.transform(bring, output) for output in outputs], dim, rows)
+    return join_rows(here, dim, rows)
 
 
 def _sizes(output: Any, dim: int) -> list[int]:

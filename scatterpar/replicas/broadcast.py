@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import Message, in_memory_order, packed, room_like, rounds
-from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Readout
+from scatterpar.devices.chunks import (
+    Message,
+    has_places,
+    in_memory_order,
+    packed,
+    room_like,
+    rounds,
+)
+from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
 from scatterpar.devices.ledger import Ledger
 
 
@@ -40,28 +47,27 @@ class Broadcast:
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
-        self._memories = list(dict.fromkeys(device_ids))
+        self.memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
         self._arrivals = {
-            device: room_like(tensors, device, _is_weight) for device in self._memories[1:]
+            device: room_like(tensors, device, _is_weight) for device in self.memories[1:]
         }
         self._pieces = {  # their elements in the order of memory, 1-D
             device: [flat for tensor in there if (flat := in_memory_order(tensor)) is not None]
             for device, there in self._arrivals.items()
         }
-        self._parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
+        self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
         self._kinds = list(map(_kind, tensors))
         self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
         self._versions: list[int] = []
-        self._doubtful: list[int] = []
-        self._unknown: list[int] = []
-        self._found: Callable[[], list[list[Fingerprint]]] = lambda: [[], []]
+        self._asked: list[Fingerprints] = []
         self._find_places()
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, and of the kinds that they had."""
+    def is_of(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> bool:
+        """Whether these are the tensors, and of the kinds that they had, on these devices."""
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        same = same and self.memories == list(dict.fromkeys(device_ids))
         return same and self._have_kinds() and self.fits()
 
     def fits(self) -> bool:
@@ -76,41 +82,45 @@ class Broadcast:
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
         """The tensors as ``device`` has them."""
-        return self._tensors if device == self._memories[0] else self._arrivals[device]
+        return self._tensors if device == self.memories[0] else self._arrivals[device]
 
-    def compare(self, readout: Readout) -> None:
-        """Find out what has changed since it was sent; ``readout`` is read when it is sent."""
+    def distrust(self) -> None:
+        """Send all of it the next time, whatever has changed."""
+        self._sent = None
+
+    def compare(self) -> list[Tensor]:
+        """Ask what has changed since it was sent: what the host is to read, for ``send``."""
         if not self._arrivals:
-            return
+            return []
         self._versions = versions(self._tensors)  # before the values
-        self._doubtful = [] if self._sent is None else self._with_doubts(self._sent)
-        self._unknown = [i for i in self._doubtful if i not in self._fingerprints]
-        self._found = lambda: [[], []]
-        if not self._doubtful:  # an optimizer has stepped, and there are no buffers
-            return
-        master, other = self._memories[:2]
-        here = Fingerprints([self._in_memory_order(i) for i in self._doubtful], master)
-        there = Fingerprints([self._pieces[other][i] for i in self._unknown], other)
+        doubtful = [] if self._sent is None else self._with_doubts(self._sent)
+        if not doubtful:  # an optimizer has stepped, and there are no buffers
+            self._asked = []
+            return []
+        master, other = self.memories[:2]
+        unknown = [i for i in doubtful if i not in self._fingerprints]
+        here = Fingerprints({i: self._in_memory_order(i) for i in doubtful}, master)
+        there = Fingerprints({i: self._pieces[other][i] for i in unknown}, other)
+        self._asked = [here, there]
         known = there.values
-        if self._unknown:
+        if unknown:
             known = Ledger().copy(known, master, "replicate")  # the host waits for one device
-        values = readout.ask([here.values, known])
-        self._found = lambda: [f.read(v) for f, v in zip((here, there), values(), strict=True)]
+        return [here.values, known]
 
-    def send(self, ledger: Ledger, spoilt: Collection[int] = ()) -> None:
-        """Send what ``compare`` found changed, and what is ``spoilt`` at its destination."""
+    def send(self, ledger: Ledger, values: Sequence[Tensor] = ()) -> None:
+        """Send what has changed, as the host has read in ``values``."""
         if not self._arrivals:
             return
-        here, there = self._found()
-        self._fingerprints.update(zip(self._unknown, there, strict=True))
-        now = dict(zip(self._doubtful, here, strict=True))
-        quiet = {i for i, own in now.items() if own == self._fingerprints[i]}
-        moving = set(range(len(self._tensors))) - quiet.difference(spoilt)
+        found = [asked.read(own) for asked, own in zip(self._asked, values, strict=True)]
+        here, there = found or ({}, {})
+        self._fingerprints |= there
+        quiet = {i for i, own in here.items() if own == self._fingerprints[i]}
+        moving = set(range(len(self._tensors))) - quiet
         if moving:
             self._sent = None
-            self._send(dict.fromkeys(moving, self._memories[0]), ledger)
+            self._send(dict.fromkeys(moving, self.memories[0]), ledger)
         self._sent = self._versions
-        self._fingerprints = now
+        self._fingerprints = here
 
     def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Bring new values from the memory that has them to all others, the master's too."""
@@ -125,8 +135,9 @@ class Broadcast:
 
     def _with_doubts(self, sent: Sequence[int]) -> list[int]:
         """Positions of the tensors whose versions do not tell whether they have changed."""
+        parameters = set(self.parameters)
         pairs = enumerate(zip(sent, self._versions, strict=True))
-        return [i for i, (old, now) in pairs if old == now or i not in self._parameters]
+        return [i for i, (old, now) in pairs if old == now or i not in parameters]
 
     def _find_places(self) -> None:
         """Look where the master's tensors lie, and their elements there, 1-D."""
@@ -138,7 +149,7 @@ class Broadcast:
         flat = self._flats[i]
         if flat is None:
             tensor = self._tensors[i].detach()
-            there = self._arrivals[self._memories[1]][i]
+            there = self._arrivals[self.memories[1]][i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
             flat = in_memory_order(tensor)
             assert flat is not None
@@ -146,16 +157,16 @@ class Broadcast:
 
     def _send(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
         """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
-        for number, owner in enumerate(self._memories):
+        for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
-            tree = [*self._memories[number:], *self._memories[:number]]
+            tree = [*self.memories[number:], *self.memories[:number]]
             for message, flat in packed(flats):
                 self._spread(message, flat, tree, ledger)
                 del flat
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
         """The elements of a tensor in that memory, 1-D."""
-        here = device == self._memories[0]
+        here = device == self.memories[0]
         return self._in_memory_order(i) if here else self._pieces[device][i]
 
     def _spread(
@@ -179,9 +190,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether it is no parameter, and each of its elements has a place that can be written."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    has_places = all(stride or size == 1 for size, stride in sizes)
-    return has_places and tensor.numel() > 0 and not tensor.is_neg()
+    return has_places(tensor) and tensor.numel() > 0 and not tensor.is_neg()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import copy_lists, grouped
+from scatterpar.devices.chunks import copy_lists, grouped, has_places
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.kinds import buffers_of, is_script, is_sparse, pieces_of
 from scatterpar.torch_private import current_graph_task
@@ -132,10 +132,7 @@ def _can_be_written(tensor: Tensor) -> bool:
         return False
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return False
-    strides = tensor.stride()
-    return 0 not in strides or all(
-        stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
-    )
+    return has_places(tensor)
 
 
 def _fits(target: Tensor, value: Tensor) -> bool:

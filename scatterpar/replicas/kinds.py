@@ -163,11 +163,12 @@ def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def check_placement(
-    roots: Iterable[nn.Module], device_ids: Sequence[torch.device], *, lazy: bool = False
+    roots: Iterable[Any], device_ids: Sequence[torch.device], *, lazy: bool = False
 ) -> None:
     """Refuse modules that cannot be replicated from the master, naming what is in the way.
 
-    With ``lazy``, parameters that are not initialised yet are let pass.
+    With ``lazy``, parameters that are not initialised yet are let pass. Of a partial nothing is
+    asked: what it binds may stay elsewhere.
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
@@ -175,7 +176,7 @@ def check_placement(
         ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
     expected = verbs.physical(device_ids[0])
-    for root in roots:
+    for root in (root for root in roots if isinstance(root, nn.Module)):
         _refuse_frozen(root)
         _refuse_renormalised(root)
         owner = type(root).__name__

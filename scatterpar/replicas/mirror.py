@@ -16,11 +16,12 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Iterable
+from itertools import chain, starmap
+from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
@@ -31,6 +32,7 @@ from scatterpar.replicas.kinds import (
     new_like,
     pieces_of,
     rebind_script,
+    script_state,
     script_tensors,
     slots,
 )
@@ -43,6 +45,8 @@ _SWITCHES = {bool, str, bytes, type(None)}
 
 _PLAIN = _SWITCHES | {int, float, complex}
 
+_DTYPE = attrgetter("dtype")
+
 Turned = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
 
@@ -50,17 +54,23 @@ class Survey:
     """Everything that ``roots`` hold: modules, containers and tensors, each once.
 
     Modules are followed through attributes and plain containers too, so that a list of
-    blocks that was never registered is replicated like the rest.
+    blocks that was never registered is replicated like the rest. Tensors are those on ``device``,
+    where it is given.
     """
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[Any], device: torch.device | None = None) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
         self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.slotted: list[nn.Module] = []
+        self.scripts: list[nn.Module] = []
+        # Of functions that copies have twins of, and what is in them: twins do not see that change.
+        self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self.told: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
+        self._device = device
         self.roots = tuple(roots)
         for root in self.roots:
             self._visit(root)
@@ -71,6 +81,7 @@ class Survey:
         elif is_script(value):
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
+                self.scripts.append(value)
                 for tensor in script_tensors(value).values():
                     self._visit_tensor(tensor)
         elif is_compiled_module(value):
@@ -82,7 +93,9 @@ class Survey:
             if id(value) not in self.modules:
                 self.modules[id(value)] = value
                 self._visit_container(vars(value))
-                self._visit(tuple(inside for _, inside in slots(value)))
+                if inside := slots(value):
+                    self.slotted.append(value)
+                    self._visit(tuple(one for _, one in inside))
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
@@ -95,12 +108,14 @@ class Survey:
             self._visit(value.__self__)
 
     def _visit_tensor(self, tensor: Tensor) -> None:
-        if not is_sparse(tensor):
-            self.tensors.setdefault(id(tensor), tensor)
-        elif id(tensor) not in self.sparse:
-            pieces = pieces_of(tensor)
-            self.sparse[id(tensor)] = (tensor, pieces)
-            self.tensors.update({id(piece): piece for piece in pieces})
+        if is_sparse(tensor):
+            if id(tensor) not in self.sparse:
+                pieces = pieces_of(tensor)
+                self.sparse[id(tensor)] = (tensor, pieces)
+                for piece in pieces:
+                    self._visit_tensor(piece)
+        elif self._device in (None, tensor.device):
+            self.tensors[id(tensor)] = tensor
 
     @property
     def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -115,6 +130,22 @@ class Survey:
             if isinstance(tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__")
         ]
 
+    def facts(self, copies: Iterable[Tensor]) -> list[Any]:
+        """What no container shows, and copies depend on; ``copies`` are the sparse ones of these.
+
+        What cells and slots held is kept: no id comes again.
+        """
+        tensors, sparse = self.tensors.values(), [tensor for tensor, _ in self.sparse.values()]
+        return [
+            *map(type, self.modules.values()),
+            *map(type, tensors),
+            *map(_DTYPE, tensors),
+            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_of(t)],
+            *[id(contents(cell)) for cell, _ in self.cells.values()],
+            *[id(value) for module in self.slotted for _, value in slots(module)],
+            *[each for script in self.scripts for each in script_state(script)],
+        ]
+
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
         self.containers.append(container)
@@ -124,103 +155,93 @@ class Survey:
 
 
 class Snapshot:
-    """What was in some containers, by identity, and whether it still is.
+    """What was in some containers, by identity, and whether it still is; and ``facts`` beside it.
 
     The comparison runs in C loops: a tree of 287 modules has eight thousand entries.
     """
 
-    def __init__(self, containers: Iterable[Any]) -> None:
-        containers = list(enumerate(containers))
-        self._empty = {i: c for i, c in containers if not c}
-        self._dicts = {i: c for i, c in containers if c and isinstance(c, dict)}
-        self._sequences = [c for _, c in containers if c and not isinstance(c, dict)]
-        self._saved_dicts = {i: dict(c) for i, c in self._dicts.items()}
-        self._saved_sequences = [list(c) for c in self._sequences]
+    def __init__(
+        self, containers: Iterable[Any], facts: Callable[[], list[Any]] | None = None
+    ) -> None:
+        self._facts = facts or list
+        self._known = self._facts()
+        self._pairs: list[tuple[Any, Any]] = [
+            (container, dict(container) if isinstance(container, dict) else list(container))
+            for container in containers
+        ]
         self._remember()
 
     def _remember(self) -> None:
-        saved = self._saved_dicts.values()
-        self._sizes = list(map(len, saved))
-        self._keys = list(chain.from_iterable(saved))
+        filled = [pair for pair in self._pairs if pair[1]]
+        dicts = [pair for pair in filled if isinstance(pair[1], dict)]
+        self._empty = [container for container, saved in self._pairs if not saved]
+        self._others = [pair for pair in filled if not isinstance(pair[1], dict)]
+        self._dicts = [container for container, _ in dicts]
+        self._sizes = [len(saved) for _, saved in dicts]
+        self._keys = [key for _, saved in dicts for key in saved]
         self._are_names = {str}.issuperset(map(type, self._keys))
-        self._values = list(chain.from_iterable(map(dict.values, saved)))
-        self._flags: tuple[Any, ...] | None = None
+        self._values = [value for _, saved in dicts for value in saved.values()]
+        vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        now = self._dicts.values()
+        now = self._dicts
         return (
-            not any(self._empty.values())
+            self._facts() == self._known
+            and not any(self._empty)
             and list(map(len, now)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
             and self._keys_unchanged()
-            and self._sequences_unchanged()
+            and all(starmap(_is_same, self._others))
         )
 
     def _keys_unchanged(self) -> bool:
-        keys = chain.from_iterable(self._dicts.values())
+        keys = chain.from_iterable(self._dicts)
         if self._are_names:  # whose comparison is quick, and calls nobody else's
             return list(keys) == self._keys
         return all(map(is_, keys, self._keys))
 
-    @property
+    @functools.cached_property
     def flags(self) -> tuple[Any, ...]:
         """The values that may be switches, in order: plain ones that are no numbers."""
-        if self._flags is None:
-            self._flags = tuple(v for v in self._values if type(v) in _SWITCHES)
-        return self._flags
+        return tuple(value for value in self._values if type(value) in _SWITCHES)
 
     def restore(self) -> None:
         """Put back whatever the containers held, but for what torch's compiler notes there."""
-        for i in [i for i, container in self._empty.items() if container]:
-            if marks := _marks_in(self._empty[i]):
-                self._dicts[i], self._saved_dicts[i] = self._empty.pop(i), marks
-            else:
-                self._empty[i].clear()
-        for i, container in self._dicts.items():
-            saved = self._saved_dicts[i]
-            if len(container) != len(saved) or not all(
-                map(is_, container.values(), saved.values())
-            ):
-                saved |= _marks_in(container)
+        for container, saved in self._pairs:
+            if (container or saved) and not _is_same(container, saved):
+                if isinstance(saved, dict):
+                    saved |= {k: v for k, v in container.items() if str(k).startswith("_dynamo")}
                 container.clear()
-                container.update(saved)
+                _refill(container, saved)
         self._remember()
-        for container, items in zip(self._sequences, self._saved_sequences, strict=True):
-            if len(container) != len(items) or not all(map(is_, container, items)):
-                container.clear()
-                _refill(container, items)
 
     def turned(self) -> list[Turned] | None:
         """Plain values that were exchanged for others; ``None`` if anything else changed."""
-        if any(self._empty.values()) or not self._sequences_unchanged():
+        if self._facts() != self._known:
             return None
         found = []
-        for i, now in self._dicts.items():
-            saved = self._saved_dicts[i]
-            if list(now) != list(saved):
-                return None
-            found += [(i, key, value) for key, value in now.items() if value is not saved[key]]
-        values = [value for i, key, now in found for value in (now, self._saved_dicts[i][key])]
+        for i, (now, saved) in enumerate(self._pairs):
+            if (now or saved) and not _is_same(now, saved):
+                if not isinstance(saved, dict) or list(now) != list(saved):
+                    return None
+                found += [(i, key, value) for key, value in now.items() if value is not saved[key]]
+        values = [v for i, key, _ in found for v in (one[key] for one in self._pairs[i])]
         return found if _PLAIN.issuperset(map(type, values)) else None
 
     def turn(self, found: Iterable[Turned]) -> None:
         """Exchange plain values in the containers, and in what is remembered of them."""
         for i, key, value in found:
-            self._dicts[i][key] = self._saved_dicts[i][key] = value
+            for one in self._pairs[i]:
+                one[key] = value
         self._remember()
 
-    def _sequences_unchanged(self) -> bool:
-        return all(
-            len(container) == len(saved) and all(map(is_, container, saved))
-            for container, saved in zip(self._sequences, self._saved_sequences, strict=True)
-        )
 
-
-def _marks_in(container: Any) -> dict[str, Any]:
-    """What torch's compiler notes down on tensors."""
-    items = container.items() if isinstance(container, dict) else ()
-    return {k: v for k, v in items if isinstance(k, str) and k.startswith("_dynamo")}
+def _is_same(container: Any, saved: Any) -> bool:
+    """Whether it holds the same objects, under the same keys."""
+    if len(container) != len(saved) or not all(map(is_, container, saved)):
+        return False
+    return not isinstance(saved, dict) or all(map(is_, container.values(), saved.values()))
 
 
 class Mirror:
@@ -239,12 +260,9 @@ class Mirror:
         self._made: dict[int, Any] = dict(tensors)
         self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
         self._inside.update(survey.modules)
-        # Of the originals, and what is in them: the copies' functions do not see that change.
-        self.cells: list[tuple[types.CellType, Any]] = []
         self._kept: list[Any] = []  # so that no id in _made is used again
         self.sparse: list[Tensor] = []
-        self._scripts: list[tuple[nn.Module, dict[str, Tensor]]] = []
-        self._slots: list[tuple[nn.Module, types.MemberDescriptorType, Any]] = []
+        self._rebinds: list[Callable[[], object]] = []  # of scripts, and of slots
         for original, pieces in survey.sparse.values():
             own = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
             self._made[id(original)] = own
@@ -294,17 +312,15 @@ class Mirror:
 
     def rebind(self) -> None:
         """Undo what a forward pass rebound where no snapshot sees it."""
-        for script, tensors in self._scripts:
-            rebind_script(script, tensors)
-        for replica, slot, value in self._slots:
-            slot.__set__(replica, value)
+        for rebind in self._rebinds:
+            rebind()
 
     def _module(self, module: nn.Module) -> nn.Module:
         replica = new_like(module)
         self._made[id(module)] = replica
         if is_script(module):
-            tensors = script_tensors(module)
-            self._scripts.append((replica, {path: self.of(t) for path, t in tensors.items()}))
+            tensors = {path: self.of(t) for path, t in script_tensors(module).items()}
+            self._rebinds.append(functools.partial(rebind_script, replica, tensors))
             return replica
         original, state = vars(module), vars(replica)
         self._made[id(original)] = state
@@ -314,7 +330,7 @@ class Mirror:
             state[name] = self.of(source)
         for slot, value in slots(module):
             self._kept.append(value)
-            self._slots.append((replica, slot, self.of(value)))
+            self._rebinds.append(functools.partial(slot.__set__, replica, self.of(value)))
         _, how = self._survey.compiled.get(id(module), (None, None))
         is_root = any(module is root for root in self._survey.roots)
         state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)
@@ -342,7 +358,7 @@ class Mirror:
         for cell, own in zip(cells, new, strict=True):
             if own is not cell:
                 own.cell_contents = self.of(cell.cell_contents)
-                self.cells.append((cell, cell.cell_contents))
+                self._survey.cells[id(cell)] = cell, cell.cell_contents
         return twin
 
     def _leads(self, value: Any, seen: set[int] | None = None) -> bool:
@@ -381,8 +397,8 @@ class Mirror:
         return made
 
 
-def _refill(container: Any, items: list[Any]) -> None:
-    (container.update if isinstance(container, set) else container.extend)(items)
+def _refill(container: Any, items: Any) -> None:
+    (container.update if isinstance(container, (dict, set)) else container.extend)(items)
 
 
 def contents(cell: types.CellType) -> Any:
@@ -415,21 +431,12 @@ def owner_of(function: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-class Bound(nn.Module):
-    """A module that holds a partial, and with it the tensors and modules that it binds."""
+def holder_of(function: Any) -> Any:
+    """What is replicated for the sake of ``function``; ``None`` where nothing is.
 
-    def __init__(self, function: functools.partial[Any]) -> None:
-        super().__init__()
-        self.function = function
-
-
-def holder_of(function: Any) -> nn.Module | None:
-    """The module that is replicated for the sake of ``function``, if there is one.
-
-    The one that it is, or is a method of; or one that holds what a partial binds.
+    The module that it is, or is a method of; or a partial itself, with what it binds.
     """
     if type(function) is not functools.partial:
         return owner_of(function)
-    holder = Bound(function)
-    survey = Survey((holder,))
-    return holder if survey.tensors or len(survey.modules) > 1 else None
+    survey = Survey((function,))
+    return function if survey.tensors or survey.modules else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order, room_like
-from scatterpar.devices.fingerprints import Readout
+from scatterpar.devices.fingerprints import on_the_host
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
@@ -21,7 +23,6 @@ from scatterpar.replicas.buffers import (
     Buffers,
     BufferValue,
     Place,
-    Registered,
     Registry,
     Writing,
     batch_norms,
@@ -29,78 +30,107 @@ from scatterpar.replicas.buffers import (
     registered_by,
     values_after,
 )
-from scatterpar.replicas.compiled import Compiler
-from scatterpar.replicas.guard import Shared, read_only
-from scatterpar.replicas.kinds import check_placement, is_script, pieces_of, script_state, slots
-from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, contents
+from scatterpar.replicas.compiled import Compiler, How
+from scatterpar.replicas.guard import Shared
+from scatterpar.replicas.kinds import check_placement
+from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, holder_of
 
 Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_DTYPE = attrgetter("dtype")
 
 
 class Replicas:
-    """The replicas of some modules on some devices.
+    """The replicas of a module on some devices, and of the criterion that it is trained with.
 
     Parameters on the master's own device share its storage; every other device has one
-    copy of them, which its replicas share. Buffers are each replica's own. ``follow`` and then
-    ``refresh`` make all of it equal to the master's, whatever the user did to the module meanwhile.
+    copy of them, which its replicas share. Buffers are each replica's own. ``refresh`` makes all
+    of it equal to the master's, whatever the user did to the module meanwhile.
 
     Args:
-        roots: modules that live on ``device_ids[0]``, the master.
-        device_ids: one entry per replica.
+        device_ids: one entry per replica; the module lives on the first, the master.
         wide: gradients add up in this dtype, where their own is narrower.
-        compiler: makes the compiled calls of the replicas.
+        how: all of the module is to be compiled so.
         pools: running statistics of batch normalisation move once a step.
     """
 
     def __init__(
         self,
-        roots: Sequence[nn.Module],
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
-        compiler: Compiler | None = None,
+        how: How | None = None,
         pools: bool = False,
     ) -> None:
+        self._wide = wide
         self._pools = pools
-        self.compiler = compiler or Compiler()
+        self.criteria: list[Any] = []  # of each replica
+        self.compiler = Compiler(how)
         self.changes = 0  # how often the modules changed in more than the values of tensors
         self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
-        self.roots = tuple(roots)
+        self.roots: tuple[Any, ...] = ()
         self.device_ids = tuple(device_ids)
+        self.leave_behind()
+
+    def leave_behind(self) -> None:
+        """Make all of them anew: threads of an interrupted step may still use these."""
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
-        self.registered: list[Registered] = []  # the buffers of each of its modules
-        self.batch_norms: dict[int, Any] = {}  # whose statistics move once a step, by number
-        self.shared = Shared((), (), {}, ())
-        self.trained: list[int] = []  # positions of what gets gradients: of both kinds below
-        self.leaves: list[int] = []  # those that keep the gradient
-        self.kept: list[int] = []  # what the module made of leaves before the step
-        self._modules: dict[int, nn.Module] = {}
-        self._wide = wide
-        self._trained_as: list[Any] | None = None
-        self._positions: list[int] = []
-        self._broadcast = Broadcast((), self.device_ids)
         self._state: Snapshot | None = None
-        self._registered = Snapshot(())
-        self._writing: Writing | None = None
+        self._broadcast = Broadcast((), self.device_ids)
+        self._of_criterion: list[Replicas] = []  # at most one
+        self._beside: list[Replicas] = []  # those of the criterion, where this step needs them
 
-    def follow(self, readout: Readout) -> None:
-        """Obey what was done to the master's modules, and ask which tensors have changed.
+    @property
+    def parts(self) -> list[Replicas]:
+        """These and, where the criterion has any of its own, those of the criterion."""
+        return [self, *self._beside]
 
-        Here and in ``refresh`` autograd is off, and so is inference mode.
+    def refresh(
+        self,
+        module: nn.Module,
+        criterion: Callable[..., Any] | None,
+        ledger: Ledger,
+        criterion_once: bool = False,
+    ) -> None:
+        """Make all replicas equal to the master's.
+
+        A criterion that is a module, or a method of one, is replicated like the model, or with
+        ``criterion_once`` on the master alone; so are the modules and tensors that are bound
+        in a ``functools.partial``. Any other callable is called as it is.
         """
-        if not self._follow():
-            self._build()
-        self._broadcast.compare(readout)
+        owner = holder_of(criterion)
+        with torch.inference_mode(False), torch.no_grad():
+            self._beside, asked = [], [self._follow((module,), self.device_ids)]
+            if owner is not None and not self._has_all_of(owner):
+                self._beside = self._of_criterion = self._of_criterion or [
+                    Replicas(self.device_ids, self._wide, None, self._pools)
+                ]
+                devices = self.device_ids[:1] if criterion_once else self.device_ids
+                asked.append(self._beside[0]._follow((owner,), devices))
+            replicas = self.parts[-1].replicas
+            self.criteria = [criterion if owner is None else r.of(criterion) for r in replicas]
+            values = iter(on_the_host([*chain(*asked)]))  # the host waits once
+            for part, its in zip(self.parts, asked, strict=True):
+                part._broadcast.send(ledger, list(islice(values, len(its))))
+                for replica in part.replicas:
+                    replica.refresh()
 
-    def refresh(self, ledger: Ledger) -> None:
-        """Then make every replica equal to the master's modules."""
-        self._broadcast.send(ledger, [self._positions[i] for i in self.shared.spoilt])
-        self.shared.spoilt.clear()
-        for replica in self.replicas:
-            replica.refresh()
+    def let_go(self) -> None:
+        """Let go of what the replicas computed, and of the user's criterion."""
+        self.criteria = []
+        for part in self.parts:
+            part.clear_gradients()
+
+    def _has_all_of(self, owner: Any) -> bool:
+        """Whether what a criterion brings along is the model's: modules, tensors."""
+        if isinstance(owner, nn.Module):
+            return self.contains(owner)
+        survey = Survey((owner,))
+        tensors = set(map(id, self.tensors))
+        return (
+            tensors >= survey.tensors.keys()
+            and self._survey.modules.keys() >= survey.modules.keys()
+        )
 
     def lend(self) -> Lent:
         """Parameters that may be written in any memory; then they are taken in, or distrusted."""
@@ -116,13 +146,9 @@ class Replicas:
         positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
         self._broadcast.take_in(positions, ledger)
 
-    def distrust(self) -> None:
-        """All copies are sent anew in the next refresh."""
-        self.shared.spoilt |= set(range(len(self.shared.originals)))
-
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
-        return id(module) in self._modules
+        return id(module) in self._survey.modules
 
     @property
     def flags(self) -> tuple[Any, ...]:
@@ -133,7 +159,8 @@ class Replicas:
         """Refuse trained parameters that forward passes made: the user's module never has them."""
         for replica in self.replicas:
             own = set(map(id, [*replica.tensors, *replica.sparse]))
-            named = (item for root in replica.roots for item in root.named_parameters())
+            modules = (root for root in replica.roots if isinstance(root, nn.Module))
+            named = (item for module in modules for item in module.named_parameters())
             name = next((n for n, p in named if p.requires_grad and id(p) not in own), None)
             if name is not None:
                 raise ValueError(
@@ -149,22 +176,20 @@ class Replicas:
             for i in self.trained:
                 replica.tensors[i].grad = None
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Each replica's copy of the first root."""
-        return [replica.roots[0] for replica in self.replicas]
+    def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
+        """Obey what was done to the master's modules, and ask which tensors have changed."""
+        are_others = (self.roots, self.device_ids) != (roots, device_ids)
+        self.roots, self.device_ids = roots, device_ids
+        if are_others or not self._is_followed():
+            self._build()
+        return self._broadcast.compare()
 
-    @property
-    def trained_tensors(self) -> list[Tensor]:
-        """The master's leaves that a backward pass gives gradients."""
-        return [self.tensors[i] for i in self.leaves]
-
-    def _follow(self) -> bool:
+    def _is_followed(self) -> bool:
         """Whether the replicas are still those of the modules, if plain values are taken over.
 
         Schedules turn these at every step. All else that changes is a reason to build them anew.
         """
-        if self._state is None or self._facts() != self._built_of or not self._broadcast.fits():
+        if self._state is None or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
             turned = self._state.turned()
@@ -187,6 +212,7 @@ class Replicas:
         self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
         self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
         self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
+        self.trained_tensors = [self.tensors[i] for i in self.leaves]
         self.rehearsed.clear()
         self.changes += 1
         for replica in self.replicas:
@@ -194,41 +220,35 @@ class Replicas:
         self._trained_as = self._training()
 
     def _build(self) -> None:
+        self._state = None
         check_placement(self.roots, self.device_ids)
-        survey = Survey(self.roots)
-        here = verbs.physical(self.device_ids[0])
-        survey.tensors = {i: t for i, t in survey.tensors.items() if t.device == here}
+        survey = Survey(self.roots, verbs.physical(self.device_ids[0]))
         modules = list(survey.modules.values())
         self.tensors = list(survey.tensors.values())
-        self._modules = survey.modules
-        self._scripts = list(filter(is_script, modules))
+        self._survey = survey
         self.registered = [registered_by(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
-        if not self._broadcast.is_of(self.tensors):
+        if not self._broadcast.is_of(self.tensors, self.device_ids):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
-            self.shared.spoilt.clear()
-        sources = {device: self._broadcast.at(device) for device in self.device_ids}
-        common = self.roots, survey, self.compiler, self.batch_norms
+        common = survey, self.compiler, self.batch_norms
         self.replicas = [
-            Replica(index, device, sources[device], *common)
-            for index, device in enumerate(self.device_ids)
+            Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
-        self._slotted = [module for module in self._modules.values() if slots(module)]
-        self._sparse = [tensor for tensor, _ in survey.sparse.values()]
-        self._sparse += [tensor for replica in self.replicas for tensor in replica.sparse]
-        self._share(sources)
+        copies = [(replica.device, replica.tensors) for replica in self.replicas]
+        self.shared = Shared(self.roots, self._broadcast, copies, set())
         self._train()
-        self._state = Snapshot([*survey.containers, *(own for _, own in survey.attributes)])
-        self._built_of = self._facts()
+        sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
+        containers = [*survey.containers, *(own for _, own in survey.attributes)]
+        self._state = Snapshot(containers, partial(survey.facts, sparse))
         self._plan_writing()
 
     def _plan_writing(self) -> None:
         """Of buffers that are the same tensors before and after a step."""
         first = self.replicas[0]
-        registered = [] if self._scripts else [*self.registered, *first.registered]
+        registered = [] if self._survey.scripts else [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
         writing = Writing((place, name, value) for _, place, name, value in self.buffers_after())
-        self._writing = None if self._scripts or writing.anew else writing
+        self._writing = None if self._survey.scripts or writing.anew else writing
 
     def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
         """What the master's buffers are after a step of replica 0's; see ``values_after``.
@@ -244,38 +264,6 @@ class Replicas:
         stay = self._registered.unchanged() and self.replicas[0].states_are_home()
         return self._writing if stay else None
 
-    def _share(self, sources: Mapping[torch.device, Sequence[Tensor]]) -> None:
-        """Parameters lie where ``sources`` do: one copy for each memory."""
-        self._positions = [i for i, tensor in enumerate(self.tensors) if not is_state(tensor)]
-
-        def parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensors[i] for i in self._positions]
-
-        memories = {device: parameters(tensors) for device, tensors in sources.items()}
-        self.shared = Shared(
-            self.roots,
-            memories[self.device_ids[0]],
-            memories,
-            [(replica.device, parameters(replica.tensors)) for replica in self.replicas],
-            spoilt=self.shared.spoilt,
-        )
-
-    def _facts(self) -> list[Any]:
-        """What no snapshot of containers sees, and copies depend on."""
-        facts = [
-            *map(type, self.tensors),
-            *map(_DTYPE, self.tensors),
-            *map(type, self._modules.values()),
-        ]
-        for tensor in self._sparse:
-            facts += [(piece.data_ptr(), piece.shape) for piece in pieces_of(tensor)]
-        # What cells and slots held is kept: no id comes again.
-        facts += [id(contents(cell)) for cell, _ in self.replicas[0].cells]
-        facts += [id(value) for module in self._slotted for _, value in slots(module)]
-        for script in self._scripts:
-            facts += script_state(script)
-        return facts
-
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
         try:
@@ -289,12 +277,12 @@ class Replicas:
 
 @contextlib.contextmanager
 def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Refuse forward passes in the body that write parameters (``read_only``), or make some."""
+    """Refuse forward passes in the body that write parameters or make some."""
     with contextlib.ExitStack() as stack:
         unproven = [part for part in parts if part.flags not in part.shared.proven]
         for part in parts:
             if part.shared.originals:
-                stack.enter_context(read_only(part.shared, part.flags))
+                stack.enter_context(part.shared.read_only(part.flags))
         yield
         for part in unproven:
             part.refuse_made()
@@ -320,20 +308,17 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-class Replica:
+class Replica(Mirror):
     """One working copy: its modules, and its tensors in the order of the master's."""
 
     def __init__(
         self,
-        index: int,
         device: torch.device,
         sources: Sequence[Tensor],
-        roots: Sequence[nn.Module],
         survey: Survey,
         compiler: Compiler,
         batch_norms: Mapping[int, nn.Module],
     ) -> None:
-        self.index = index
         self.device = device
         originals = list(survey.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
@@ -349,14 +334,11 @@ class Replica:
                 self.tensors[i] = parameter_like(original, self.tensors[i])
         self._states = [self.tensors[i] for i in private], own
         self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
-        copies = dict(zip(survey.tensors, self.tensors, strict=True))
-        self._mirror = mirror = Mirror(survey, copies, compiler)
-        self.of = mirror.of  # the counterpart of a module of the master's, or of a method of one
-        self.roots = tuple(mirror.of(root) for root in roots)
-        self.cells, self.sparse = mirror.cells, mirror.sparse
-        self.registered = [registered_by(mirror.of(module)) for module in survey.modules.values()]
-        self.seen = listening({m: mirror.of(module) for m, module in batch_norms.items()})
-        self.state = Snapshot(mirror.containers)
+        super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
+        self.roots = tuple(map(self.of, survey.roots))
+        self.registered = [registered_by(self.of(module)) for module in survey.modules.values()]
+        self.seen = listening({m: self.of(module) for m, module in batch_norms.items()})
+        self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
 
@@ -369,7 +351,7 @@ class Replica:
         """
         if not self.state.unchanged():
             self.state.restore()
-        self._mirror.rebind()
+        self.rebind()
         if not self._is_home():
             for tensor, home in zip(self.tensors, self._homes, strict=True):
                 if not tensor.is_set_to(home):

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.replicas.buffers import Writing, running
-from scatterpar.replicas.copies import Copies
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
-from scatterpar.step.markers import has_entries, opened
+from scatterpar.step.markers import has_entries
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
@@ -43,7 +42,7 @@ _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compil
 def compute(
     attempt: Attempt,
     request: Request,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Weights,
     verify: Verify,
@@ -80,7 +79,7 @@ def compute(
 
 
 def infer(
-    attempt: Attempt, copies: Copies, module: nn.Module, request: Request, buffers_from: str
+    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request, buffers_from: str
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 
@@ -187,11 +186,10 @@ def warm_up(
 
 def _outline(rows: Any) -> Hashable:
     """What two micro-batches have alike that the same compiled code takes."""
-    leaves = nested.leaves(opened(rows))
     plain = bool, int, float, str
     return tuple(
         (leaf.shape, leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
         else (leaf if isinstance(leaf, plain) else None, type(leaf))
-        for leaf in leaves
+        for leaf in nested.leaves(rows)
     )

@@ -132,7 +132,7 @@ class Graphed(Launched):
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, own = self._task, self._own
-        source = opened(task.arrival.at_source(number))
+        source = task.arrival.at_source(number)
         key = _shape_of(source) if weight else None
         graph = own.graphs.get(key)
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before

@@ -155,8 +155,8 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any
     }
     its = next(iter(sizes.values()))
     for name, part in parts.items():  # one of them may come in one piece
-        if name not in sizes and has_rows(part):
-            rows = count_rows({name: part}, dim)
+        if name not in sizes:
+            rows = count_rows({name: part}, dim, known=sum(its))
             sizes[name] = its if rows == sum(its) else [rows]
     if any(own != its for own in sizes.values()):
         found = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
@@ -216,11 +216,14 @@ _MARK = (
 )
 
 
-def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
+def count_rows(
+    batch: Mapping[str, Any], dim: int, *, data: bool = True, known: int | None = None
+) -> int:
     """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
 
-    ``Rows`` count by their entries, and what is ``Replicated`` has no rows. Parts of the batch go
-    by what errors call them; where they are data, no tensor may require grad.
+    ``Rows`` count by their entries, and what is ``Replicated`` has no rows; where nothing has any,
+    they are ``known``. Parts of the batch go by what errors call them; where they are data, no
+    tensor may require grad.
     """
     found: dict[int, str] = {}
     for name, part in batch.items():
@@ -230,6 +233,8 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
             size = _size(name, leaf, dim)
             if size is not None and size not in found:
                 found[size] = f"{name} with {size} ({_shown(leaf)})"
+    if not found and known is not None:
+        return known
     if not found:
         raise ValueError(
             "the batch has no tensor with rows: "
@@ -245,14 +250,6 @@ def count_rows(batch: Mapping[str, Any], dim: int, *, data: bool = True) -> int:
     if rows == 0:
         raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
     return rows
-
-
-def has_rows(value: Any) -> bool:
-    """Whether something in ``value`` has rows, and not only what goes to every replica."""
-    return any(
-        isinstance(leaf, Rows) or (isinstance(leaf, Tensor) and leaf.ndim)
-        for leaf in nested.leaves(value)
-    )
 
 
 def _size(name: str, leaf: Any, dim: int) -> int | None:

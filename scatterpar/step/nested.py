@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import getitem, setitem
 from typing import Any
 
 import torch
@@ -22,13 +23,17 @@ def transform(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
     if isinstance(value, Tensor):
         return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(
-            [function(v) if isinstance(v, Tensor) else transform(function, v) for v in value]
-        )
-    if type(value) is dict:
-        return {key: transform(function, item) for key, item in value.items()}
-    return merge(lambda pieces: function(pieces[0]), [value])
+    children, make = _parts(value, value)
+    if make is None:
+        return function(value)
+    return make(
+        [function(v) if isinstance(v, Tensor) else transform(function, v) for v in children]
+    )
+
+
+def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``function(tensor)``; other leaves stay."""
+    return transform(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
@@ -38,39 +43,18 @@ def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
     {'a': 11, 'b': (22, 33)}
     """
     first = values[0]
-    if not _alike(values):
+    _, make = _parts(first, first) if _alike(values) else ((), None)
+    if make is None:
         return function(list(values))
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*[merge(function, items) for items in zip(*values, strict=True)])
-    if isinstance(first, (tuple, list)):
-        return type(first)([merge(function, items) for items in zip(*values, strict=True)])
-    if isinstance(first, Mapping):
-        merged = {key: merge(function, [value[key] for value in values]) for key in first}
-        return _same_mapping(first, merged)
-    if _is_dataclass(first):
-        fields = [field.name for field in dataclasses.fields(first)]
-        result = copy.copy(first)
-        for name in fields:
-            pieces = [getattr(value, name) for value in values]
-            object.__setattr__(result, name, merge(function, pieces))
-        return result
-    return function(list(values))
+    each = [_parts(value, first)[0] for value in values]
+    return make([merge(function, children) for children in zip(*each, strict=True)])
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """Every leaf of ``value``, in order."""
-    if isinstance(value, Tensor):
+    children, make = _parts(value, value)
+    if make is None:
         yield value
-        return
-    if isinstance(value, (tuple, list)):
-        children: Any = value
-    elif isinstance(value, Mapping):
-        children = value.values()
-    elif _is_dataclass(value):
-        children = (getattr(value, field.name) for field in dataclasses.fields(value))
-    else:
-        yield value
-        return
     for child in children:
         yield from leaves(child)
 
@@ -78,6 +62,39 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor of ``value``, in order."""
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
+    """What is in a container, in the order of one ``like`` it, and what makes another of others.
+
+    A leaf has nothing in it, and nothing makes one.
+    """
+    if type(value) in (tuple, list):
+        return value, type(value)
+    if isinstance(value, Tensor):
+        return (), None
+    if isinstance(value, (tuple, list)):
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return value, (lambda children: type(value)(*children)) if is_named else type(value)
+    get: Callable[..., Any] = getitem
+    put: Callable[..., None] = setitem
+    if isinstance(value, Mapping):
+        names = [*like]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        get, put = getattr, object.__setattr__  # of frozen ones too
+    else:
+        return (), None
+
+    def make(children: list[Any]) -> Any:
+        if type(value) is dict or (put is setitem and not hasattr(value, "__setitem__")):
+            return dict(zip(names, children, strict=True))
+        result = copy.copy(value)  # with whatever else it carries
+        for name, child in zip(names, children, strict=True):
+            put(result, name, child)
+        return result
+
+    return [get(value, name) for name in names], make
 
 
 def refuse_generators(output: Any) -> None:
@@ -88,10 +105,6 @@ def refuse_generators(output: Any) -> None:
                 f"the module's output holds a {type(leaf).__name__}, which nobody has run yet; "
                 f"return a list or tuple of what it yields"
             )
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _alike(values: Sequence[Any]) -> bool:
@@ -108,16 +121,6 @@ def _alike(values: Sequence[Any]) -> bool:
             f"keys for all rows"
         )
     return True
-
-
-def _same_mapping(like: Mapping[Any, Any], merged: dict[Any, Any]) -> Mapping[Any, Any]:
-    """``merged`` in the type of ``like``, with whatever else that type carries."""
-    if not hasattr(like, "__setitem__"):
-        return merged
-    result = copy.copy(like)
-    for key, value in merged.items():
-        result[key] = value
-    return result
 
 
 def join_rows(

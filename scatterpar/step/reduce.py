@@ -234,11 +234,11 @@ def collect(
     """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
     master = plan.shares[0].device
 
-    def home(leaf: Any) -> Any:
-        return ledger.copy(leaf, master, "reduce") if isinstance(leaf, Tensor) else leaf
+    def home(tensor: Tensor) -> Tensor:
+        return ledger.copy(tensor, master, "reduce")
 
     here = [
-        output if share.device == master else nested.transform(home, output)
+        output if share.device == master else nested.on_tensors(home, output)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]

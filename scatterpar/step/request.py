@@ -164,7 +164,7 @@ def check_options(
             f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
             f"cut; pass one of them"
         )
-    check_dim(dim)
+    check_int("dim", dim)
     if buffers not in ("master", "mean", "batch"):
         raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
@@ -177,8 +177,7 @@ def check_options(
 
 
 def _require_positive(name: str, value: Any, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int{also}, got {value!r}")
+    check_int(name, value, also)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
@@ -265,10 +264,10 @@ def check_function(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be callable, got {value!r}")
 
 
-def check_dim(dim: Any) -> None:
-    """Refuse a dimension that is no int."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {dim!r}")
+def check_int(name: str, value: Any, also: str = "") -> None:
+    """Refuse what is no int, where it is not what ``also`` says."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{also}, got {value!r}")
 
 
 def _refuse_splits(criterion: Any) -> None:

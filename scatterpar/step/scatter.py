@@ -19,7 +19,7 @@ from scatterpar.devices.chunks import by_dtype
 from scatterpar.devices.ledger import Ahead, Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, sliced, take, unmarked
+from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, sliced, unmarked
 
 Batch = Sequence[tuple[int, Any]]  # of each of several batches the first row, inputs and targets
 
@@ -27,20 +27,12 @@ _COPIED = partial(unmarked, copy=True)
 _SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
 
 
-def _batch_of(batch: Batch, start: int, stop: int) -> tuple[Any, int, int]:
-    """The one of several batches that has rows ``start:stop``, and where they are in it."""
-    number = -1
-    while batch[number][0] > start:
-        number -= 1
-    first, value = batch[number]
-    return value, start - first, stop - first
-
-
 def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
     """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
     for share in plan.shares:
-        for start, stop in share.micro_batches:
-            yield opened(take(*_batch_of(batch, start, stop), dim))
+        here = Arrival(batch, share, dim)
+        for number in range(len(share.micro_batches)):
+            yield here.at_source(number)
 
 
 def scatter(batch: Batch, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]:
@@ -81,13 +73,18 @@ class Arrival:
         return self._ahead is None
 
     def at_source(self, number: int) -> Any:
-        """The rows of one micro-batch where the caller has them."""
-        return self._walk(number, lambda leaf: leaf)
+        """The rows of one micro-batch as ``rows_of``, where the caller has them: views."""
+        return self._walk(number, partial(unmarked, copy=False))
 
     def _walk(self, number: int, function: Callable[[Any], Any]) -> Any:
         """What ``function`` makes of each leaf of a micro-batch's rows, in one walk."""
-        value, start, stop = _batch_of(self._batch, *self._share.micro_batches[number])
-        return nested.transform(lambda leaf: function(sliced(leaf, start, stop, self._dim)), value)
+        start, stop = self._share.micro_batches[number]
+        which = -1
+        while self._batch[which][0] > start:
+            which -= 1
+        first, value = self._batch[which]
+        start, stop, dim = start - first, stop - first, self._dim
+        return nested.transform(lambda leaf: function(sliced(leaf, start, stop, dim)), value)
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch as module and criterion see them; the next ones set out.

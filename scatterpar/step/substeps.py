@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import finish
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.copies import Copies
-from scatterpar.replicas.replicas import Replica
+from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
 from scatterpar.step.nested import join_rows
@@ -102,7 +101,7 @@ class noted:
 def hand_out(
     request: Request,
     plan: Plan,
-    copies: Copies,
+    copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
@@ -300,16 +299,12 @@ def _require_trainable(module: Any) -> None:
 
 def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph, or what the function ``keep`` makes of it."""
-    output = nested.transform(_detached, output)
+    output = nested.on_tensors(lambda tensor: tensor.detach(), output)
     if not callable(keep):
         nested.refuse_generators(output)
         return output
     with torch.no_grad():
-        return nested.transform(_detached, keep(output))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        return nested.on_tensors(lambda tensor: tensor.detach(), keep(output))
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:

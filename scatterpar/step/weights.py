@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.devices.fingerprints import Readout
+from scatterpar.devices.fingerprints import on_the_host
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.mirror import owner_of
@@ -62,7 +62,7 @@ def counts_of(
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
     terms = [_terms_of_rows(request.criterion, targets, request.dim) for targets in labels]
-    rows = torch.cat([each.double() for each in Readout().ask(terms)()])
+    rows = torch.cat([each.double() for each in on_the_host(terms)])
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
     sums = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
     found = dict(zip(sorted(spans), sums, strict=True))
@@ -72,7 +72,7 @@ def counts_of(
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
     asked = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
-    arrived = dict(zip(asked, Readout().ask([*asked.values()])(), strict=True))
+    arrived = dict(zip(asked, on_the_host([*asked.values()]), strict=True))
     return [arrived.get(i, count) for i, count in enumerate(counts)]
 
 

@@ -130,7 +130,7 @@ class WholeBatch:
     ) -> None:
         self._request, self._shares, self._ledger = request, shares, ledger
         self._own = [
-            nested.transform(partial(self._leaf, share), one.joined)
+            nested.on_tensors(partial(self._leaf, share), one.joined)
             for one, share in zip(seen, shares, strict=True)
         ]
         spans = [
@@ -179,19 +179,18 @@ class WholeBatch:
                 own[:] = [gradient if gradient is None else copy(gradient) for gradient in own]
         return found
 
-    def _leaf(self, share: Share, value: Any) -> Any:
+    def _leaf(self, share: Share, output: Tensor) -> Tensor:
         """A share's output in the master's memory, ready to take a gradient."""
-        master = self._shares[0].device
-        if isinstance(value, Tensor) and share.device != master:
-            here = self._ledger.copy(value.detach(), master, "compute")
-            return here.requires_grad_(value.requires_grad)
-        return _leaf(value)
+        master, here = self._shares[0].device, output.detach()
+        if share.device != master:
+            here = self._ledger.copy(here, master, "compute")
+        return here.requires_grad_(output.requires_grad)
 
     def _joined(self) -> Any:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
         rows, lists = self._rows, has_entries(self._request.batch)
         joined = join_rows(self._pieces, self._request.dim, rows, rows, lists=lists)
-        return nested.transform(_no_leaf, joined)
+        return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
         """All targets, for the criterion to write to if it likes."""
@@ -206,10 +205,6 @@ class WholeBatch:
             return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
 
         return opened(nested.merge(one, here), copy=is_home)
-
-
-def _no_leaf(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.is_leaf else value
 
 
 def train_whole(
@@ -276,7 +271,7 @@ def first_pass(
         with noted(share, number):
             states.append(generators.get_state(share.replica))
             output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
-            pieces.append(nested.transform(_leaf, output))
+            pieces.append(nested.on_tensors(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
     rows = [stop - start for start, stop in share.micro_batches]
@@ -376,7 +371,5 @@ def _of_each_span(share: Share) -> list[slice]:
     return [slice(*ends) for ends in pairwise([*starts, len(share.micro_batches)])]
 
 
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+def _leaf(output: Tensor) -> Tensor:
+    return output.detach().requires_grad_(output.requires_grad)

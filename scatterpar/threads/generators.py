@@ -82,7 +82,7 @@ class _ThreadAwareGenerator:
     """Stands in for ``default_generator`` in ``torch.random`` during a step."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_current() or torch_private.default_generator, name)
+        return getattr(_current() or torch.default_generator, name)
 
 
 _lock = threading.Lock()
@@ -105,7 +105,7 @@ def _thread_aware_default_generator() -> Iterator[None]:
         with _lock:
             _open -= 1
             if not _open:
-                vars(torch.random)["default_generator"] = torch_private.default_generator
+                vars(torch.random)["default_generator"] = torch.default_generator
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs.get("generator")
-        if (given is None or given is torch_private.default_generator) and _is_on_cpu(args, kwargs):
+        if (given is None or given is torch.default_generator) and _is_on_cpu(args, kwargs):
             mine = _current()
             if mine is not None and position < len(args):
                 args = (*args[:position], mine, *args[position + 1 :])

@@ -173,7 +173,7 @@ class Rehearsal:
 
         def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
             targets = self._bring(self._request.targets, some)
-            targets = nested.transform(_wider, targets) if wide else targets
+            targets = nested.on_tensors(_wider, targets) if wide else targets
             return self._loss(outputs.of(some, wide), targets)
 
         found, halved = None, outputs.halved
@@ -453,9 +453,9 @@ def _weights(joined: Gradients, apart: Sequence[Gradients], tolerance: float) ->
     return found
 
 
-def _wider(leaf: Any) -> Any:
+def _wider(tensor: Tensor) -> Tensor:
     """In single precision, where it is half: what wrong weights do is not lost in rounding."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _nudged(tensor: Tensor, by: float) -> Tensor:

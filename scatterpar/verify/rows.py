@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.devices.fingerprints import Readout
+from scatterpar.devices.fingerprints import on_the_host
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 from scatterpar.step.request import Request
@@ -67,7 +67,7 @@ def range_of(tensors: Iterable[Tensor]) -> list[float]:
             ends = [(tensor[:, k] == tensor[:, k + 1]).any() for k in (0, -2)]
         asked += [low, high, *ends]
         labels.append(is_label(tensor))
-    numbers = [float(value) for value in Readout().ask(asked)()]
+    numbers = [float(value) for value in on_the_host(asked)]
     reach: list[float] = []
     for k, whole in enumerate(labels):
         lowest, highest, *repeats = numbers[4 * k : 4 * k + 4]

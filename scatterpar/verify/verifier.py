@@ -171,7 +171,9 @@ def difference(
     prepare_autograd()
     with engine.lending() as copies, verbs.on(plan.shares[0].device, ()), uncached():
         (arrival, *_) = scatter(request.batch, plan, request.dim, Ledger())
-        task = Task(plan.shares[0], copies.modules[0], arrival, replicas=copies.replicas[:1])
+        task = Task(
+            plan.shares[0], copies.replicas[0].roots[0], arrival, replicas=copies.replicas[:1]
+        )
         try:
             with guarded([copies]):
                 return Rehearsal(request, task, [copies]).run(some, request.rows).off

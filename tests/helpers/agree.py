@@ -145,6 +145,7 @@ def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> lis
                 call(first, case.rows(start, stop)[0])
             loss = step()
             assert_close(loss, expected, "loss", case.relative)
+            assert not loss.requires_grad
             assert list(module.modules()) == children, "the user's module has other children"
             _assert_same(case, module, twin, first)
             heads = [getattr(one, "__self__", one) for one in (criterion, plain_criterion)]

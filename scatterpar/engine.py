@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scatterpar.devices.fingerprints import LinkCheck
+from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.ledger import Ledger
 from scatterpar.devices.verbs import DeviceLike, resolve
 from scatterpar.machines.ranks import Ranks
@@ -200,7 +200,6 @@ class ScatterOnceParallel(Wrapper):
         self._copies = Replicas(self.device_ids, wide, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
-        self._check_links = LinkCheck(self.device_ids)
 
     def forward_backward(
         self,
@@ -304,7 +303,7 @@ class ScatterOnceParallel(Wrapper):
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
-        self._check_links()
+        check_links(self.device_ids)
         earlier = self._ranks.rank * len(self.device_ids) if self._ranks else None
         try:
             with Attempt(self._workers, plan, earlier) as attempt:

@@ -48,23 +48,29 @@ def _has(path: str) -> bool:
     return True
 
 
-for _name, _why in {
-    "_foreach_copy_": "to refresh replicas",
-    "_foreach_add": "to add up gradients",
-    "_foreach_add_": "to add up gradients",
-    "_foreach_norm": "to measure the gradient's noise",
-    "Tensor._version": "to see what was written",
-    "Tensor._use_count": "to see who keeps a parameter's node",
-    "nn.Module._replicate_for_data_parallel": "to make replicas",
-    "optim.Optimizer.profile_hook_step": "to step",
-    "_C._len_torch_dispatch_stack": "to tell of modes that replicas lack",
-    "_C._len_torch_function_stack": "to tell of modes that replicas lack",
-    "autograd.graph._engine_run_backward": "for its backward passes",
-    "autograd.Variable._execution_engine.is_checkpoint_valid": "to compute in forked processes",
-    "fx.traceback.preserve_node_meta": "to compile",
-    "fx.traceback.has_preserved_node_meta": "to compile",
+for _why, _names in {
+    "to refresh replicas": "_foreach_copy_",
+    "to add up gradients": "_foreach_add _foreach_add_ _foreach_mul_",
+    "to pool statistics": "_foreach_mul _foreach_sub",
+    "to measure the gradient's noise": "_foreach_norm",
+    "to capture sub-steps": "_foreach_zero_",
+    "to see what was written": "Tensor._version",
+    "to see who keeps a parameter's node": "Tensor._use_count",
+    "to make replicas": "nn.Module._replicate_for_data_parallel",
+    "to step": "optim.Optimizer.profile_hook_step",
+    "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
+    "_C._len_torch_function_stack",
+    "to carry hooks to its threads": "_C._autograd._top_saved_tensors_default_hooks",
+    "to carry autocast to its threads": "_C._get_privateuse1_backend_name",
+    "to know what a backward pass computes anew": "_C._current_graph_task_id",
+    "for its backward passes": "autograd.graph._engine_run_backward",
+    "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
+    "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
+    "to give every replica its random numbers": "_C._jit_get_all_schemas _C._dispatch_key_parse "
+    "_C.DispatchKeySet _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard",
 }.items():
-    _require(f"torch.{_name}", _why, _has(_name))
+    for _name in _names.split():
+        _require(f"torch.{_name}", _why, _has(_name))
 
 
 # --- an optimizer within another: its hooks are the other's, and run once ----------------------

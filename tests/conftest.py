@@ -12,6 +12,8 @@ import torch
 from helpers import police
 from hypothesis import HealthCheck, settings
 
+from scatterpar.devices.fingerprints import check_links
+
 settings.register_profile(
     "suite",
     database=None,
@@ -52,6 +54,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     if report.when == "call":
         item.stash[police.FAILED] = report.failed
     return report
+
+
+@pytest.fixture(autouse=True)
+def _links_are_looked_at_in_every_test():
+    check_links.cache_clear()
 
 
 @pytest.fixture(autouse=True)

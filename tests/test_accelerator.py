@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import threading
 
@@ -116,50 +117,73 @@ def crossed(plan, model, batch):
     }
 
 
-def test_a_pinned_batch_may_be_overwritten_after_the_step():
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    inputs, targets = (moved(tensor, "pinned") for tensor in (inputs, targets))
-    with ScatterOnceParallel(model, 3, [0, 0]) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        inputs.zero_()
-        assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+@contextlib.contextmanager
+def streams_of_the_users():
+    """Another current stream on every device."""
+    count = torch.accelerator.device_count()
+    with contextlib.ExitStack() as stack:
+        for index in reversed(range(count)):
+            stack.enter_context(torch.Stream(f"{kind()}:{index}"))
+        yield
 
 
-def test_pinned_inputs_may_be_overwritten_after_inference(device_ids):
-    """A copy from pinned memory reads it some time after it was asked for."""
-    model, inputs, _ = problem()
-    expected = model(inputs.to(kind())).detach()
-    inputs = moved(inputs, "pinned")
-    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
-        found = engine(inputs)
-        inputs.fill_(7)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+def by_engine(model, device_ids, inputs, targets, spoil, **options):
+    with ScatterOnceParallel(model, 3, device_ids) as engine:
+        loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(), **options)
+        spoil(inputs), spoil(targets)
+        return loss
 
 
-def test_pinned_batches_may_be_overwritten_after_each_call_of_the_pair(device_ids):
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    inputs, targets = (moved(tensor, "pinned") for tensor in (inputs, targets))
-    inputs.requires_grad_()
+def by_pair(model, device_ids, inputs, targets, spoil):
+    inputs, labels = inputs.detach().requires_grad_(), targets.clone()
     outputs = DataParallelModel(model, device_ids)(inputs)
-    with torch.no_grad():
-        inputs.fill_(7)
+    spoil(inputs)
     loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
-    targets.zero_()
+    spoil(targets)
     loss.backward()
-    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+    together = nn.functional.cross_entropy(gather(outputs, "cpu"), labels)
+    torch.testing.assert_close(together, loss.cpu(), rtol=1e-10, atol=1e-12)
+    return loss.detach()
 
 
-def test_a_pinned_batch_may_be_overwritten_after_a_step_on_the_whole_batch(device_ids):
+def by_inference(model, device_ids, inputs, targets, spoil):
+    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
+        output = engine(inputs)
+        spoil(inputs)
+        return nn.functional.cross_entropy(output, targets.to(kind()))
+
+
+WAYS = {
+    "step": by_engine,
+    "whole batch": functools.partial(by_engine, whole_batch=True),
+    "pair": by_pair,
+    "inference": by_inference,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pinned_memory_may_be_overwritten_after_a_call(device_ids, way):
+    """A copy from pinned memory reads it some time after it was asked for."""
     model, inputs, targets = problem()
     loss, expected = whole_batch(model, inputs, targets)
     batch = [moved(tensor, "pinned") for tensor in (inputs, targets)]
-    with ScatterOnceParallel(model, 3, device_ids) as engine:
-        found = engine.forward_backward(*batch, nn.CrossEntropyLoss(), whole_batch=True)
-        for tensor in batch:
-            tensor.zero_()
-        assert_close([found, *gradients(model)], [loss, *expected], rtol=1e-10, atol=1e-12)
+    found = WAYS[way](model, device_ids, *batch, lambda tensor: tensor.data.zero_())
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-12)
+    if way != "inference":
+        assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_the_users_stream_of_every_device(device_ids, way):
+    model, inputs, targets = problem()
+    loss, expected = whole_batch(model, inputs, targets)
+    torch.accelerator.synchronize()
+    with streams_of_the_users():
+        inputs = inputs.to(kind()) * 2 / 2
+        found = WAYS[way](model, device_ids, inputs, targets, lambda _: None).cpu()
+        grads = [] if way == "inference" else [gradient.cpu() for gradient in gradients(model)]
+    torch.testing.assert_close(found, loss.cpu(), rtol=1e-10, atol=1e-12)
+    assert_close(grads, [g.cpu() for g in expected[: len(grads)]], rtol=1e-10, atol=1e-12)
 
 
 def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
@@ -177,28 +201,6 @@ def test_a_pinned_batch_may_be_overwritten_after_a_step_that_failed(device_ids):
             engine.forward_backward(inputs, targets, fails)
         inputs.fill_(float("nan"))
         assert all(scores.isfinite().all() for scores in seen)
-
-
-def test_on_a_stream_of_the_users(device_ids):
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    torch.accelerator.synchronize()
-    stream = torch.Stream(f"{kind()}:0")
-    with ScatterOnceParallel(model, 3, device_ids) as engine, stream:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        found = gradients(model)
-    stream.synchronize()
-    assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@contextlib.contextmanager
-def streams_of_the_users():
-    """Another current stream on every device."""
-    count = torch.accelerator.device_count()
-    with contextlib.ExitStack() as stack:
-        for index in reversed(range(count)):
-            stack.enter_context(torch.Stream(f"{kind()}:{index}"))
-        yield
 
 
 def test_workers_are_on_the_users_stream_of_every_device(device_ids):
@@ -256,18 +258,6 @@ def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
     engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
     with engine, streams_of_the_users():
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        found = [gradient.cpu() for gradient in gradients(model)]
-    assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
-
-
-def test_the_pair_on_the_users_stream_of_every_device(device_ids):
-    model, inputs, targets = problem()
-    _, expected = whole_batch(model, inputs, targets)
-    torch.accelerator.synchronize()
-    with streams_of_the_users():
-        inputs = inputs.to(kind()) * 2 / 2
-        outputs = DataParallelModel(model, device_ids)(inputs)
-        DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets).backward()
         found = [gradient.cpu() for gradient in gradients(model)]
     assert_close(found, [gradient.cpu() for gradient in expected], rtol=1e-10, atol=1e-12)
 
@@ -411,25 +401,6 @@ def test_every_kind_of_draw_works_on_the_card(device_ids):
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
     assert all(gradient.isfinite().all() for gradient in gradients(model))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_pair(device_ids):
-    model, inputs, targets = problem()
-    loss, expected = whole_batch(model, inputs, targets)
-    parallel = DataParallelModel(model, device_ids)
-    outputs = parallel(inputs)
-    found = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-12)
-    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
-    together = gather(outputs, "cpu")
-    torch.testing.assert_close(together, model(inputs.to(kind())).cpu(), rtol=1e-10, atol=1e-12)
-
-
-def test_inference(device_ids):
-    model, inputs, _ = problem()
-    with ScatterOnceParallel(model, 3, device_ids).eval() as engine:
-        torch.testing.assert_close(engine(inputs), model(inputs.to(kind())), rtol=1e-10, atol=1e-12)
 
 
 class Remembers(nn.Module):

@@ -164,21 +164,6 @@ def test_what_has_no_rows_arrives_once(room):
         assert engine.last_step.bytes["scatter"] == everything
 
 
-def test_several_batches_in_one(room):
-    model = net()
-    batches = [batch(7), batch(12)]
-    total = sum(len(labels) for _, labels in batches)
-    for inputs, labels in batches:
-        (LOSS(model(inputs), labels) * len(labels) / total).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    with ScatterOnceParallel(model, 2, VIRTUAL) as engine:
-        inputs, labels = zip(*batches, strict=True)
-        room.rows = 2
-        engine.forward_backward(Rows.from_batches(inputs), Rows.from_batches(labels), LOSS)
-    assert_gradients(model, expected)
-
-
 def of_pairs(outputs, _):
     return torch.cdist(outputs, outputs).square().mean()
 
@@ -306,30 +291,6 @@ def test_one_row_that_does_not_fit_changes_nothing(room):
         engine.forward_backward(*batch(), LOSS)
         assert engine.last_step.retries == 0
         assert engine.last_step.messages["scatter"] == 2 * len(VIRTUAL)
-
-
-def test_an_error_between_two_arrivals_leaves_no_trace(room):
-    class Fails(nn.Linear):
-        calls = 0
-
-        def forward(self, inputs):
-            Fails.calls += 1
-            if Fails.calls == 6:
-                raise KeyError("sixth")
-            return super().forward(inputs)
-
-    model = build(lambda: Fails(FEATURES, CLASSES))
-    inputs, targets = batch(24)
-    _, expected = plain(model, inputs, targets)
-    with ScatterOnceParallel(model, 6, ["cpu:1"], verify=False) as engine:
-        before, Fails.calls = capture(model), 1
-        with pytest.raises(KeyError, match="sixth"):
-            engine.forward_backward(inputs, targets, LOSS)
-        assert differences(before, capture(model)) == []
-        Fails.calls = -(10**6)
-        model.zero_grad()
-        engine.forward_backward(inputs, targets, LOSS)
-        assert_gradients(model, expected)
 
 
 def test_what_compiled_replicas_rehearse_with_does_not_cross_again(room):

@@ -404,39 +404,6 @@ def test_a_step_that_fails_leaves_no_trace(two_places):
     assert_same(*results)
 
 
-def test_a_user_s_error_is_the_user_s_own(two_places):
-    def fails(output, targets):
-        raise KeyError("mine")
-
-    model, inputs, targets = problem("mlp")
-    with ScatterOnceParallel(model, 2, two_places, graphs=True, verify=False) as engine:
-        with pytest.raises(KeyError, match="mine") as caught:
-            engine.forward_backward(inputs, targets, fails)
-        assert "sub-step 0 of 2" in caught.value.__notes__[0]
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        assert_gradients(model, plain_step(model, inputs, targets, nn.CrossEntropyLoss())[1])
-
-
-def test_an_interrupt_between_captured_sub_steps_leaves_no_trace(two_places):
-    model, inputs, targets = problem("mlp")
-    count = 0
-
-    def interrupts(output):
-        nonlocal count
-        count += 1
-        if count == 2 * len(two_places):
-            raise KeyboardInterrupt
-        return output
-
-    criterion = nn.CrossEntropyLoss()
-    with ScatterOnceParallel(model, 4, two_places, graphs=True, verify=False) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            engine.forward_backward(inputs, targets, criterion, return_outputs=interrupts)
-        model.zero_grad()
-        engine.forward_backward(inputs, targets, criterion)
-        assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
-
-
 def test_ctrl_c_between_captured_sub_steps_leaves_no_trace(two_places):
     """A real signal, while replicas are at work."""
     model, inputs, targets = problem("mlp")

@@ -16,7 +16,7 @@ from torch import nn
 import scatterpar.engine
 from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import chunks, fingerprints
-from scatterpar.devices.fingerprints import Fingerprints, LinkCheck
+from scatterpar.devices.fingerprints import Fingerprints, check_links
 from scatterpar.devices.ledger import Ledger
 from scatterpar.step.reduce import sum_in_order
 
@@ -184,7 +184,7 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
 
     monkeypatch.setattr(fingerprints, "_arrives", arrives)
     places = (0, 1, 2, 3, 4, 1, 0, 2)
-    LinkCheck([torch.device(f"cpu:{i}") for i in places])()
+    check_links(tuple(torch.device(f"cpu:{i}") for i in places))
     out = {pair for pairs in chunks.rounds(5) for pair in pairs}
     back = {(places[near], places[far]) for pairs in chunks.rounds(8) for near, far in pairs}
     used = {(one, other) for one, other in out | back if one != other}

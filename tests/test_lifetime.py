@@ -228,20 +228,20 @@ def test_two_models_share_a_layer(devices):
             assert_step(engine, *data(), LOSS)
 
 
-def test_made_in_a_thread_that_ends(devices):
+@pytest.mark.parametrize("used", [False, True])
+def test_made_and_used_in_a_thread_that_ends(devices, used):
     made = []
-    thread = threading.Thread(target=lambda: made.append(ScatterOnceParallel(mlp(), 2, devices(2))))
+
+    def make():
+        made.append(ScatterOnceParallel(mlp(), 2, devices(2)))
+        if used:
+            assert_step(made[0], *data(), LOSS)
+
+    thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     with made[0] as engine:
-        assert_step(engine, *data(), LOSS)
-
-
-def test_first_used_in_a_thread_that_ends(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        thread = threading.Thread(target=assert_step, args=(engine, *data(), LOSS))
-        thread.start()
-        thread.join()
+        engine.module.zero_grad()
         assert_step(engine, *data(), LOSS)
 
 

@@ -23,14 +23,19 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def gradient_of(model, loss):
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([gradient.flatten() for gradient in found])
+def gradient_of(loss, parameters):
+    """In one vector; complex ones by both parts."""
+    found = torch.autograd.grad(loss, parameters)
+    return torch.cat(
+        [torch.view_as_real(g).flatten() if g.is_complex() else g.flatten() for g in found]
+    ).double()
 
 
 def by_hand(model, pieces, criterion, counts, rows):
     """The formula as the design states it, from plain gradients of each replica's rows."""
-    means = [gradient_of(model, criterion(model(x), y)) for x, y in pieces]
+    parts = [part for part in (model, criterion) if isinstance(part, nn.Module)]
+    parameters = [p for part in parts for p in part.parameters()]
+    means = [gradient_of(criterion(model(x), y), parameters) for x, y in pieces]
     terms, n = sum(counts), len(counts)
     whole = sum(c * g for c, g in zip(counts, means, strict=True)) / terms
     spread = sum(c * g.dot(g) for c, g in zip(counts, means, strict=True))
@@ -81,19 +86,9 @@ def test_complex_gradients_count_by_both_parts(device_ids):
     model, inputs, targets = build(Phases), randn(ROWS, 6), randint(3, ROWS)
     report = step(model, inputs, targets, nn.CrossEntropyLoss(), device_ids)
     sizes = [share.rows for share in report.plan.shares]
-    losses = [
-        nn.CrossEntropyLoss()(model(x), y)
-        for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True)
-    ]
-    means = [
-        torch.cat([torch.view_as_real(g + 0j).flatten().double() for g in found])
-        for found in (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
-    ]
-    whole = sum(c * g for c, g in zip(sizes, means, strict=True)) / ROWS
-    spread = sum(c * g.dot(g) for c, g in zip(sizes, means, strict=True))
-    variance = ((spread - ROWS * whole.dot(whole)) / (len(sizes) - 1)).item()
-    found = report.noise.signal, report.noise.noise
-    assert found == pytest.approx((whole.dot(whole).item() - variance / ROWS, variance), rel=1e-5)
+    pieces = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
+    expected = by_hand(model, pieces, nn.CrossEntropyLoss(), sizes, ROWS)
+    assert (report.noise.signal, report.noise.noise) == pytest.approx(expected, rel=1e-5)
 
 
 def test_ignored_labels_are_no_terms():
@@ -144,12 +139,8 @@ def test_the_criterions_own_parameters_belong_to_the_gradient():
     model, criterion = build(lambda: nn.Linear(2, 1, bias=False)), Scaled()
     inputs, targets = randn(12, 2), randn(12, 1, seed=5)
     noise = step(model, inputs, targets, criterion, DEVICES[0]).noise
-    both = nn.ModuleList([model, criterion])
-    pieces = [(x, y) for x, y in zip(inputs.split(4), targets.split(4), strict=True)]
-    means = [gradient_of(both, criterion(model(x), y)) for x, y in pieces]
-    whole = sum(means) / 3
-    variance = ((4 * sum(g.dot(g) for g in means) - 12 * whole.dot(whole)) / 2).item()
-    check(noise, (whole.dot(whole).item() - variance / 12, variance))
+    pieces = list(zip(inputs.split(4), targets.split(4), strict=True))
+    check(noise, by_hand(model, pieces, criterion, [4] * 3, 12))
 
 
 @pytest.mark.parametrize("case", ["one row", "overflow", "all ignored"])
@@ -165,14 +156,6 @@ def test_a_step_with_nothing_to_compare_has_nan(case):
     assert math.isnan(noise.signal)
     assert math.isnan(noise.noise)
     assert math.isnan(noise.scale)
-
-
-def test_without_the_option_there_is_none():
-    options = {"measure_noise": False}
-    report = step(
-        build(mlp), randn(4, 6), randint(3, 4), nn.CrossEntropyLoss(), DEVICES[0], options
-    )
-    assert report.noise is None
 
 
 def test_one_replica_is_refused():
@@ -254,19 +237,12 @@ def test_a_decay_out_of_range_is_refused(decay):
 
 
 def test_a_step_that_did_not_measure_is_refused():
-    for report in (
-        None,
-        step(
-            build(mlp),
-            randn(4, 6),
-            randint(3, 4),
-            nn.CrossEntropyLoss(),
-            DEVICES[0],
-            {"measure_noise": False},
-        ),
-    ):
+    batch = randn(4, 6), randint(3, 4), nn.CrossEntropyLoss()
+    report = step(build(mlp), *batch, DEVICES[0], {"measure_noise": False})
+    assert report.noise is None
+    for each in (None, report):
         with pytest.raises(ValueError, match="with measure_noise=True"):
-            NoiseScale().update(report)
+            NoiseScale().update(each)
 
 
 @pytest.mark.parametrize(

@@ -116,20 +116,30 @@ def beside(
     devices=None,
     ours=(3, 2),
     stock=(12,),
+    each=({}, {}),
     classes=(ScatterOnceTrainer, transformers.Trainer),
     prepare=lambda trainer: None,
+    train=lambda trainer: trainer.train(),
 ):
-    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows."""
+    """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows.
+
+    ``each``: further options of the one and of the other.
+    """
     if model is None:
         model = (CASES[case] if isinstance(case, str) else case)[0]()
     trainers = []
-    for cls, own, extra in zip(
-        classes, (ours, stock), ({"device_ids": devices or LAYOUTS["virtual"]}, {}), strict=True
+    for cls, own, more, extra in zip(
+        classes,
+        (ours, stock),
+        each,
+        ({"device_ids": devices or LAYOUTS["virtual"]}, {}),
+        strict=True,
     ):
-        together = {**sizes(*own), **(options or {})}, {**extra, **(trainer_options or {})}
+        asked = {**sizes(*own), **(options or {}), **more}
+        together = asked, {**extra, **(trainer_options or {})}
         trainers.append(build(cls, folder, case, *together, copy.deepcopy(model)))
         prepare(trainers[-1])
-        quietly(trainers[-1].train)
+        quietly(train, trainers[-1])
     return trainers
 
 
@@ -160,55 +170,38 @@ def test_ten_steps_are_those_of_one_device(tmp_path, case):
 
 
 def test_epochs_callbacks_and_metrics(tmp_path):
-    heard = [Heard(), Heard()]
-    options = {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"}
-    factory, data, collate = CASES[
-        "causal language model"
-    ]  # stock Trainers add up the others' means
-    trainers = []
-    for cls, size, callback, extra in (
-        (ScatterOnceTrainer, 3, heard[0], {"device_ids": LAYOUTS["virtual"]}),
-        (transformers.Trainer, 6, heard[1], {}),
-    ):
-        trainer = cls(
-            factory(),
-            arguments(
-                tmp_path,
-                remove_unused_columns=False,
-                per_device_train_batch_size=size,
-                per_device_eval_batch_size=size + 1 if cls is ScatterOnceTrainer else 8,
-                gradient_accumulation_steps=2,
-                **options,
-            ),
-            data_collator=collate,
-            train_dataset=data(24),
-            eval_dataset=data(8),
-            compute_metrics=accuracy,
-            callbacks=[callback],
-            **extra,
-        )
-        quietly(trainer.train)
-        trainers.append(trainer)
+    """With windows that are full: stock Trainers add up the others' means."""
+    heard = []
+
+    def prepare(trainer):
+        heard.append(Heard())
+        trainer.add_callback(heard[-1])
+
+    case = language_model, lambda count: sentences({ROWS: 24, 7: 8}.get(count, count)), padded
+    trainers = beside(
+        tmp_path,
+        case,
+        stock=(6, 2),
+        options={"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"},
+        each=({"per_device_eval_batch_size": 4}, {}),
+        trainer_options={"compute_metrics": accuracy},
+        prepare=prepare,
+    )
     assert_same(*trainers)
     steps = [[event for event in one.events if event[0] != "substep"] for one in heard]
     assert steps[0] == steps[1]
     assert heard[0].events.count(("substep", 0)) == 3, "four batches in a step, dealt out"
     assert any("eval_accuracy" in log for log in trainers[0].state.log_history)
-    predictions = [quietly(trainer.predict, data(7)) for trainer in trainers]
+    predictions = [quietly(trainer.predict, sentences(7)) for trainer in trainers]
     assert torch.equal(*(torch.tensor(p.label_ids) for p in predictions))
     assert_close(*(torch.tensor(p.predictions) for p in predictions), "predictions", SAME)
 
 
 def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
     """7 rows in batches of 4: the loss is the mean over rows, not over batches."""
-    losses = []
-    for cls, size, extra in (
-        (ScatterOnceTrainer, 2, {"device_ids": LAYOUTS["virtual"]}),
-        (transformers.Trainer, 4, {}),
-    ):
-        options = {"per_device_eval_batch_size": size}
-        trainer = build(cls, tmp_path, "sequence classifier", options, extra)
-        losses.append(trainer.evaluate()["eval_loss"])
+    each = {"per_device_eval_batch_size": 2}, {"per_device_eval_batch_size": 4}
+    trainers = beside(tmp_path, "sequence classifier", each=each, train=lambda trainer: None)
+    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -351,24 +344,26 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", seen)
     model = IgnoresItems(LOSSES["divides"]).double()
     model.loss_type = "ForCausalLM"
-    trainers, steps = [], 3
-    for cls, size, backend, extra in (
-        (ScatterOnceTrainer, 3, "eager", {"device_ids": LAYOUTS["virtual"]}),
-        (transformers.Trainer, 6, None, {}),
-    ):
+    steps, found = 3, []
+
+    def train(trainer):
         torch.compiler.reset()
-        options = sizes(size, 2)
-        options |= {"max_steps": steps, "torch_compile_backend": backend}
-        trainer = build(
-            cls, tmp_path, "causal language model", options, extra, copy.deepcopy(model)
-        )
-        quietly(trainer.train)
-        trainers.append(trainer)
-        if backend is not None:
-            assert len(calls) == 2, "the threads of the replicas"
-            assert all(number >= 2 * steps for number in calls.values()), "each micro-batch"
-            calls.clear()
-    assert not calls
+        calls.clear()
+        trainer.train()
+        found.append(dict(calls))
+
+    trainers = beside(
+        tmp_path,
+        "causal language model",
+        model=model,
+        stock=(6, 2),
+        options={"max_steps": steps},
+        each=({"torch_compile_backend": "eager"}, {}),
+        train=train,
+    )
+    assert len(found[0]) == 2, "the threads of the replicas"
+    assert all(number >= 2 * steps for number in found[0].values()), "each micro-batch"
+    assert not found[1]
     assert_same(*trainers, 1e-7)
     assert set(asked) == {"eager"}
     assert type(trainers[0].model) is IgnoresItems
@@ -662,34 +657,25 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
         def _collect(self, *args):
             plans.append([len(s.micro_batches) for s in self._engine.last_step.plan.shares])
 
-    trainers = []
-    for cls, collate, size, extra in (
-        (Looks, flat, 3, {"device_ids": LAYOUTS["virtual"]}),
-        (transformers.Trainer, padded, 12, {}),
-    ):
-        options = {"per_device_train_batch_size": size, "max_steps": 2}
-        options |= {"gradient_accumulation_steps": 12 // size // (2 if extra else 1)}
-        options |= {"remove_unused_columns": False}
-        trainer = cls(
-            copy.deepcopy(model),
-            arguments(tmp_path, **options),
-            data_collator=collate if extra else partial(padded_without_first, kind="language"),
-            train_dataset=sentences(ROWS),
-            **extra,
+    def prepare(trainer):
+        if isinstance(trainer, ScatterOnceTrainer):
+            trainer.data_collator = flat
+
+    with pytest.warns(UserWarning, match="could not be told"):
+        trainers = beside(
+            tmp_path,
+            (None, sentences, padded_without_first),
+            model=model,
+            options={"max_steps": 2},
+            classes=(Looks, transformers.Trainer),
+            prepare=prepare,
         )
-        with (
-            pytest.warns(UserWarning, match="could not be told")
-            if extra
-            else contextlib.nullcontext()
-        ):
-            quietly(trainer.train)
-        trainers.append(trainer)
     assert_same(*trainers)
     assert plans == [[2, 2], [2, 2]]
 
 
-def padded_without_first(rows, kind):
-    batch = padded(rows, kind)
+def padded_without_first(rows):
+    batch = padded(rows)
     batch["labels"][:, 0] = PADDING
     return batch
 
@@ -744,23 +730,16 @@ def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, 
     """In each trial the stock Trainer sets the size of a batch anew, as for one device."""
     # A search begins a trial so, but here without its library.
     monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
-    trainers = []
-    for cls, size, extra in (
-        (ScatterOnceTrainer, 3, {"device_ids": LAYOUTS["virtual"]}),
-        (transformers.Trainer, 6, {}),
-    ):
-        trainer = cls(
-            model_init=lambda trial: language_model(),
-            args=arguments(tmp_path, remove_unused_columns=False, per_device_train_batch_size=1),
-            data_collator=padded,
-            train_dataset=sentences(ROWS),
-            **extra,
-        )
+
+    def search(trainer):
         trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
         trainer.hp_space = lambda trial: trial.params
-        params = sizes(size)
-        quietly(partial(trainer.train, trial=SimpleNamespace(number=0, params=params)))
-        trainers.append(trainer)
+        trainer.model_init = lambda trial: language_model()
+        size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
+        trainer.train(trial=SimpleNamespace(number=0, params=sizes(size)))
+
+    case = "causal language model"
+    trainers = beside(tmp_path, case, ours=(1,), stock=(1,), train=search)
     assert_same(*trainers)
 
 

@@ -151,18 +151,6 @@ def test_what_has_no_gradient_is_not_computed_again():
     assert_gradients(criterion, gradients(plain))
 
 
-def test_hooks_on_parameters_run_once_on_the_whole_gradient(devices):
-    """On those of the criterion, too."""
-    model, criterion = build(lambda: nn.Linear(FEATURES, 4)), build(Tempered)
-    seen = []
-    for parameter in (model.weight, criterion.scale):
-        parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        engine.forward_backward(randn(9, FEATURES), None, criterion, whole_batch=True)
-    for gradient, parameter in zip(seen, (model.weight, criterion.scale), strict=True):
-        assert torch.equal(gradient, parameter.grad)
-
-
 # Random numbers
 
 
@@ -480,15 +468,6 @@ class InPlace(nn.Module):
         return self.linear(torch.stack(rows))
 
 
-def test_a_module_may_write_its_input(devices):
-    """The second forward pass found the rows as the first one had left them, normalised twice."""
-    inputs = randn(13, FEATURES)
-    with ScatterOnceParallel(build(InPlace), 3, devices(2)) as engine:
-        plain = inputs.clone(), None
-        assert_step(engine, Rows(list(inputs)), None, pairs, plain=plain, whole_batch=True)
-    assert torch.equal(inputs, randn(13, FEATURES)), "the caller's tensors are never written"
-
-
 class Masked(nn.Module):
     """Infinities and NaN, which the loss masks: they are no difference between the passes."""
 
@@ -575,23 +554,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_as_on_one_device(devices, name):
     agree(CASES[name], "whole batch", devices(2))
-
-
-def test_transformers_outputs():
-    pytest.importorskip("transformers")
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=8,
-    )  # fmt: skip
-    model = build(lambda: BertModel(config)).eval()
-
-    def criterion(outputs, _):
-        return pairs(outputs.pooler_output, None) + outputs["last_hidden_state"].std()
-
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-        assert_step(engine, {"input_ids": randint(20, 9, 5)}, None, criterion, whole_batch=True)
 
 
 def test_return_outputs(devices):
@@ -739,14 +701,6 @@ def test_a_scaler_scales_the_gradients(devices):
     for name, gradient in plain.items():
         if gradient is not None:
             assert_close(dict(model.named_parameters())[name].grad, 1024 * gradient, name)
-
-
-def test_a_wide_sum(devices):
-    model = two_views().bfloat16()
-    views = tuple(view.bfloat16() for view in batch(12)[0])
-    with ScatterOnceParallel(model, 3, devices(2), accumulate_dtype=torch.float32) as engine:
-        engine.forward_backward(views, batch(12)[1], nt_xent, whole_batch=True)
-    assert model.first.weight.grad.dtype == torch.bfloat16
 
 
 def test_there_is_no_noise_scale_to_measure():

@@ -127,39 +127,30 @@ def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return arrived
 
 
-class LinkCheck:
-    """Looks once, when it is first called, whether copies between these devices arrive as sent.
+@functools.cache
+def check_links(device_ids: tuple[torch.device, ...]) -> None:
+    """Look once whether copies between these devices arrive as sent.
 
     Copies between two cards go past the host, by peer access, and on some machines they bring
     other bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access
     control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
+
+    Known bytes are sent each way that the engine's copies go, and counted nowhere. Where they
+    changed, copies from that device to that other one go through the host's memory from now on, and
+    a warning says so.
+
+    Raises:
+        RuntimeError: bytes change on the way through the host's memory too.
     """
-
-    def __init__(self, device_ids: Sequence[torch.device]) -> None:
-        self._device_ids = device_ids
-        self._done = False
-
-    def __call__(self) -> None:
-        """Send known bytes each way that the engine's copies go, and compare; counted nowhere.
-
-        Where bytes changed, copies from that device to that other one go through the host's memory
-        from now on, and a warning says so.
-
-        Raises:
-            RuntimeError: bytes change on the way through the host's memory too.
-        """
-        if self._done:
-            return
-        memories = list(dict.fromkeys(self._device_ids))
-        ways = [(memories[0], other) for other in memories[1:]]
-        for places in (memories, self._device_ids):  # the trees of parameters, and of gradients
-            ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
-        with torch.inference_mode(False), torch.no_grad():
-            for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
-                _find_detour(one, other)
-                _find_detour(other, one)
-        self._done = True
+    memories = list(dict.fromkeys(device_ids))
+    ways = [(memories[0], other) for other in memories[1:]]
+    for places in (memories, device_ids):  # the trees of parameters, and of gradients
+        ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
+    with torch.inference_mode(False), torch.no_grad():
+        for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
+            _find_detour(one, other)
+            _find_detour(other, one)
 
 
 def _find_detour(source: torch.device, target: torch.device) -> None:

@@ -16,7 +16,7 @@ from scatterpar.devices.verbs import launches, mark, on, physical, reads_late
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
-# From which device to which copies go through the host's memory: see ``LinkCheck``.
+# From which device to which copies go through the host's memory: see ``check_links``.
 DETOURS: set[tuple[torch.device, torch.device]] = set()
 
 Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()

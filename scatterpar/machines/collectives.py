@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.chunks import as_bytes
 
-LAYOUT_BITS = 20  # so that the sum of the squares of 8,192 ranks is exact in float64
+LAYOUT_BITS = 18  # beside a number of 35 bits each, so that both are exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
-_FAILED = -1  # in place of a rank's number
+_FAILED = -1  # in place of a rank's word
 
 
 class Collectives:
@@ -80,24 +80,23 @@ class Collectives:
         ``RuntimeError`` on every rank alike: one failed, or ``layout``, of ``LAYOUT_BITS``, is not
         the same on all, so that they disagree on what ``otherwise`` says.
         """
-        (layouts, squares, *sums), numbers = self._exchange([layout, layout**2, *mine], number)
-        if _FAILED in numbers:
+        sums, words = self._exchange(mine, number << LAYOUT_BITS | layout)
+        if _FAILED in words:
             raise RuntimeError(
-                f"rank {', '.join(map(str, _failed(numbers)))} of {self.size} failed in this step, "
+                f"rank {', '.join(map(str, _failed(words)))} of {self.size} failed in this step, "
                 f"so that nothing was changed on any rank; see what it raised there"
             )
-        # The mean of squares is the square of the mean exactly where nothing deviates from it.
-        if self.size * int(squares) != int(layouts) ** 2:
+        if len({word % 2**LAYOUT_BITS for word in words}) > 1:
             raise RuntimeError(
                 f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
                 f"every rank"
             )
-        return sums, numbers
+        return sums, [word >> LAYOUT_BITS for word in words]
 
     def fail(self) -> list[int]:
         """Tell the other ranks, as they come to agree, that this one failed. Who else did."""
-        _, numbers = self._exchange([0.0] * (2 + _SUMS), _FAILED)
-        return [rank for rank in _failed(numbers) if rank != self.rank]
+        _, words = self._exchange([0.0] * _SUMS, _FAILED)
+        return [rank for rank in _failed(words) if rank != self.rank]
 
     def sum(self, tensor: Tensor, what: str) -> None:
         """Give ``tensor`` the sum of all ranks' ones, in place; ``what`` it is, for errors."""
@@ -119,13 +118,13 @@ class Collectives:
         sizes = torch.cat(self.show(size, [1] * self.size, what)).tolist()
         return [bytes(text.tolist()).decode() for text in self.show(data, sizes, what)]
 
-    def _exchange(self, mine: Sequence[float], number: int) -> tuple[list[float], list[int]]:
-        """The sums of ``mine``, and each rank's number."""
-        numbers = [0] * self.size
-        numbers[self.rank] = number
-        words = torch.tensor([*mine, *numbers], dtype=torch.float64, device=self._control)
-        self.sum(words, "the flags and counts of all ranks")
-        values: list[float] = words.tolist()
+    def _exchange(self, mine: Sequence[float], word: int) -> tuple[list[float], list[int]]:
+        """The sums of ``mine``, and each rank's word."""
+        words = [0] * self.size
+        words[self.rank] = word
+        all_of_it = torch.tensor([*mine, *words], dtype=torch.float64, device=self._control)
+        self.sum(all_of_it, "the flags and counts of all ranks")
+        values: list[float] = all_of_it.tolist()
         return values[: len(mine)], [int(value) for value in values[len(mine) :]]
 
     @contextlib.contextmanager
@@ -149,8 +148,8 @@ class Collectives:
             ) from error
 
 
-def _failed(numbers: Sequence[int]) -> list[int]:
-    return [rank for rank, number in enumerate(numbers) if number == _FAILED]
+def _failed(words: Sequence[int]) -> list[int]:
+    return [rank for rank, word in enumerate(words) if word == _FAILED]
 
 
 def sparse_weights(module: nn.Module) -> set[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.fingerprints import LinkCheck
+from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
     NOTHING,
@@ -94,7 +94,6 @@ class DataParallelModel(Wrapper):
     def _hire(self) -> None:
         self._workers = Workers(len(self.device_ids), "this DataParallelModel")
         self._proven: set[Hashable] = set()
-        self._check_links = LinkCheck(self.device_ids)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The module's outputs: a tuple with one entry per replica used, each on its device.
@@ -121,7 +120,7 @@ class DataParallelModel(Wrapper):
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
         with self._workers.exclusive(), Crossing() as crossing:
-            self._check_links()
+            check_links(self.device_ids)
             replicas, guard = replicate(self.module, devices, self._proven)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)

@@ -54,11 +54,6 @@ def rebind_script(script: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(modules[owner], name, tensor)
 
 
-def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """The buffers of a module to read and rebind; of a TorchScript module, its children's too."""
-    return _ScriptBuffers(module) if is_script(module) else module._buffers
-
-
 def new_like(module: nn.Module) -> nn.Module:
     """A copy that shares everything, for a mirror to take apart.
 
@@ -100,7 +95,7 @@ def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(value for value in values if isinstance(value, types.MemberDescriptorType))
 
 
-class _ScriptBuffers(MutableMapping[str, "Tensor | None"]):
+class ScriptBuffers(MutableMapping[str, "Tensor | None"]):
     """The buffers of a TorchScript module and its children, as they are now."""
 
     def __init__(self, script: nn.Module) -> None:

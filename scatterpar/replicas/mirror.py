@@ -99,13 +99,9 @@ class Survey:
         elif type(value) in _CONTAINERS:
             if id(value) not in self._seen:
                 self._visit_container(value)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._visit(item)
-        elif type(value) is functools.partial:
-            self._visit((value.func, value.args, *value.keywords.values()))
-        elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            self._visit(value.__self__)
+        elif not isinstance(value, (types.FunctionType, weakref.ref)):
+            for one in _next(value):
+                self._visit(one)
 
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_sparse(tensor):
@@ -211,7 +207,8 @@ class Snapshot:
         for container, saved in self._pairs:
             if (container or saved) and not _is_same(container, saved):
                 if isinstance(saved, dict):
-                    saved |= {k: v for k, v in container.items() if str(k).startswith("_dynamo")}
+                    names = [key for key in container if isinstance(key, str)]
+                    saved |= {n: container[n] for n in names if n.startswith("_dynamo")}
                 container.clear()
                 _refill(container, saved)
         self._remember()
@@ -388,12 +385,11 @@ class Mirror:
     def _container(self, value: Any) -> Any:
         self._kept.append(value)
         made = self._made[id(value)] = value.copy()
-        if value:
-            made.clear()
-            if isinstance(value, dict):
-                made.update({key: self.of(item) for key, item in value.items()})
-            else:
-                _refill(made, [self.of(item) for item in value])
+        made.clear()
+        if isinstance(value, dict):
+            _refill(made, {key: self.of(item) for key, item in value.items()})
+        else:
+            _refill(made, [self.of(item) for item in value])
         return made
 
 
@@ -417,7 +413,7 @@ def _next(value: Any) -> Iterable[Any]:
         return (value(),)
     if type(value) is functools.partial:
         return (value.func, *value.args, *value.keywords.values())
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return value
     if isinstance(value, types.FunctionType):
         cells = map(contents, value.__closure__ or ())

@@ -325,15 +325,16 @@ class Replica(Mirror):
         own = room_like([originals[i] for i in private], device, is_plain)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
         self._homes = list(sources)
-        for i, view in zip(private, own, strict=True):
-            self._homes[i] = view
+        for i, room in zip(private, own, strict=True):
+            self._homes[i] = room
         # ``.data``: an alias that counts its own versions, so that writes can be told apart.
-        self.tensors = [home.data for home in self._homes]
-        for i, original in enumerate(originals):
-            if isinstance(original, nn.Parameter):
-                self.tensors[i] = parameter_like(original, self.tensors[i])
-        self._states = [self.tensors[i] for i in private], own
-        self._copied = grouped([self.tensors[i] for i in private], [sources[i] for i in private])
+        self.tensors = [
+            home.data if is_state(original) else parameter_like(original, home.data)
+            for original, home in zip(originals, self._homes, strict=True)
+        ]
+        states = [self.tensors[i] for i in private]
+        self._states = states, own
+        self._copied = grouped(states, [sources[i] for i in private])
         super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
         self.roots = tuple(map(self.of, survey.roots))
         self.registered = [registered_by(self.of(module)) for module in survey.modules.values()]

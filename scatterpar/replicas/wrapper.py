@@ -47,7 +47,6 @@ class Wrapper(nn.Module):
         "_verifier",
         "_graphs",
         "_proven",
-        "_check_links",
     )
 
     def __init__(self) -> None:

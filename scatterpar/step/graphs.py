@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from scatterpar.threads.workers import Attempt
 _SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
 _CAPTURES = 32  # of one replica in all: more, and something changes from step to step
 _WARM_UPS = 2  # the second one adds to gradients, as a graph does
+_BEYOND = "the criterion reaches parameters beside those of the module"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -72,8 +73,8 @@ class _Kept:
 
     # One for all of them: nodes of autograd, which a traceback may hold, remember it.
     stream: torch.Stream | None
+    untold: threading.Lock  # of all replicas; who tells that graphs cannot be had keeps it
     state: list[Any] = field(default_factory=list)
-    alive: list[Any] = field(default_factory=list)  # what ``state`` names by its id
     graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
     pool: Any = None
@@ -82,7 +83,27 @@ class _Kept:
 
     def forget(self) -> None:
         """Let go of all that was captured."""
-        self.state, self.alive, self.graphs, self.gradients, self.pool = [], [], {}, {}, None
+        self.state, self.graphs, self.gradients, self.pool = [], {}, {}, None
+
+    def refuse(self, why: str) -> None:
+        """From now on capture nothing."""
+        self.is_refused = True
+        self.forget()
+        if self.untold.acquire(blocking=False):
+            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+
+    def may_capture(self) -> bool:
+        """Whether to capture another one, which counts it."""
+        if self.is_refused or len(self.graphs) >= _SHAPES:
+            return False
+        self.captures += 1
+        if self.captures > _CAPTURES:
+            self.refuse(
+                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
+                f"step: the criterion (make it once, before the loop), a number that is an "
+                f"attribute of the module (make it a tensor), or the shapes of batches"
+            )
+        return not self.is_refused
 
 
 class Graphs:
@@ -96,37 +117,22 @@ class Graphs:
         self, task: Task, request: Request, parts: Sequence[Replicas], attempt: Attempt
     ) -> Graphed:
         """What computes the sub-steps of one replica in one step."""
-        number = task.share.replica
+        number, state = task.share.replica, _state_of(task, parts)
         if number not in self._kept:
-            self._kept[number] = _Kept(verbs.another_stream(task.share.device))
+            self._kept[number] = _Kept(verbs.another_stream(task.share.device), self._untold)
         own = self._kept[number]
-        state, alive = _state_of(task, parts)
         if own.state != state:
             own.forget()
-            own.state, own.alive = state, alive
-        return Graphed(self, own, task, request, attempt)
-
-    def refuse(self, own: _Kept, why: str) -> None:
-        """From now on a replica captures nothing; it is told once for all of them."""
-        own.is_refused = True
-        own.forget()
-        if self._untold.acquire(blocking=False):  # and never released
-            warn(f"graphs=True: sub-steps run as without graphs, because {why}")
+            own.state = state
+        return Graphed(own, task, request, attempt)
 
 
 class Graphed(Launched):
     """Sub-steps of one replica in one step, by its ``own`` graphs where there are any."""
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        own: _Kept,
-        task: Task,
-        request: Request,
-        attempt: Attempt,
-    ) -> None:
+    def __init__(self, own: _Kept, task: Task, request: Request, attempt: Attempt) -> None:
         super().__init__(task, request)
-        self._graphs, self._own, self._attempt = graphs, own, attempt
+        self._own, self._attempt = own, attempt
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
@@ -138,12 +144,12 @@ class Graphed(Launched):
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before
             came = source if task.arrival.is_here else task.arrival.rows_of(number)
             copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
-        elif key is not None and self._may_capture():
+        elif key is not None and own.may_capture():
             rows = task.arrival.rows_of(number)
             try:
                 graph = own.graphs[key] = self._captured(opened(rows, copy=True))
             except _Refused as error:
-                self._graphs.refuse(own, str(error))
+                own.refuse(str(error))
         if graph is None or graph.replay is None:
             return super().run(number, weight, rows)
         self._put_in_place(graph.gradients)
@@ -158,20 +164,6 @@ class Graphed(Launched):
         copy_each(copies, list(self._in_place.values()))
         for i, gradient in zip(self._in_place, copies, strict=True):
             self._task.leaves[i].grad = gradient
-
-    def _may_capture(self) -> bool:
-        own = self._own
-        if own.is_refused or len(own.graphs) >= _SHAPES:
-            return False
-        own.captures += 1
-        if own.captures > _CAPTURES:
-            self._graphs.refuse(
-                own,
-                f"sub-steps were captured {_CAPTURES} times, since something changes from step to "
-                f"step: the criterion (make it once, before the loop), a number that is an "
-                f"attribute of the module (make it a tensor), or the shapes of batches",
-            )
-        return not own.is_refused
 
     def _put_in_place(self, gradients: dict[int, Tensor]) -> None:
         """From here on these leaves' gradients add up where the graph adds to them."""
@@ -192,59 +184,55 @@ class Graphed(Launched):
             _Refused: it cannot be had.
         """
         task, own = self._task, self._own
-        with self._without_a_trace():
-            with verbs.beside(own.stream):
-                graph = self._warmed_up(rows)
-            for i, gradient in graph.gradients.items():
-                task.leaves[i].grad = gradient
-            try:
-                graph.replay, own.pool = verbs.capture(
-                    own.stream, graph.compute, task, bool(self._keep), pool=own.pool
-                )
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                what = str(error).strip().partition("\n")[0]
-                raise _Refused(
-                    f"a sub-step of {type(task.module).__name__} cannot be captured: it waits for "
-                    f"the device, or does what a graph cannot repeat ({type(error).__name__}: "
-                    f"{what})"
-                ) from error
-        return graph
-
-    @contextlib.contextmanager
-    def _without_a_trace(self) -> Iterator[None]:
-        """The body leaves gradients, buffers and random state as they are."""
-        leaves = self._task.leaves
-        came = [leaf.grad for leaf in leaves]
+        came = [leaf.grad for leaf in task.leaves]
         try:
-            with self._attempt.apart(self._task):
-                yield
+            with self._attempt.apart(task):
+                with verbs.beside(own.stream):
+                    graph = self._warmed_up(rows)
+                for i, gradient in graph.gradients.items():
+                    task.leaves[i].grad = gradient
+                self._capture(graph)
         except Exception as error:
             if is_out_of_memory(error):
-                self._own.forget()  # their memory may be what is missing
+                own.forget()  # their memory may be what is missing
             raise
         finally:
-            for leaf, gradient in zip(leaves, came, strict=True):
-                leaf.grad = gradient
+            for leaf, earlier in zip(task.leaves, came, strict=True):
+                leaf.grad = earlier
+        return graph
+
+    def _capture(self, graph: _Graph) -> None:
+        own, given = self._own, (self._task, bool(self._keep))
+        try:
+            graph.replay, own.pool = verbs.capture(own.stream, graph.compute, *given, pool=own.pool)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            what = str(error).strip().partition("\n")[0]
+            raise _Refused(
+                f"a sub-step of {type(self._task.module).__name__} cannot be captured: it waits "
+                f"for the device, or does what a graph cannot repeat ({type(error).__name__}: "
+                f"{what})"
+            ) from error
 
     def _warmed_up(self, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
         task, leaves, number = self._task, self._task.leaves, self._task.share.replica
         name, stash = type(task.module).__name__, task.stash
+        assert stash is not None
         for leaf in leaves:
             leaf.grad = None
         launched = replace(self._request, return_outputs=False)
         host: list[tuple[Any, ...]] = [()]
+        if stash.gave_beyond(number):  # in sub-steps before
+            raise _Refused(_BEYOND)
         for _ in range(_WARM_UPS):
-            if stash is None or stash.gave_beyond(number):
-                raise _Refused("the criterion reaches parameters beside those of the module")
             loss, _ = Launched(task, launched).run(0, 1.0, opened(rows, copy=True))
             now = self._attempt.generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
-            if stash.gave_beyond(number):
-                stash.forget_beyond(number)
-                raise _Refused("the criterion reaches parameters beside those of the module")
+        if stash.gave_beyond(number):
+            stash.forget_beyond(number)
+            raise _Refused(_BEYOND)
         if any(not one.is_as_refreshed() for one in task.replicas):
             raise _Refused(
                 f"the forward pass of {name} keeps something on the module that is no "
@@ -260,20 +248,20 @@ class Graphed(Launched):
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), stays)
 
 
-def _state_of(task: Task, parts: Sequence[Replicas]) -> tuple[list[Any], list[Any]]:
-    """What the graphs of a replica depend on, and what is named by its id in it."""
-    alive: list[Any] = [task.module, *task.replicas]
+def _state_of(task: Task, parts: Sequence[Replicas]) -> list[Any]:
+    """What the graphs of a replica depend on; objects by their identity, and kept."""
+    found: list[Any] = [task.module, *task.replicas]
     for cell in getattr(task.criterion, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # it is empty
-            alive.append(cell.cell_contents)
+            found.append(cell.cell_contents)
     return [
         task.criterion,
         [part.changes for part in parts],
-        [value if isinstance(value, _PLAIN) else id(value) for value in alive],
+        [value if isinstance(value, _PLAIN) else (id(value), value) for value in found],
         [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
-    ], alive
+    ]
 
 
 def _shape_of(rows: Any) -> Hashable:

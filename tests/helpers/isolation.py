@@ -8,6 +8,7 @@ storage belongs to, and raises where a GPU would.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -103,9 +104,25 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
         ]
 
 
+@functools.cache
+def _make_operators() -> None:
+    """Make the Python object of every operator, which torch else makes when a mode first sees it.
+
+    Of two threads that see it first at once, torch keeps one's object and frees the other's, to
+    which a pointer stays: a crash, about once in a thousand runs of these tests.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == "aten":
+            with contextlib.suppress(AttributeError):
+                getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 @contextlib.contextmanager
 def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Memories]:
     """Virtual devices are apart from here on; ``modules`` are in the memory of ``cpu:0``."""
+    _make_operators()
     memories = Memories()
     master = torch.device("cpu:0")
     for module in modules:

@@ -21,14 +21,6 @@ def test_uneven_shares_are_no_mean_of_means(placed):
     assert DataParallelCriterion(nn.L1Loss(), placed(2))(outputs, targets) == pytest.approx(1.4)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
-def test_last_batches_of_a_few_rows(placed, rows):
-    """One share is left, and later two: its targets must be there, and be its own."""
-    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(4))
-    pair.check(INPUTS, randint(CLASSES, 9))
-    pair.check(INPUTS[:rows], randint(CLASSES, rows))
-
-
 def test_the_criterion_gets_each_output_with_its_own_targets(placed):
     seen = []
 

@@ -8,7 +8,6 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
 from helpers.oracle import assert_close, build, randn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair
 from scatterpar import DataParallelCriterion, DataParallelModel
@@ -55,32 +54,6 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(placed, variant):
         assert_close(loss.detach(), expected.detach(), "loss")
         for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert_close(mine.grad, its.grad, name)
-
-
-class CheckpointedDropout(nn.Module):
-    """A mask is drawn in forward, and again in backward; the gradient tells whether they agree."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64).double())
-        self.use_reentrant = use_reentrant
-
-    def forward(self, inputs):
-        def block(inputs):
-            return nn.functional.dropout(inputs * self.scale, 0.5)
-
-        return checkpoint(block, inputs, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_dropout_is_recomputed_with_its_mask(placed, use_reentrant):
-    model = CheckpointedDropout(use_reentrant)
-    inputs = torch.ones(8, 64).double().requires_grad_()
-    outputs = DataParallelModel(model, placed(4))(inputs)
-    sum(output.sum() for output in outputs).backward()
-    output = torch.cat(outputs).detach()
-    assert_close(model.scale.grad, output.sum(0), "scale")
-    assert_close(inputs.grad, output, "inputs")
 
 
 def test_replicas_draw_different_masks(placed):

@@ -176,7 +176,7 @@ def difference(
         )
         try:
             with guarded([copies]):
-                return Rehearsal(request, task, [copies]).run(some, request.rows).off
+                return Rehearsal(request, task, engine.module).run(some, request.rows).off
         except Exception:  # whatever the user's code makes of rows that it never met
             return None
         finally:

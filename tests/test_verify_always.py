@@ -6,6 +6,7 @@ And what once was told although it was right.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import ClassVar, NamedTuple
 
@@ -463,6 +464,19 @@ def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
 
     with ScatterOnceParallel(build(Rounds).float(), 3, ["cpu"]) as engine:
         engine.forward_backward((INPUTS.float(), VALUES.float()))
+
+
+def test_what_differs_each_time_is_no_reason():
+    """It is not told right from wrong by chance: that it cannot be checked is said."""
+    calls = itertools.count()  # which nothing puts back
+
+    def drifts(output, targets):
+        return F.mse_loss(output, targets) * (1 + 0.01 * (next(calls) % 7))
+
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        step(engine, drifts, VALUES)
+        with pytest.warns(UserWarning, match="not be checked .it gives another result each time"):
+            step(engine, drifts, VALUES)
 
 
 # --- what it costs ---

@@ -277,10 +277,10 @@ class _Generator:
         self.is_in = False
         self.generator = torch.Generator(device)
         if isinstance(start, int):
-            self.generator.manual_seed(start)
+            start = self.generator.manual_seed(start).get_state()
         else:
             self.generator.set_state(start)
-        self._start = self.generator.get_state()
+        self._start = start
 
     @property
     def state(self) -> Tensor:

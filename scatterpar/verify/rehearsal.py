@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import set_by_forward
 from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery
-from scatterpar.step.substeps import Task, as_call, loss_of
+from scatterpar.step.substeps import Task, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
 from scatterpar.verify.check import has_statistics, relative_difference
@@ -43,7 +42,6 @@ _TOLERANCES = {
     torch.bfloat16: 3e-2,
 }
 _HALF = torch.float16, torch.bfloat16
-_NOISE = 4  # what differs by so many times what rounding errors do is no rounding
 _CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
@@ -61,15 +59,8 @@ class Unsure(Exception):
         self.rows = rows
 
 
-class ReadsOld(Exception):
+class ReadsOld(Unsure):
     """The criterion reads an attribute, of this name, that a forward pass sets on each replica."""
-
-
-class _NeedsParameters(Unsure):
-    """Outputs alone do not tell."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why, lasting=True)
 
 
 @dataclass(frozen=True)
@@ -91,8 +82,8 @@ class Finding:
 class Rehearsal:
     """One look at a handful of the request's rows, by the replica that is given the task."""
 
-    def __init__(self, request: Request, task: Task, parts: Sequence[Replicas]) -> None:
-        self._request, self._task, self._parts = request, task, parts
+    def __init__(self, request: Request, task: Task, model: nn.Module) -> None:
+        self._request, self._task, self._model = request, task, model
         self._module = cast(nn.Module, task.module)
         self._user = untouched([task.criterion, request.count], [task.share.device])
         self._micro = max(stop - start for start, stop in task.share.micro_batches)
@@ -109,10 +100,13 @@ class Rehearsal:
                     self._output([0])
                     return Finding()
                 return self._confirmed(choose(most))
-            except Unsure as error:
-                if choose is None or not 0 < error.rows < most:
-                    raise
-                most = error.rows  # which are small enough
+            except Exception as error:
+                if is_out_of_memory(error):
+                    error = Unsure("memory ran out", lasting=True, rows=2)
+                few = error.rows if isinstance(error, Unsure) else 0
+                if choose is None or not 0 < few < most:
+                    raise error
+                most = few  # which are small enough
             finally:
                 self._put_back()
         return self.run(choose, most)
@@ -140,14 +134,16 @@ class Rehearsal:
     def _found(self, parts: Parts) -> Finding:
         try:
             found = self._by_outputs(parts)
-        except _NeedsParameters:
+        except Exception as error:  # they do not tell, or the user's code asks for more
+            if isinstance(error, Unsure) or is_out_of_memory(error):
+                raise
             if sum(map(torch.numel, self._module.parameters())) > _CHEAP:
                 _require_at_most(max(3, self._micro), parts)  # each takes a whole backward pass
             return self._by_parameters(parts)
         if found.off:
             # What a module merely passes on, such as a mask beside the logits, has a gradient that
             # no parameter ever gets. They overrule where they could have seen the difference.
-            with contextlib.suppress(Unsure):
+            with contextlib.suppress(Exception):
                 its = self._by_parameters(parts)
                 if not its.off and its.tolerance < found.off / 4:
                     return its
@@ -156,7 +152,7 @@ class Rehearsal:
     def _by_outputs(self, parts: Parts) -> Finding:
         """Outputs once, without a graph, and the criterion's gradients by these."""
         if self._task.criterion is None:
-            raise _NeedsParameters("the module computes the loss")
+            raise TypeError("the module computes the loss")
         rows, few = [*chain(*parts)], parts[-1]
         part = self._output(few)  # with a graph: which outputs have one
         self._put_back()
@@ -168,21 +164,26 @@ class Rehearsal:
         self._put_back()
         outputs = _Outputs(whole, part, rows, len(few), self._request.dim)
         del whole, part
-        own = [t for part in self._parts[1:] for t in part.replicas[0].tensors if t.requires_grad]
+        own = [t for one in self._task.replicas[1:] for t in one.tensors if t.requires_grad]
         leaves = [*outputs.leaves, *_small(own)]
 
         def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
             targets = self._bring(self._request.targets, some)
             targets = nested.on_tensors(_wider, targets) if wide else targets
-            return self._loss(outputs.of(some, wide), targets)
+            return loss_of(outputs.of(some, wide), targets, self._task.criterion)
 
-        found, halved = None, outputs.halved
-        if halved and self._request.count is None:  # which rounds, too
-            with contextlib.suppress(_NeedsParameters):  # a criterion that is in half precision
-                found = self._compared(partial(loss, wide=True), leaves, parts, halved=halved)
-        found = found or self._compared(loss, leaves, parts, halved=halved)
+        compared = partial(self._compared, leaves=leaves, parts=parts, halved=outputs.halved)
+        found = None
+        if outputs.halved and self._request.count is None:  # which rounds, too
+            try:
+                found = compared(partial(loss, wide=True))
+            except Unsure:
+                raise
+            except Exception:  # a criterion that is in half precision
+                found = None
+        found = found or compared(loss)
         if not found.off and outputs.are_tied:
-            raise _NeedsParameters("outputs without rows may be losses of their own")
+            raise ValueError("outputs without rows may be losses of their own")
         return found
 
     def _by_parameters(self, parts: Parts) -> Finding:
@@ -195,7 +196,7 @@ class Rehearsal:
             for layer in normed:
                 layer.training = False
             output = self._output(rows)
-            return self._loss(output, self._bring(self._request.targets, rows))
+            return loss_of(output, self._bring(self._request.targets, rows), self._task.criterion)
 
         found = self._compared(loss, leaves, parts, by_module=True)
         return replace(found, certain=found.certain and not normed)
@@ -251,11 +252,14 @@ class Rehearsal:
         if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
             went_through = dtypes | ({torch.bfloat16} if halved else set())
             coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
-            for leaf in leaves:  # this replica's alone, until all is put back
-                leaf.data = _nudged(leaf.data, coarsest / 2)
-            noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
-            if off <= _NOISE * noise:  # as where a student begins as its teacher
-                raise Unsure("its gradient is another one each time, or nothing but rounding")
+            for by in (0.0, coarsest / 2):
+                for leaf in leaves:  # this replica's alone, until all is put back
+                    leaf.data = _nudged(leaf.data, by)
+                noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
+                if noise > tolerance and not by:
+                    raise Unsure("it gives another result each time", lasting=True)
+            if off <= 4 * noise:  # as where a student begins as its teacher
+                raise Unsure("its gradient is nothing but rounding")
         found = Finding(off, parts, factors, certain=not self._user.drawn, tolerance=tolerance)
         if off > tolerance:
             weights = None
@@ -274,36 +278,28 @@ class Rehearsal:
         request = self._request
         if not request.is_mean:
             return [1.0] * len(parts)
-        with _users_code():
-            whole = request.inputs, request.targets
-            each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
-            _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
-            spans = [*pairwise([0, *accumulate(map(len, parts))])]
-            counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
+        whole = request.inputs, request.targets
+        each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
+        _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
+        spans = [*pairwise([0, *accumulate(map(len, parts))])]
+        counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")
         return [count / sum(counts) for count in counts]
 
     def _output(self, rows: Sequence[int]) -> Any:
-        args, kwargs = as_call(self._bring(self._request.inputs, rows))
-        with _users_code():
-            output = self._module(*args, **kwargs)
-        name = set_by_forward(self._request.criterion, self._parts[0].roots[0], self._module)
+        output = self._task.output_of(self._bring(self._request.inputs, rows))
+        name = set_by_forward(self._request.criterion, self._model, self._module)
         if name is not None:
-            raise ReadsOld(name)
+            raise ReadsOld(name, lasting=True)
         return output
-
-    def _loss(self, output: Any, targets: Any) -> Tensor:
-        with _users_code():
-            return loss_of(output, targets, self._task.criterion)
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
         bring = partial(Delivery(Ledger()).bring, self._task.share.device)  # which nobody counts
         few = nested.transform(bring, pick(value, rows, self._request.dim))
-        with _users_code():
-            return opened(few, copy=True)
+        return opened(few, copy=True)
 
     def _put_back(self) -> None:
         """Make everything what it was."""
@@ -339,13 +335,13 @@ class _Outputs:
         whole, part = pair
         if not isinstance(whole, Tensor):
             if type(whole) is not type(part) or hasattr(whole, "__dict__") or callable(whole):
-                raise _NeedsParameters("outputs of the user's own class")  # which may hold anything
+                raise TypeError("outputs of the user's own class")  # which may hold anything
             return whole
         order, n, dim = self._rows, len(self._rows), self._dim
         size, its = (t.size(dim) if t.ndim > dim else 0 for t in (whole, part))
         block = 0 if size == its else size // n
         if block * n != size * bool(block) or (size != its and block * self._few != its):
-            raise _NeedsParameters("outputs without rows")
+            raise ValueError("outputs without rows")
         leaf, dtype = _wider(whole.detach()), whole.dtype
         if part.requires_grad:
             self.leaves.append(leaf.requires_grad_())
@@ -395,19 +391,6 @@ class _SameNumbers(TorchDispatchMode):
         return args[0].copy_(number) if name[-1] == "_" else number.contiguous()
 
 
-@contextlib.contextmanager
-def _users_code() -> Iterator[None]:
-    """What the user's code makes of rows that it never met is no fault of ours."""
-    try:
-        yield
-    except Unsure:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise Unsure("memory ran out", lasting=True, rows=2) from error
-        raise _NeedsParameters(f"{type(error).__name__}: {error}") from error
-
-
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:
     """Those of ``leaves``; the dtypes that they go through on their way are added to ``dtypes``."""
     dtypes.add(loss.dtype)
@@ -422,7 +405,7 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype])
             seen.add(node)
             node.register_prehook(note)
             nodes += [following for following, _ in node.next_functions]
-    with _users_code(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for kind in autocast_types():
             stack.enter_context(torch.autocast(kind, enabled=False))
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -187,7 +187,7 @@ def _rehearsed(
         if task is not tasks[0] and ended.wait(_PATIENCE_SECONDS):
             return None
         try:
-            return Rehearsal(request, task, parts).run(choose, most)
+            return Rehearsal(request, task, parts[0].roots[0]).run(choose, most)
         finally:
             if task is tasks[0]:
                 ended.set()
@@ -318,9 +318,10 @@ def _hint(found: Finding, tensors: Sequence[Tensor], ignored: Iterable[int]) -> 
 def _unchecked(request: Request, error: Exception) -> str:
     """That nobody could tell, and what to do if it is something else."""
     terms = "what count= gives" if request.count else "rows"
+    why = str(error) if isinstance(error, Unsure) else f"{type(error).__name__}: {error}"
     return (
         f"whether {_name_of(request)} combines micro-batches as the engine does could not be "
-        f"checked ({str(error)[:120]}). The engine takes it for "
+        f"checked ({why[:120]}). The engine takes it for "
         f"{f'a mean over {terms}' if request.is_mean else 'a sum'}. If it is a mean over something "
         f"else, such as labels that are not ignored, pass count=, for instance "
         f'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows '

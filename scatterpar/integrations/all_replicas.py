@@ -22,6 +22,7 @@ from scatterpar.replicas.compiled import checked_how
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
+from scatterpar.verify.verifier import difference
 
 __all__ = ["DIVIDED", "ROWS", "SUM", "AllReplicas", "Collected", "answering", "each_row", "rows_of"]
 
@@ -316,7 +317,7 @@ class AllReplicas(_Base):
         training = model.training
         model.eval()
         try:
-            return self._engine_of_the_model()._rehearse(inputs, **how)
+            return difference(self._engine_of_the_model(), inputs, **how)
         except ValueError:  # such as tensors that disagree in their rows
             return None
         finally:

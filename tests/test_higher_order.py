@@ -66,6 +66,7 @@ def test_custom_functions_under_transforms(kind, device_ids):
 
 
 CONTROL_FLOW = """
+import sys
 import torch
 from helpers.oracle import assert_step, build, randn
 from scatterpar import ScatterOnceParallel
@@ -74,6 +75,7 @@ from test_higher_order import Branching, mean
 for device_ids in (["cpu"] * 4, ["cpu:0", "cpu:1"]):
     with ScatterOnceParallel(build(lambda: Branching(4, 3)), 2, device_ids) as engine:
         for _ in range(2):
+            print(device_ids, file=sys.stderr)  # not silent on a busy machine
             assert_step(engine, randn(11, 4), criterion=mean)
 print("exact")
 """

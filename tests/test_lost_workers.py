@@ -54,6 +54,7 @@ def wait_until_idle(thread):
         sleeps = Path(f"/proc/self/task/{thread.native_id}/stat")
         at_rest = not sleeps.exists() or sleeps.read_text().rpartition(")")[2].split()[0] == "S"
         seen = seen + 1 if frame.f_code.co_name == "_serve" and at_rest else 0
+    assert seen == 5, f"{thread.name} never waited for its next task"
 
 
 def workers():

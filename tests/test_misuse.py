@@ -221,7 +221,7 @@ def test_in_a_forked_child(devices, used, abrupt):
 
 
 MANY_FORKED = """
-import os
+import os, sys
 import torch
 from torch import nn
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
@@ -242,6 +242,7 @@ for _ in range(30):
         compute()
         os._exit(0)
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(".", file=sys.stderr)  # not silent on a busy machine
 print(sum(map(bool, codes)), "of", len(codes), "died")
 """
 

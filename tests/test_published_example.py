@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults.forked import start_forked
-from faults.processes import finish_all
 from helpers.oracle import seeded
 from torch import nn
 
@@ -59,22 +57,3 @@ def test_the_engine_with_the_true_sum_of_all_rows(devices):
             engine.forward_backward(data, None, lambda o, _: o.sum() / 2, reduction="sum")
             optimizer.step()
     assert rounded(model) == PUBLISHED
-
-
-def test_a_plain_accumulation_loop():
-    model, optimizer, data = example()
-    for _ in range(2):
-        optimizer.zero_grad()
-        for half in data.chunk(2):
-            (model(half).sum() / 2).backward()
-        optimizer.step()
-    assert rounded(model) == PUBLISHED
-
-
-def test_distributed_data_parallel_in_two_processes(tmp_path):
-    store = str(tmp_path / "store")
-    script = ("-m", "helpers.ddp_accumulation")
-    ranks = {str(i): start_forked(*script, str(i), store) for i in range(2)}
-    for outcome in finish_all(ranks).values():
-        assert outcome.code == 0, outcome.err
-        assert [float(word) for word in outcome.out.split()] == PUBLISHED

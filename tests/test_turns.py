@@ -196,7 +196,8 @@ def look_at_threads():
     for thread in threads:
         thread.start()
     try:
-        for _ in range(1000):
+        for number in range(1000):
+            print(number, flush=True)  # not silent on a busy machine
             Waits()
             for thread in threads:
                 hash(stack_of(thread.ident)())

@@ -257,6 +257,11 @@ def add_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_add_(*pairs)
 
 
+def plus(one: Tensor, other: Tensor) -> Tensor:
+    """The sum; of sparse and dense, torch knows dense + sparse alone."""
+    return one + other if one.layout == torch.strided else other + one
+
+
 def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]:
     """Targets and their sources in lists of one dtype, of equal strides or not.
 

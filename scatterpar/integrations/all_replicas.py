@@ -22,6 +22,7 @@ from scatterpar.replicas.compiled import checked_how
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
+from scatterpar.verify.verifier import difference
 
 # How the losses of batches make up that of all, the likeliest mean first.
 DIVIDED = "mean over labels, which divides by num_items_in_batch itself"
@@ -314,7 +315,7 @@ class AllReplicas(_Base):
         training = model.training
         model.eval()
         try:
-            return self._engine_of_the_model()._rehearse(inputs, **how)
+            return difference(self._engine_of_the_model(), inputs, **how)
         except ValueError:  # such as tensors that disagree in their rows
             return None
         finally:

@@ -27,7 +27,7 @@ from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
 from scatterpar.step.markers import Replicated, all_tensors, opened, take
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery
+from scatterpar.step.scatter import Delivery, bring_rows
 from scatterpar.step.substeps import noted
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module
@@ -114,9 +114,10 @@ def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[
     is_shared = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
-        rows = take(batch, share.start, share.stop, dim)
-        here = nested.transform(partial(delivery.bring, share.device), rows)
-        shares.append(opened(here, copy=is_shared or share.device in came_from))
+        here = nested.transform(partial(delivery.bring_rowless, share.device), batch)
+        rows = take(here, share.start, share.stop, dim)  # what has no rows is each share's own
+        rows = nested.transform(partial(bring_rows, crossing, share.device), rows)
+        shares.append(opened(rows, copy=is_shared or share.device in came_from))
     return shares
 
 

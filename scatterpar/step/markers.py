@@ -146,28 +146,24 @@ class Batches:
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
     """The inputs and targets of each batch that a step is made of, and its rows."""
     parts = {"inputs": inputs, "targets": targets}
-    if not any(isinstance(part, Batches) for part in parts.values()):
+    cut = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
+    if not cut:
         return [(inputs, targets)], [count_rows(parts, dim)]
     sizes = {
-        name: [count_rows({f"{name}, batch {k}": b}, dim) for k, b in enumerate(part.entries)]
-        for name, part in parts.items()
-        if isinstance(part, Batches)
+        name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
+        for name, batches in cut.items()
     }
     its = next(iter(sizes.values()))
-    for name, part in parts.items():  # one of them may come in one piece
-        if name not in sizes:
-            rows = count_rows({name: part}, dim, known=sum(its))
-            sizes[name] = its if rows == sum(its) else [rows]
+    for name in parts.keys() - cut.keys():  # one of them may come in one piece
+        rows = count_rows({name: parts[name]}, dim, known=sum(its))
+        sizes[name] = its if rows == sum(its) else [rows]
     if any(own != its for own in sizes.values()):
         found = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {found}")
-    cut = [
-        part.entries
-        if isinstance(part, Batches)
-        else [take(part, *ends, dim) for ends in pairwise(accumulate(its, initial=0))]
-        for part in parts.values()
-    ]
-    return list(zip(*cut, strict=True)), its
+    for name in parts.keys() - cut.keys():
+        ends = pairwise(accumulate(its, initial=0))
+        cut[name] = [take(parts[name], start, stop, dim) for start, stop in ends]
+    return list(zip(cut["inputs"], cut["targets"], strict=True)), its
 
 
 def has_entries(value: Any) -> bool:
@@ -271,20 +267,17 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
             f"Rows(list(tensor.unbind())), whose entries a module or collate= pads or joins, or "
             f"torch.nested.to_padded_tensor and the lengths"
         )
-    shape = tuple(leaf.shape)
     if leaf.layout != torch.strided:
         raise ValueError(
             f"{name}: a tensor of layout {leaf.layout} cannot be split into rows; pass "
             f"it as a dense tensor, or its parts"
         )
-    if leaf.ndim == 0:
-        return None
-    if not -leaf.ndim <= dim < leaf.ndim:
+    if leaf.ndim and not -leaf.ndim <= dim < leaf.ndim:
         raise ValueError(
-            f"{name}: a tensor of shape {shape} has no dimension {dim} to split; "
+            f"{name}: a tensor of shape {tuple(leaf.shape)} has no dimension {dim} to split; "
             f"every tensor but 0-dim ones is split along dim={dim}, unless it is Replicated"
         )
-    return leaf.size(dim)
+    return leaf.size(dim) if leaf.ndim else None
 
 
 def _refuse_foreign(name: str, leaf: Any) -> None:

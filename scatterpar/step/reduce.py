@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, rounds
+from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, plus, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
@@ -254,7 +254,7 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
         elif total[i].layout == gradient.layout == torch.strided:
             both.append(i)
         else:
-            total[i] = _plus(total[i], gradient)
+            total[i] = plus(total[i], gradient)
     if both and in_place:
         add_each([total[i] for i in both], [gradients[i] for i in both])
     elif both:
@@ -287,9 +287,4 @@ def _both(own: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of gradients that there are."""
     if own is None or other is None:
         return own if other is None else other
-    return _plus(own, other)
-
-
-def _plus(own: Tensor, other: Tensor) -> Tensor:
-    """The sum; of sparse and dense, torch knows dense + sparse alone."""
-    return own + other if own.layout == torch.strided else other + own
+    return plus(own, other)

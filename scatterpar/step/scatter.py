@@ -95,7 +95,7 @@ class Arrival:
             return self._walk(number, _COPIED)
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
-                bring = partial(_bring_rows, self._ahead, self._share.device)
+                bring = partial(bring_rows, self._ahead, self._share.device)
                 self._arrived[coming] = self._walk(coming, bring)
                 self._ahead.depart(coming)
             if coming == number:
@@ -117,7 +117,7 @@ class Delivery:
 
     def bring(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``."""
-        return _bring_rows(self._ledger, device, self.bring_rowless(device, leaf))
+        return bring_rows(self._ledger, device, self.bring_rowless(device, leaf))
 
     def bring_rowless(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``, unless it has rows."""
@@ -134,7 +134,8 @@ class Delivery:
         return self._arrived[key]
 
 
-def _bring_rows(ledger: Ledger, device: torch.device, leaf: Any) -> Any:
+def bring_rows(ledger: Ledger, device: torch.device, leaf: Any) -> Any:
+    """``leaf`` in the memory of ``device``, if it has rows."""
     if isinstance(leaf, Rows):
         return Rows(_bring_entries(leaf.entries, device, ledger), leaf.collate)
     if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from scatterpar.devices.chunks import plus
 from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
@@ -115,10 +116,8 @@ class Claims:
     def __init__(self) -> None:
         self._things: dict[tuple[int, int], object] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """The step is over."""
         while self._things:
             self._taken.pop(self._things.popitem()[0])
 
@@ -184,10 +183,10 @@ class Stash:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
-        operator. Where operators compute before they return, and where there is no such lock, all
-        go at once.
+        operator. Where operators compute before they return, where there is no such lock, and
+        where there is one replica, all go at once.
         """
-        if _HAS_LOCK and launches(device):
+        if _HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
             return self._launching.taken()
         return contextlib.nullcontext()
 
@@ -236,7 +235,7 @@ class Stash:
             found = [] if leaf.grad is None else [leaf.grad]
             found += [sums[replica] for replica in sorted(sums)]
             if found:
-                total = functools.reduce(_plus, found)
+                total = functools.reduce(plus, found)
                 is_dense = total.layout == torch.strided
                 leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
         self._sums.clear()
@@ -272,9 +271,5 @@ def _divert(
     """Take one of a node's gradients before it comes to a leaf that all replicas share."""
     mine = gradients[position]
     if mine is not None:
-        sums[replica] = _plus(sums[replica], mine) if replica in sums else mine
+        sums[replica] = plus(sums[replica], mine) if replica in sums else mine
     return (*gradients[:position], None, *gradients[position + 1 :])
-
-
-def _plus(one: Tensor, other: Tensor) -> Tensor:
-    return one + other if one.layout == torch.strided else other + one  # no sparse + dense

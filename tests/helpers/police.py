@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.modules import module as module_globals
 
 FAILED = pytest.StashKey[bool]()
-GRACE_SECONDS = 30.0
+GRACE_SECONDS = 180.0  # a thread that ends by itself may be late on a busy machine
 _AUTOCAST_TYPES = ("cpu", "cuda")
 _BESIDE_TRITON = ("InductorSubproc", "subproc_worker_timer")
 

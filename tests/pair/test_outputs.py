@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, randint, randn
-from torch import nn
+from torch import Tensor, nn
 
 from pair.common import Pair, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
@@ -102,6 +102,27 @@ def test_keyword_inputs_and_parts_without_rows(placed):
     output, rows = gather(outputs, "cpu")
     assert_close(output, expected, "outputs")
     assert rows == [3, 2, 2, 2]
+
+
+def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
+    """Each share's own copy of it was what crossed, and was told from others by its address."""
+    crossed = []
+    to = Tensor.to
+
+    def noting(tensor, *args, **kwargs):
+        crossed.extend([] if tensor.ndim else [tensor])
+        return to(tensor, *args, **kwargs)
+
+    class Scaled(nn.Module):
+        def forward(self, inputs, factor):
+            return inputs * factor.mul_(2)  # which is this replica's alone
+
+    model = DataParallelModel(Scaled(), ["cpu:1", "cpu:2", "cpu:1", "cpu:2"])
+    monkeypatch.setattr(Tensor, "to", noting)
+    outputs = model(torch.ones(8, 3), torch.tensor(1.5))
+    monkeypatch.undo()
+    assert [output.unique().tolist() for output in outputs] == [[3.0]] * 4
+    assert len(crossed) == 2
 
 
 @pytest.mark.parametrize("dim", [1, -1])

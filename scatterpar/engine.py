@@ -52,11 +52,9 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
-from scatterpar.threads.context import Interrupts
-from scatterpar.threads.sharing import Claims
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
-from scatterpar.verify.verifier import Verifier, difference
+from scatterpar.verify.verifier import Verifier
 
 
 class ScatterOnceParallel(Wrapper):
@@ -200,7 +198,6 @@ class ScatterOnceParallel(Wrapper):
         wide, how = self.accumulate_dtype, self._compile_how
         self._workers = Workers(len(self.device_ids), "this engine")
         self._copies = Replicas(self.device_ids, wide, how, pools)
-        self._claims = Claims()
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
 
@@ -263,8 +260,8 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._step() as interrupts:
-            own = partial(self._fit, request, interrupts)
+        with self._workers.exclusive(self.module):
+            own = partial(self._fit, request)
             outcome = self._ranks.together(own) if self._ranks else own()
             with outcome.attempt:
                 noise = outcome.noise() if self.measure_noise else None
@@ -274,7 +271,7 @@ class ScatterOnceParallel(Wrapper):
             self.last_step = outcome.report(noise)
         return (loss, outcome.outputs) if return_outputs else loss
 
-    def _fit(self, request: Request, interrupts: Interrupts) -> Outcome:
+    def _fit(self, request: Request) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
         request = request.checked(self.device_ids[0])
         if self.accum == "auto":
@@ -284,7 +281,7 @@ class ScatterOnceParallel(Wrapper):
         else:
             outcome = self._compute(request, self.plan(request.sizes))  # 1
         with outcome.attempt:
-            interrupts.deliver()  # later ones wait until all is written, on the other ranks too
+            self._workers.interrupts.deliver()  # later ones wait until all is written everywhere
         return outcome
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
@@ -297,26 +294,17 @@ class ScatterOnceParallel(Wrapper):
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, claims = self._verifier.verify, self._claims
-                results = compute(
-                    attempt, request, copies, arrivals, weights, claims, verify, self._ranks
-                )
+                verify, ranks = self._verifier.verify, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
 
     @contextlib.contextmanager
-    def _step(self) -> Iterator[Interrupts]:
-        """One step that trains the module, in this engine or in another one."""
-        with self._workers.exclusive() as interrupts, self._claims:
-            self._claims.take(self.module)
-            yield interrupts
-
-    @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
-        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else 0
+        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else None
         try:
             with Attempt(self._workers, plan, earlier) as attempt:
                 yield attempt
@@ -417,26 +405,12 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
         )
-        with self._step():
+        with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             request = replace(request, most=request.rows)  # all of them, and of this process alone
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
-
-    def _rehearse(
-        self, inputs: Any, *, reduction: str | None = None, count: Count | None = None
-    ) -> float | None:
-        """How far a handful of rows are from combining so: ``verify``'s look alone, of a user's.
-
-        The largest relative difference of a gradient, zero where that is only rounding; ``None``
-        where it could not be told. Leaves no trace.
-        """
-        request = self._request(inputs, reduction=reduction, count=count)
-        with self._step():
-            request = request.checked(self.device_ids[0])
-            with self._attempt(self.plan(request.sizes)) as attempt:
-                return difference(attempt, self._copies, self.module, request)
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -473,20 +473,6 @@ def of_pairs(scores, labels):
     return ((scores @ scores.T).tanh() - (labels[:, None] == labels).double()).square().mean()
 
 
-def test_a_loss_over_the_whole_batch(device_ids):
-    def criterion(scores, labels):
-        return (scores @ scores.T)[labels == 0].logsumexp(1).sum()
-
-    model, inputs, targets = problem()
-    other = copy.deepcopy(model)
-    loss = criterion(other(inputs.to(kind())), targets.to(kind()))
-    loss.backward()
-    with ScatterOnceParallel(model, 3, device_ids) as engine:
-        found = engine.forward_backward(inputs, targets, criterion, whole_batch=True)
-    assert_close(gradients(model), gradients(other), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.draws
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("again", [None, "reentrant", "not reentrant"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import chain
 from pathlib import Path
 
 from faults.processes import run
@@ -96,3 +97,11 @@ def test_private_parts_of_torch_are_named_in_one_file():
         if re.search(r"torch\._(?!foreach)", line)
     ]
     assert not named
+
+
+def test_every_operator_on_lists_is_asked_for_at_import():
+    """So that a version of torch without one is refused in words."""
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    asked = set(re.findall(r"\b_foreach_\w+", sources.pop(PACKAGE / "torch_private.py")))
+    used = [re.findall(r"torch\.(_foreach_\w+)", text) for text in sources.values()]
+    assert set(chain(*used)) == asked

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
@@ -36,44 +36,34 @@ def test_a_criterion_that_returns_several_losses(devices):
         assert all(parameter.grad is None for parameter in engine.parameters())
 
 
-def test_a_module_that_returns_several_losses(devices):
-    class Detector(nn.Linear):
-        def forward(self, images):
-            found = super().forward(images)
-            return {"box": found.abs().mean(), "class": (found**2).mean()}
-
-    with ScatterOnceParallel(build(lambda: Detector(FEATURES, 4)), 2, devices(2)) as engine:
-        with pytest.raises(TypeError, match=r"; pass criterion=lambda losses, _: sum\(losses\.v"):
-            engine.forward_backward(ROWS)
-        engine.forward_backward(ROWS, None, lambda losses, _: sum(losses.values()))
-        assert engine.module.weight.grad is not None
-
-
-def test_a_module_that_returns_no_loss(devices):
-    class Returns(nn.Module):
-        def forward(self, inputs):
-            return {"logits": inputs}
-
-    with (
-        ScatterOnceParallel(Returns(), 1, devices(2)) as engine,
-        pytest.raises(
-            TypeError, match=r"the module must give the loss.*got dict; pass a criterion, such"
-        ),
-    ):
-        engine.forward_backward(ROWS)
+RETURNED = {
+    "several losses": (
+        lambda found: {"box": found.abs().mean(), "class": (found**2).mean()},
+        r"; pass criterion=lambda losses, _: sum\(losses\.v",
+        lambda losses, _: sum(losses.values()),
+    ),
+    "no loss": (
+        lambda found: {"logits": found},
+        r"the module must give the loss.*got dict; pass a criterion, such",
+        lambda output, _: output["logits"].mean(),
+    ),
+    "logits and a loss": (
+        lambda found: (found, found.mean()),
+        r"got tuple; pass a criterion, such as lambda output, _: output\[1\]",
+        lambda output, _: output[1],
+    ),
+}
 
 
-def test_a_module_that_returns_logits_and_a_loss(devices):
-    class Returns(nn.Linear):
-        def forward(self, inputs):
-            output = super().forward(inputs)
-            return output, output.mean()
-
-    words = r"got tuple; pass a criterion, such as lambda output, _: output\[1\]"
-    with ScatterOnceParallel(build(lambda: Returns(5, 4)), 1, devices(2)) as engine:
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_module_that_returns(devices, case):
+    """The error says what to pass, and with that it is exact."""
+    returned, words, criterion = RETURNED[case]
+    model = build(lambda: Returns(lambda logits, _: returned(logits)))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
         with pytest.raises(TypeError, match=words):
             engine.forward_backward(ROWS)
-        assert_step(engine, ROWS, None, lambda output, _: output[1])
+        assert_step(engine, ROWS, None, criterion)
 
 
 def test_a_module_with_nothing_to_train(devices):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
-from helpers.pages import blocks, sections
+from helpers.pages import World, blocks, sections
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, softplus
 from torch.utils.data import TensorDataset
@@ -18,30 +18,10 @@ TASKS = {title: blocks(text, "python") for title, text in sections("docs/tasks.m
 ROWS = 9
 
 
-class World(dict):
-    """What the tasks take for granted, made anew for each of them."""
-
-    def __init__(self, **names):
-        super().__init__(
-            torch=torch,
-            nn=nn,
-            cross_entropy=cross_entropy,
-            mse_loss=mse_loss,
-            ScatterOnceParallel=ScatterOnceParallel,
-            device=torch.device("cpu"),
-            device_ids=["cpu:0", "cpu:1"],
-            dtype=torch.float64,
-            **names,
-        )
-
-    def follow(self, title, number=0):
-        """Run a snippet, and end its engine."""
-        try:
-            exec(TASKS[title][number], self)
-        finally:
-            if "engine" in self:
-                self["engine"].close()
-        return self
+def world(**names):
+    return World(
+        TASKS, nn=nn, cross_entropy=cross_entropy, mse_loss=mse_loss, dtype=torch.float64, **names
+    )
 
 
 def linear(rows=4, columns=3):
@@ -53,18 +33,16 @@ def test_segmentation():
     images, masks = randn(ROWS, 1, 6, 6), randint(2, ROWS, 1, 6, 6).double()
     for number, loss in enumerate(("dice", "batch_dice")):
         model = build(lambda: nn.Conv2d(1, 1, 3, padding=1))
-        names = World(images=images, masks=masks, model=model)
+        names = world(images=images, masks=masks, model=model)
         names["engine"] = ScatterOnceParallel(model, 2, names["device_ids"])
         names.follow(title, number)
-        expected, gradients = whole_batch(model, images, masks, names[loss])
-        assert_close(names["loss"], expected, "loss")
-        assert_gradients(model, gradients)
+        names.assert_whole_batch(model, images, masks, names[loss])
 
 
 def test_a_batch_dice_is_refused_without_the_whole_batch():
     images, masks = randn(ROWS, 1, 6, 6), randint(2, ROWS, 1, 6, 6).double()
     model = build(lambda: nn.Conv2d(1, 1, 3, padding=1))
-    names = World(images=images, masks=masks, model=model)
+    names = world(images=images, masks=masks, model=model)
     names["engine"] = ScatterOnceParallel(model, 2, names["device_ids"])
     names.follow("Segmentation with a Dice loss", 1)
     with (
@@ -87,7 +65,7 @@ def test_a_gan():
         return [*generator.parameters(), *critic.parameters()]
 
     def ours(generator, critic, first, second):
-        names = World(generator=generator, critic=critic, pictures=pictures)
+        names = world(generator=generator, critic=critic, pictures=pictures)
         names.update(generator_optimizer=first, critic_optimizer=second)
         names.follow(title)
 
@@ -109,7 +87,7 @@ def test_a_gan():
 @pytest.mark.draws
 def test_a_frozen_model_of_a_gan_does_not_travel():
     critic, generator = linear(4, 1), linear(4, 4)
-    names = World(generator=generator, critic=critic, pictures=[randn(ROWS, 4)] * 2)
+    names = world(generator=generator, critic=critic, pictures=[randn(ROWS, 4)] * 2)
     for name, model in (("generator", generator), ("critic", critic)):
         names[f"{name}_optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     names.follow("A GAN: two models, two optimizers")
@@ -120,24 +98,19 @@ def test_a_frozen_model_of_a_gan_does_not_travel():
 
 def test_policy_gradients():
     policy = linear()
-    names = World(policy=policy, observations=randn(ROWS, 4), actions=randint(3, ROWS))
+    names = world(policy=policy, observations=randn(ROWS, 4), actions=randint(3, ROWS))
     names["returns"] = randn(ROWS, seed=3)
     names.follow("Policy gradients")
-    expected, gradients = whole_batch(
-        policy, names["observations"], names["targets"], names["policy_loss"]
-    )
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(policy, gradients)
+    batch = names["observations"], names["targets"]
+    names.assert_whole_batch(policy, *batch, names["policy_loss"])
 
 
 def test_detection():
     detector = linear(4, 4)
     found = [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)]
-    names = World(detector=detector, images=randn(ROWS, 4), found=found)
+    names = world(detector=detector, images=randn(ROWS, 4), found=found)
     names.follow("Detection: another number of boxes in each image")
-    expected, gradients = whole_batch(detector, names["images"], found, names["box_loss"])
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(detector, gradients)
+    names.assert_whole_batch(detector, names["images"], found, names["box_loss"])
 
 
 class Recurrent(nn.Module):
@@ -158,7 +131,7 @@ class Recurrent(nn.Module):
 def test_truncated_backpropagation():
     network, text = build(Recurrent), randint(7, ROWS, 13)
     other = copy.deepcopy(network)
-    names = World(network=network, text=text)
+    names = world(network=network, text=text)
     names["optimizer"] = torch.optim.SGD(network.parameters(), lr=0.1)
     names.follow("Truncated backpropagation through time")
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -175,28 +148,26 @@ def test_truncated_backpropagation():
 
 def test_a_teacher():
     student, teacher = linear(), build(lambda: nn.Linear(4, 3))
-    names = World(student=student, teacher=teacher, images=randn(ROWS, 4))
+    names = world(student=student, teacher=teacher, images=randn(ROWS, 4))
     names.follow("A teacher, and perceptual losses")
     images = names["images"]
-    expected, gradients = whole_batch(student, images, teacher(images).detach(), mse_loss)
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(student, gradients)
+    names.assert_whole_batch(student, images, teacher(images).detach(), mse_loss)
 
 
 @pytest.mark.draws
 def test_resumed_in_the_middle_of_an_epoch():
     dataset = TensorDataset(randn(30, 4), randint(3, 30))
 
-    def world():
+    def start():
         model = linear()
-        names = World(model=model, dataset=dataset)
+        names = world(model=model, dataset=dataset)
         names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return names
 
     title = "Save and resume in the middle of an epoch"
-    saved = copy.deepcopy(world().follow(title)["saved"])
+    saved = copy.deepcopy(start().follow(title)["saved"])
     assert saved["at"]["done"] == 16
-    again = world().follow(title)  # another process: its own first steps are undone by the loading
+    again = start().follow(title)  # another process: its own first steps are undone by the loading
     again["model"].load_state_dict(saved["model"])
     again["optimizer"].load_state_dict(saved["optimizer"])
     vars(again["sampler"]).update(saved["at"])
@@ -217,7 +188,7 @@ def test_resumed_in_the_middle_of_an_epoch():
 def test_long_sequences():
     layers = build(lambda: nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]))
     plain = nn.Sequential(*copy.deepcopy(layers))
-    names = World(layers=layers, sequences=randn(ROWS, 6, 4), wanted=randn(ROWS, 6, 4, seed=2))
+    names = world(layers=layers, sequences=randn(ROWS, 6, 4), wanted=randn(ROWS, 6, 4, seed=2))
     names.follow("Long sequences with checkpointing")
     expected, gradients = whole_batch(plain, names["sequences"], names["wanted"], mse_loss)
     assert_close(names["loss"], expected, "loss")

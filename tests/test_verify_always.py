@@ -466,6 +466,26 @@ def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
         engine.forward_backward((INPUTS.float(), VALUES.float()))
 
 
+def test_a_little_is_no_rounding():
+    """Where the module computes the loss in single precision, weights that are off by 0.3 %."""
+
+    class Weighs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs, targets):
+            weights = 1 + 0.006 * (inputs[:, 0] > 0)
+            errors = (self.linear(inputs) - targets).square().mean(1)
+            return (errors * weights).sum() / weights.sum()
+
+    with (
+        ScatterOnceParallel(build(Weighs).float(), 3, ["cpu"]) as engine,
+        pytest.raises(ValueError, match="count="),
+    ):
+        engine.forward_backward((INPUTS.float(), VALUES.float()))
+
+
 def test_what_differs_each_time_is_no_reason():
     """It is not told right from wrong by chance: that it cannot be checked is said."""
     calls = itertools.count()  # which nothing puts back

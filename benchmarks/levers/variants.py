@@ -48,8 +48,8 @@ def _give_memory_back() -> None:
 
 
 def _all_cores_each() -> None:
-    serve, cores = workers.serve, torch.get_num_threads()
-    workers.serve = lambda queue, budget, ready: serve(queue, cores, ready)
+    serve, cores = workers._serve, torch.get_num_threads()
+    workers._serve = lambda queue, budget, ready: serve(queue, cores, ready)
 
 
 LEVERS: dict[str, Callable[[], None]] = {

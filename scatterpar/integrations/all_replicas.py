@@ -22,8 +22,7 @@ from scatterpar.replicas.compiled import checked_how
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
-
-__all__ = ["DIVIDED", "ROWS", "SUM", "AllReplicas", "Collected", "answering", "each_row", "rows_of"]
+from scatterpar.verify.verifier import difference
 
 # How the losses of batches make up that of all, the likeliest mean first.
 DIVIDED = "mean over labels, which divides by num_items_in_batch itself"
@@ -316,7 +315,7 @@ class AllReplicas(_Base):
         training = model.training
         model.eval()
         try:
-            return self._engine_of_the_model()._rehearse(inputs, **how)
+            return difference(self._engine_of_the_model(), inputs, **how)
         except ValueError:  # such as tensors that disagree in their rows
             return None
         finally:
@@ -489,8 +488,10 @@ def _refusal(trainer: Any, why: str) -> str:
     )
 
 
-def rows_of(batch: Mapping[str, Any]) -> int:
+def rows_of(batch: Any) -> int:
     """The rows of a Trainer's batch: the first tensor's size, or the longest list's."""
+    if isinstance(batch, Rows):
+        return len(batch.entries)
     tensors = (len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim)
     lists = (len(v) for v in batch.values() if isinstance(v, list))
     return next(tensors, None) or max(lists, default=1)

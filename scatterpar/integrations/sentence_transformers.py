@@ -18,7 +18,7 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.all_replicas import ROWS, answering
+from scatterpar.integrations.all_replicas import ROWS, answering, rows_of
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
@@ -107,7 +107,7 @@ class _WholeBatch(ScatterOnceMixin):
         asked = _Asked(self._module(), self._output)
         its = self._prepare_inputs(dict(batch))
         columns, state = self._columns(batch, its, asked)
-        asked.sizes = [_rows_of(column) for column in columns]
+        asked.sizes = [rows_of(column) for column in columns]
         inputs: Any = {"work": self._answers, "columns": columns}
         if len(set(asked.sizes)) > 1:
             each = [{"work": self._answers, "columns": [column]} for column in columns]
@@ -243,7 +243,7 @@ class _Asked:
                 )
             self._numbers[key] = len(self.columns)
             self.columns.append(dict(self._preprocess(inputs, **options)))
-            self.sizes.append(_rows_of(self.columns[-1]))
+            self.sizes.append(rows_of(self.columns[-1]))
         return {"answer": self.rows()[self._numbers[key]]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
@@ -275,13 +275,6 @@ def _is_of_rows(loss: nn.Module) -> bool:
             if type(part).__module__ == "torch.nn.modules.loss"
         )
     )
-
-
-def _rows_of(column: Any) -> int:
-    """The rows of what a model is asked."""
-    if isinstance(column, Rows):
-        return len(column.entries)
-    return next(len(v) for v in column.values() if isinstance(v, Tensor) and v.ndim)
 
 
 def _divisible(column: Mapping[str, Any]) -> Any:

@@ -52,9 +52,8 @@ class Broadcast:
         self._arrivals = {
             device: room_like(tensors, device, _is_weight) for device in self.memories[1:]
         }
-        self._pieces = {  # their elements in the order of memory, 1-D
-            device: [flat for tensor in there if (flat := in_memory_order(tensor)) is not None]
-            for device, there in self._arrivals.items()
+        self._flats = {  # their elements in the order of memory, 1-D
+            device: list(map(in_memory_order, there)) for device, there in self._arrivals.items()
         }
         self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
         self._kinds = list(map(_kind, tensors))
@@ -99,8 +98,8 @@ class Broadcast:
             return []
         master, other = self.memories[:2]
         unknown = [i for i in doubtful if i not in self._fingerprints]
-        here = Fingerprints({i: self._in_memory_order(i) for i in doubtful}, master)
-        there = Fingerprints({i: self._pieces[other][i] for i in unknown}, other)
+        here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
+        there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
         self._asked = [here, there]
         known = there.values
         if unknown:
@@ -142,12 +141,13 @@ class Broadcast:
     def _find_places(self) -> None:
         """Look where the master's tensors lie, and their elements there, 1-D."""
         self._places = [tensor.detach() for tensor in self._tensors]
-        self._flats = list(map(in_memory_order, self._places)) if self._arrivals else []
+        if self._arrivals:
+            self._flats[self.memories[0]] = list(map(in_memory_order, self._places))
 
-    def _in_memory_order(self, i: int) -> Tensor:
-        """The elements of the master's tensor as they lie in the other memories: 1-D."""
-        flat = self._flats[i]
-        if flat is None:
+    def _flat(self, i: int, device: torch.device) -> Tensor:
+        """The elements of a tensor in that memory, 1-D, in the order that all others have them."""
+        flat = self._flats[device][i]
+        if flat is None:  # the master's own has gaps, or is a conjugate
             tensor = self._tensors[i].detach()
             there = self._arrivals[self.memories[1]][i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
@@ -163,11 +163,6 @@ class Broadcast:
             for message, flat in packed(flats):
                 self._spread(message, flat, tree, ledger)
                 del flat
-
-    def _flat(self, i: int, device: torch.device) -> Tensor:
-        """The elements of a tensor in that memory, 1-D."""
-        here = device == self.memories[0]
-        return self._in_memory_order(i) if here else self._pieces[device][i]
 
     def _spread(
         self, message: Message, flat: Tensor, tree: Sequence[torch.device], ledger: Ledger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -77,13 +77,17 @@ class Replicas:
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
         self._broadcast = Broadcast((), self.device_ids)
-        self._of_criterion: list[Replicas] = []  # at most one
-        self._beside: list[Replicas] = []  # those of the criterion, where this step needs them
+        self._has_beside = False
+        vars(self).pop("_of_criterion", None)
+
+    @cached_property
+    def _of_criterion(self) -> Replicas:
+        return Replicas(self.device_ids, self._wide, None, self._pools)
 
     @property
     def parts(self) -> list[Replicas]:
         """These and, where the criterion has any of its own, those of the criterion."""
-        return [self, *self._beside]
+        return [self, self._of_criterion] if self._has_beside else [self]
 
     def refresh(
         self,
@@ -100,13 +104,11 @@ class Replicas:
         """
         owner = holder_of(criterion)
         with torch.inference_mode(False), torch.no_grad():
-            self._beside, asked = [], [self._follow((module,), self.device_ids)]
-            if owner is not None and not self._has_all_of(owner):
-                self._beside = self._of_criterion = self._of_criterion or [
-                    Replicas(self.device_ids, self._wide, None, self._pools)
-                ]
+            asked = [self._follow((module,), self.device_ids)]
+            self._has_beside = owner is not None and not self._has_all_of(owner)
+            if self._has_beside:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
-                asked.append(self._beside[0]._follow((owner,), devices))
+                asked.append(self._of_criterion._follow((owner,), devices))
             replicas = self.parts[-1].replicas
             self.criteria = [criterion if owner is None else r.of(criterion) for r in replicas]
             values = iter(on_the_host([*chain(*asked)]))  # the host waits once

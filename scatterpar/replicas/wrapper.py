@@ -44,7 +44,6 @@ class Wrapper(nn.Module):
     _transient = (
         "_workers",
         "_copies",
-        "_claims",
         "_verifier",
         "_graphs",
         "_proven",

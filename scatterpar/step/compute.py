@@ -31,7 +31,7 @@ from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_aut
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, output_at, train_whole
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.sharing import Claims, Stash
+from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import Attempt
 
 Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
@@ -45,7 +45,6 @@ def compute(
     copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Weights,
-    claims: Claims,
     verify: Verify,
     peers: Peers | None,
 ) -> Computed:
@@ -59,7 +58,7 @@ def compute(
     brought = brought_along(request.criterion)
     attempt.keep(statistics(brought))
     named = other_leaves(brought, parts) if peers else None
-    with Stash(claims, parts, named) as stash:
+    with Stash(attempt.workers.claims, parts, named) as stash:
         tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash)
         with guarded(parts):
             if request.whole_batch:

@@ -76,10 +76,13 @@ class Fitting:
                 compute(lean.as_trial(), cut).attempt.undo()
                 fits = number
             except Exception as error:
-                if is_out_of_memory(error):
+                if not is_out_of_memory(error):
+                    if is_whole:
+                        raise
+                    fits = number  # too small, as for batch normalisation: the whole will tell
+                else:
                     retries += 1
-                    if keeps_rows:
-                        self._keeps_rows = False
+                    self._keeps_rows = self._keeps_rows and not keeps_rows
                     if any(IN_VAIN in note for note in getattr(error, "__notes__", ())):
                         raise
                     if not keeps_rows and number >= most:
@@ -91,10 +94,6 @@ class Fitting:
                         raise
                     if not keeps_rows:
                         failed, fits = number, 0 if is_whole else fits
-                elif is_whole:
-                    raise
-                else:  # too small for something, as for batch normalisation: the whole will tell
-                    fits = number
                 traceback.clear_frames(error.__traceback__)
             release()
         self.accum = number

@@ -151,15 +151,16 @@ State = dict[torch.device, Tensor]  # the state of each generator that a replica
 class Generators:
     """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
 
-    ``earlier`` replicas of other processes are numbered before these.
+    ``earlier`` replicas of other processes are numbered before these; ``None``: there are no other
+    processes.
     """
 
-    def __init__(self, devices: Sequence[torch.device], earlier: int = 0) -> None:
+    def __init__(self, devices: Sequence[torch.device], earlier: int | None = None) -> None:
         self._devices = [physical(device) for device in devices]
-        self._earlier = earlier
+        self._earlier = earlier or 0
         self._before = {device: _state(device) for device in (_CPU, *self._devices)}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
-        self._alone = len(devices) == 1 and not earlier
+        self._alone = len(devices) == 1 and earlier is None
         if self._alone:  # it draws from the process's own
             for device in self._before:
                 self._generator(0, device).is_in = True
@@ -170,24 +171,17 @@ class Generators:
             return contextlib.nullcontext()
         return self._drawing(replica, self._devices[replica])
 
-    @contextlib.contextmanager
-    def of_criterion(self, seed: int | None) -> Iterator[None]:
+    def of_criterion(self, seed: int | None) -> contextlib.AbstractContextManager[None]:
         """Let the current thread draw what a criterion draws that sees all outputs.
 
         It goes on with the generators of replica 0, or from a ``seed`` that all processes have.
         """
         if seed is None:
-            with self.of(0):
-                yield
-            return
+            return self.of(0)
         master = self._devices[0]
         for device in {_CPU, master}:
             self._generators[_CRITERION, device] = _Generator(device, seed)
-        before = _state(master)
-        with self._drawing(_CRITERION, master):
-            yield
-        if master != _CPU:
-            _put(master, before)  # of the only replica, which draws from there
+        return self._drawing(_CRITERION, master)
 
     @contextlib.contextmanager
     def _drawing(self, number: int, device: torch.device) -> Iterator[None]:

@@ -116,10 +116,8 @@ class Claims:
     def __init__(self) -> None:
         self._things: dict[tuple[int, int], object] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """The step is over."""
         while self._things:
             self._taken.pop(self._things.popitem()[0])
 

@@ -34,6 +34,7 @@ from scatterpar.devices.ledger import Clock, Ledger
 from scatterpar.plan import Plan
 from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.threads.generators import Generators
+from scatterpar.threads.sharing import Claims
 
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
@@ -168,6 +169,7 @@ class Workers:
         self._closed = False
         self._failed = False  # the last job: then what its error held is to be let go of
         self.interrupts = Interrupts()
+        self.claims = Claims()
         self.abandoned = False
         self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
@@ -220,8 +222,11 @@ class Workers:
         return self._dispatch(Job(calls, verbs.at_once(devices), cancel or threading.Event()))
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[Interrupts]:
-        """One job at a time, interrupts deferred; refuses where there is nobody to do it."""
+    def exclusive(self, *things: object) -> Iterator[None]:
+        """One job at a time, with these ``things`` for itself, and interrupts deferred.
+
+        Refuses where there is nobody to do it, or another has one of them.
+        """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -243,9 +248,11 @@ class Workers:
                 if self._failed:
                     self._let_go()
                 self._failed = True
-                yield interrupts
+                self.claims.take(*things)
+                yield
                 self._failed = False
             finally:
+                self.claims.release()
                 self._lock.release()
 
     def release(self) -> None:
@@ -386,7 +393,7 @@ class Attempt:
     be entered again. ``earlier`` replicas of other processes are numbered before these.
     """
 
-    def __init__(self, workers: Workers, plan: Plan, earlier: int = 0) -> None:
+    def __init__(self, workers: Workers, plan: Plan, earlier: int | None = None) -> None:
         self.workers = workers
         self.plan = plan
         self.generators = Generators([share.device for share in plan.shares], earlier)

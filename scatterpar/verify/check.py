@@ -88,6 +88,7 @@ def compare(
     roots = [module] if owner is None else [module, owner]
     with (
         untouched([*roots, request.criterion], [device], parameters=True) as traces,
+        torch_private.uncompiled(),
         torch_private.hooks_taken_off(tensors),
     ):
         plain = partial(_plain, module, request, device, tensors)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.mirror import Snapshot, Survey, contents
 from scatterpar.step.captured import surroundings
-from scatterpar.torch_private import uncompiled
 
 _MOST = 1000  # entries of a container; longer ones are data
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
@@ -45,18 +44,12 @@ class untouched:
         self._places = [(put, get, get()) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
         self._states = [(put, get, get()) for get, put in generators]
-        self._stance: Any = None
 
     def __enter__(self) -> Self:
-        self._stance = uncompiled()  # for rows that come once
-        self._stance.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._stance.__exit__(*error)
-        finally:
-            self.put_back()
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
 
     def put_back(self) -> None:
         """Make everything what it was."""

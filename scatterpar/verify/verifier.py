@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices import verbs
+from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
-from scatterpar.step.request import Request
+from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
-from scatterpar.step.substeps import Task, hand_out, prepare_autograd
+from scatterpar.step.substeps import Task, prepare_autograd
 from scatterpar.step.weights import is_counted
+from scatterpar.threads.context import uncached
 from scatterpar.threads.workers import Attempt
 from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
@@ -151,21 +154,33 @@ class Verifier:
 
 
 def difference(
-    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request
+    engine: Any, inputs: Any, *, reduction: str | None = None, count: Count | None = None
 ) -> float | None:
-    """How far the losses of a handful of rows are off; ``None`` where it cannot be told."""
-    arrivals = scatter(request.batch, attempt.plan, request.dim, attempt.ledger)
-    copies.refresh(module, request.criterion, attempt.ledger)
-    tasks = hand_out(request, attempt.plan, copies, arrivals)
-    prepare_autograd()
+    """How far losses that an engine's module computes of a handful of rows are from combining so.
+
+    The largest relative difference of a gradient, zero where that is only rounding; ``None`` where
+    it could not be told. By the first replica, in the caller's thread; leaves no trace.
+
+    Raises:
+        ValueError: as ``forward_backward``.
+    """
+    request = Request(inputs, reduction=reduction, count=count, dim=engine.dim)
+    request = request.checked(engine.device_ids[0])
+    plan = engine.plan(request.sizes)
     some = partial(choose, telling(request), request.rows)
-    try:
-        with guarded(copies.parts):
-            return _rehearsed(attempt, request, tasks, copies.parts, some, request.rows).off
-    except Exception:  # whatever the user's code makes of rows that it never met
-        return None
-    finally:
-        attempt.undo()
+    prepare_autograd()
+    with engine.lending() as copies, verbs.on(plan.shares[0].device, ()), uncached():
+        (arrival, *_) = scatter(request.batch, plan, request.dim, Ledger())
+        task = Task(
+            plan.shares[0], copies.replicas[0].roots[0], arrival, replicas=copies.replicas[:1]
+        )
+        try:
+            with guarded([copies]):
+                return Rehearsal(request, task, engine.module).run(some, request.rows).off
+        except Exception:  # whatever the user's code makes of rows that it never met
+            return None
+        finally:
+            copies.clear_gradients()
 
 
 def _rehearsed(

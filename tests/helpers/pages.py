@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
+from helpers.oracle import assert_close, assert_gradients, whole_batch
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3
@@ -57,6 +58,34 @@ def namespace() -> dict[str, Any]:
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
     }
+
+
+class World(dict[str, Any]):
+    """Names that the snippets of a page take for granted, made anew for each of them."""
+
+    def __init__(self, snippets: dict[str, list[str]], **names: Any) -> None:
+        super().__init__(
+            torch=torch,
+            scatterpar=scatterpar,
+            ScatterOnceParallel=scatterpar.ScatterOnceParallel,
+            device=torch.device("cpu"),
+            device_ids=["cpu:0", "cpu:1"],
+            **names,
+        )
+        self._snippets = snippets
+
+    def follow(self, title: str, number: int = 0) -> Any:
+        """Run a snippet, and end its engine."""
+        run(self._snippets[title][number], self)
+        return self
+
+    def assert_whole_batch(
+        self, model: nn.Module, inputs: Any, targets: Any = None, criterion: Any = None
+    ) -> None:
+        """What the snippet has computed for ``model`` is what plain torch does."""
+        expected, gradients = whole_batch(model, inputs, targets, criterion)
+        assert_close(self["loss"], expected, "loss")
+        assert_gradients(model, gradients)
 
 
 def run(code: str, names: dict[str, Any]) -> None:

@@ -97,14 +97,6 @@ def test_copies_work_and_share_nothing(placed, way, ran_before):
     twin.check(*BATCH)
 
 
-def test_the_module_can_be_copied_after_a_step(placed):
-    pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(3))
-    pair.check(*BATCH)
-    twin = copy.deepcopy(pair.module)
-    pickle.dumps(pair.module)
-    assert same(twin.state_dict(), pair.module.state_dict())
-
-
 def test_the_graph_needs_neither_the_pair_nor_its_threads(placed):
     pair = Pair(mlp(), nn.CrossEntropyLoss(), placed(4))
     loss = pair.loss(*BATCH)

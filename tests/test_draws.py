@@ -97,3 +97,25 @@ def test_the_generator_functions_are_the_replica_s_own_in_a_forward(devices):
     with ScatterOnceParallel(build(Forks), 2, devices(3)) as engine:
         runs = [step(engine, seed=5) for _ in range(5)]
     assert all(equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas):
+    """One replica draws from the process's own generator, several from theirs."""
+
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs):
+            torch.rand(3)
+            if (inputs == BATCH[0][-1]).all(1).any():
+                raise ArithmeticError("after drawing")
+            return self.linear(inputs)
+
+    with ScatterOnceParallel(build(Fails), 2, devices(replicas)) as engine:
+        before = torch.get_rng_state()
+        with pytest.raises(ArithmeticError):
+            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        assert torch.equal(torch.get_rng_state(), before)

@@ -166,8 +166,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def has_places(tensor: Tensor) -> bool:
     """Whether each element of a dense tensor has a place of its own: it is not expanded."""
-    return all(
-        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tensor.stride()
+    return 0 not in strides or all(
+        stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
     )
 
 

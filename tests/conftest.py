@@ -83,7 +83,8 @@ def _no_moved_generators(request: pytest.FixtureRequest):
     if moved:
         police.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
-        assert not moved, f"the test moved random generators: {sorted(moved)}"
+        advice = "take data from helpers.oracle, or mark the test `draws`"
+        assert not moved, f"the test moved random generators: {sorted(moved)}; {advice}"
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ _STAGED = 2  # parcels that may lie in the host's pinned memory at once
 class Ledger:
     """Copies between memories, and counts what it copied, by phase.
 
-    Every byte that crosses from one memory to another goes through ``copy`` or
-    ``copy_into``; the counts are those of the tensors that were copied.
+    What a step moves from one memory to another goes through ``copy``, ``copy_into`` or, ahead of
+    time, ``depart``; the counts are those of the tensors that were copied.
 
     As a context manager it ends only when everything on the host that was copied may be
     written again: a copy from pinned memory reads it some time after it was asked for.
@@ -77,7 +77,10 @@ class Ledger:
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` into ``target``, a tensor of the same size in another memory."""
+        """Copy ``source`` into ``target``, a tensor of the same size in another memory.
+
+        Virtual devices are not told apart here: their tensors all say ``cpu``.
+        """
         self.count(source, phase)
         source = passable(source, target.device)
         target.copy_(source, non_blocking=launches(target.device))

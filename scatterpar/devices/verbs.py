@@ -1,4 +1,4 @@
-"""The device verbs: everything that differs between memories happens behind these names.
+"""The device verbs: what differs between memories is behind these names; copies, in ``ledger``.
 
 A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``,
 ``cpu:1``, … are virtual devices: memories of their own that happen to lie in the host's
@@ -85,7 +85,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
 
 
 def physical(device: torch.device) -> torch.device:
-    """The device that torch knows: a virtual ``cpu:i`` is the ``cpu``."""
+    """The device that torch knows: a virtual ``cpu:i`` is the ``cpu``, and so its tensors say."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 

@@ -113,7 +113,7 @@ class Rows:
 
         Raises:
             TypeError: one batch instead of several.
-            ValueError: none.
+            ValueError: no batch at all.
 
         Example:
             >>> import torch

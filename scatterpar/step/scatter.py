@@ -56,8 +56,9 @@ class Arrival:
     """The rows of one share, which come to its device as they are asked for.
 
     Each micro-batch is the sub-step's own: it begins where its memory does, and may be written.
-    What is ``shared`` is copied for that: some of it was here before, or is replicated, or entries
-    that travelled together begin anywhere in one memory. Without ``ahead`` all of it is here.
+    What is ``shared`` is copied for that, and opened: some of it was here before, or has markers,
+    or entries that travelled together begin anywhere in one memory. Without ``ahead`` all of it is
+    here.
     """
 
     def __init__(

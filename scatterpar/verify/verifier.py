@@ -37,7 +37,7 @@ from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
-_OFF = "Nothing was changed; verify=False switches this check off."
+_OFF = "Nothing was changed; an engine made with verify=False does not check."
 _KINDS = 1000  # how many kinds are remembered
 _PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before they join it
 
@@ -121,7 +121,7 @@ class Verifier:
                 f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
                 f"the same time, so what the criterion finds there may be another replica's. "
                 f"Return it from forward, and take it from the output that the criterion is given; "
-                f"verify=False silences this"
+                f"an engine made with verify=False does not check"
             )
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
@@ -262,7 +262,8 @@ def _refusal(
     its = f"; your loss weights them with {_listed(found.weights)}" if found.weights else ""
     doubt = (
         "For this look every row had the same random numbers, and batch normalisation its "
-        "running statistics, so the step goes on; verify=False silences this."
+        "running statistics, so the step goes on; an engine made with verify=False "
+        "does not check."
     )
     return (
         f"{_name_of(request)}: your loss of {sum(map(len, found.parts))} rows is not the "
@@ -340,7 +341,7 @@ def _unchecked(request: Request, error: Exception) -> str:
         f"{f'a mean over {terms}' if request.is_mean else 'a sum'}. If it is a mean over something "
         f"else, such as labels that are not ignored, pass count=, for instance "
         f'scatterpar.count_labels(); if it is a sum, reduction="sum"; if it compares rows '
-        f"with each other, whole_batch=True. verify=False silences this"
+        f"with each other, whole_batch=True. An engine made with verify=False does not check"
     )
 
 

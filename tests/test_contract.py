@@ -45,7 +45,8 @@ class ExchangesItsWeight(nn.Module):
 
 @pytest.mark.parametrize("device_ids", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", [MakesItsHead, ExchangesItsWeight])
-def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, kind):
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, kind, whole_batch):
     model = build(kind)
     inputs, targets, criterion = randn(9, 4), randn(9, 2), nn.MSELoss()
     engine = ScatterOnceParallel(model, 2, device_ids)
@@ -53,7 +54,7 @@ def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, ki
         with pytest.raises(
             ValueError, match=r"makes the parameter 'head\.weight'.*before the first"
         ):
-            engine.forward_backward(inputs, targets, criterion)
+            engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
         with (
             pytest.raises(ValueError, match=r"makes the parameter 'head\.weight'"),
             torch.no_grad(),

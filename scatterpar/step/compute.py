@@ -29,7 +29,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival, scatter
 from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_autograd, pull, train
 from scatterpar.step.weights import Weights
-from scatterpar.step.whole_batch import Peers, output_at, train_whole
+from scatterpar.step.whole_batch import Peers, first_pass, output_at, train_whole
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import Attempt
@@ -60,20 +60,24 @@ def compute(
     named = other_leaves(brought, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
         tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash)
+        whole = request.whole_batch
         with guarded(parts):
-            if request.whole_batch:
-                warm_up(attempt, tasks, parts, output_at)
-                peers = None if request.most else peers  # a trial is this process's own
-                criterion = copies.criteria[0]
-                results = train_whole(attempt, request, tasks, parts, criterion, peers)
+            warm_up(attempt, tasks, parts, output_at if whole else _loss)
+            if whole:
+                first = partial(first_pass, request=request, generators=attempt.generators)
+                seen = attempt.run(first, tasks)
             else:
-                warm_up(attempt, tasks, parts, _loss)
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)
                 if request.graphs is not None and request.most is None:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)
+        if whole:
+            peers = None if request.most else peers  # a trial is this process's own
+            criterion = copies.criteria[0]
+            with guarded(parts):  # anew: the second pass undoes what the first one rebound
+                results = train_whole(attempt, request, tasks, seen, parts, criterion, peers)
         attempt.ledger.settle()
         return Computed(results, stash.gradients())
 

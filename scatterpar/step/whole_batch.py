@@ -211,18 +211,19 @@ def train_whole(
     attempt: Attempt,
     request: Request,
     tasks: Sequence[Task],
+    seen: Sequence[Seen],
     parts: Sequence[Replicas],
     criterion: Callable[[Any, Any], Any],
     peers: Peers | None,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    The loss is in the first replica's result, and in that of the first process of ``peers``, who
-    have rows of the batch too. ``criterion`` is as it is on the master.
+    ``seen`` is what first passes found. The loss is in the first replica's result, and in that of
+    the first process of ``peers``, who have rows of the batch too. ``criterion`` is as it is on the
+    master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    seen = attempt.run(partial(first_pass, request=request, generators=generators), tasks)
     batch = WholeBatch(request, seen, [task.share for task in tasks], attempt.ledger)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach)

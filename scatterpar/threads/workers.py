@@ -153,8 +153,9 @@ class Workers:
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
     intra-op threads. Errors call the object that they work for ``owner``.
 
-    When the interpreter exits, jobs of daemon threads are waited for, and they get no others: until
-    3.14 it aborts where such a thread comes back from C++ too late.
+    When the interpreter exits, jobs of daemon threads are waited for, and these threads stop at the
+    door: until 3.14 it aborts where such a thread comes back from C++ too late, as it does, too,
+    from letting go of a tensor.
     """
 
     exit_by: ClassVar[float] = math.inf  # on the monotonic clock
@@ -234,15 +235,17 @@ class Workers:
                 f"make another in the process that uses it"
             )
         with Interrupts() as interrupts:  # first: none may come between the lock and the try
-            if not self._lock.acquire(blocking=False):
+            held = self._lock.acquire(blocking=False)
+            if self._is_exiting():  # then who exits may hold it
+                if held:
+                    self._lock.release()
+                time.sleep(_EXIT_SECONDS)  # to be ended with the interpreter
+                raise RuntimeError(f"{self._owner} begins no step while the interpreter exits")
+            if not held:
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start from "
                     f"inside a criterion or a hook, nor from a second thread"
                 )
-            is_main = threading.current_thread() is threading.main_thread()
-            if self.exit_by < math.inf and not is_main:
-                self._lock.release()
-                threading.Event().wait()  # to be ended with the interpreter
             try:
                 self.interrupts = interrupts
                 if self._failed:
@@ -254,6 +257,13 @@ class Workers:
             finally:
                 self.claims.release()
                 self._lock.release()
+                if self._is_exiting():
+                    time.sleep(_EXIT_SECONDS)
+
+    def _is_exiting(self) -> bool:
+        """Whether this thread is to be ended with the interpreter."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return self.exit_by < math.inf and not is_main
 
     def release(self) -> None:
         """Inside a job, between its calls: give back memory that nobody uses any more."""

@@ -74,11 +74,13 @@ STATES = {
         0,
     ),
     "steps in many daemon threads": (
-        "def forever():\n"
+        "def begin():\n"
         "    model = nn.Sequential(nn.Linear(4, 100_000), nn.Linear(100_000, 2))\n"
         "    engine = ScatterOnceParallel(model, 1, ['cpu:0', 'cpu:1'])\n"
+        "    threading.Thread(target=forever, args=(engine,), daemon=True).start()\n"
+        "def forever(engine):\n"
         "    while True: step(engine); inside.set()\n"
-        "for _ in range(4): threading.Thread(target=forever, daemon=True).start()\n"
+        "for _ in range(4): begin()\n"
         "inside.wait()",
         0,
     ),

@@ -103,7 +103,8 @@ def replicate(
         for copy in copies:
             _take_class(original, copy[i])
 
-    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)), proven)
+    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)))
+    shared.proven = proven
     guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 

@@ -310,8 +310,9 @@ class Rehearsal:
 
     def _put_back(self) -> None:
         """Make everything what it was."""
-        for replica in self._task.replicas:
-            replica.rewind()
+        with torch.no_grad():
+            for replica in self._task.replicas:
+                replica.refresh()
         torch.clear_autocast_cache()  # which may have met parameters without a graph
         self._user.put_back()
 

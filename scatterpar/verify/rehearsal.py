@@ -219,53 +219,26 @@ class Rehearsal:
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
-        dtypes: set[torch.dtype] = set()
-        numbers = _SameNumbers()  # type: ignore[no-untyped-call]
-        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        calls: set[int] = set()
+        evaluate = _Evaluation(loss, leaves, self._put_back, 1e-2 if by_module else 1e-6)
         self._user.drawn = False
-
-        def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
-            numbers.calls = 0
-            with mode:
-                value = loss(rows)
-                found = _gradients(value, leaves, dtypes)
-            calls.add(numbers.calls)
-            self._put_back()
-            return float(value.detach()), found
-
         first = evaluate(few)
         if self._user.drawn:
-            mode, calls = numbers, set()
+            evaluate.draw_alike()
             first = evaluate(few)
         total, joined = evaluate(rows)
         values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
-        if len(calls) > 1:
+        if len(evaluate.calls) > 1:
             raise Unsure("what is drawn depends on the rows", lasting=True)
         if not all(each.isfinite().all() for each in joined):
             raise Unsure("a gradient is NaN or infinite")
         if not any(each.any() for own in (joined, *apart) for each in own):
             raise Unsure("all gradients are zero")
-        floor = 1e-2 if by_module else 1e-6
-        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
-        off, _ = relative_difference(_combined(used, apart), joined, floor)
+        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in evaluate.dtypes)
+        off = evaluate.off(_combined(used, apart), joined)
         if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
-            went_through = dtypes | ({torch.bfloat16} if halved else set())
-            coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
-            for by in (0.0, coarsest / 2):
-                for leaf in leaves:  # this replica's alone, until all is put back
-                    leaf.data = _nudged(leaf.data, by)
-                noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
-                if noise > tolerance and not by:
-                    raise Unsure("it gives another result each time", lasting=True)
-            if off <= 4 * noise:  # as where a student begins as its teacher
-                raise Unsure("its gradient is nothing but rounding")
+            evaluate.require_beyond_rounding(off, rows, joined, tolerance, halved)
             if by_module and off < 1:
-                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
-                # is how kernels round that go by the number of rows.
-                _, twice = evaluate([*few, *few])
-                as_often = (_combined([n], [first[1]]) for n in (1, 2))
-                noise = min(relative_difference(twice, one, floor)[0] for one in as_often)
+                noise = evaluate.rounding_by_rows(few, first[1])
                 tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
         found = Finding(off, parts, factors, certain=not self._user.drawn, tolerance=tolerance)
         if off > tolerance:
@@ -363,6 +336,63 @@ class _Outputs:
             return given if wide else given.to(dtype)  # ``whole`` is let go
 
         return cut
+
+
+class _Evaluation:
+    """The loss of some rows, and its gradients by ``leaves``; the dtypes that these go through.
+
+    Gradients below the part ``floor`` of the largest one are compared with that.
+    """
+
+    def __init__(
+        self, loss: Loss, leaves: Sequence[Tensor], put_back: Callable[[], None], floor: float
+    ) -> None:
+        self._loss, self._leaves, self._put_back, self._floor = loss, leaves, put_back, floor
+        self._numbers = _SameNumbers()  # type: ignore[no-untyped-call]
+        self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.calls: set[int] = set()  # how many operators drew, each time
+        self.dtypes: set[torch.dtype] = set()
+
+    def draw_alike(self) -> None:
+        """From now on random numbers do not depend on the rows."""
+        self._mode, self.calls = self._numbers, set()
+
+    def __call__(self, rows: Sequence[int]) -> tuple[float, Gradients]:
+        self._numbers.calls = 0
+        with self._mode:
+            value = self._loss(rows)
+            found = _gradients(value, self._leaves, self.dtypes)
+        self.calls.add(self._numbers.calls)
+        self._put_back()
+        return float(value.detach()), found
+
+    def off(self, found: Gradients, expected: Gradients) -> float:
+        """The largest relative difference."""
+        return relative_difference(found, expected, self._floor)[0]
+
+    def require_beyond_rounding(
+        self, off: float, rows: Sequence[int], joined: Gradients, tolerance: float, halved: bool
+    ) -> None:
+        """``Unsure`` where leaves that are a rounding error away give all ``rows`` as much."""
+        went_through = self.dtypes | ({torch.bfloat16} if halved else set())
+        coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
+        for by in (0.0, coarsest / 2):
+            for leaf in self._leaves:  # this replica's alone, until all is put back
+                leaf.data = _nudged(leaf.data, by)
+            noise = self.off(self(rows)[1], joined)
+            if noise > tolerance and not by:
+                raise Unsure("it gives another result each time", lasting=True)
+        if off <= 4 * noise:  # as where a student begins as its teacher
+            raise Unsure("its gradient is nothing but rounding")
+
+    def rounding_by_rows(self, few: Sequence[int], once: Gradients) -> float:
+        """What kernels make of the number of rows: they round by it.
+
+        A mean of rows twice is what it is of them once, a sum is twice that; by what it differs
+        from both is rounding.
+        """
+        _, twice = self([*few, *few])
+        return min(self.off(twice, _combined([n], [once])) for n in (1, 2))
 
 
 class _SameNumbers(TorchDispatchMode):

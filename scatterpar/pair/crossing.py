@@ -134,9 +134,6 @@ def require_eager(module: Any) -> None:
             )
 
 
-NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-
-
 class _Call(NamedTuple):
     share: Share
     function: Callable[..., Any]
@@ -148,7 +145,7 @@ def run_each(
     plan: Plan,
     functions: Sequence[Callable[..., Any]],
     calls: Sequence[Any],
-    around: contextlib.AbstractContextManager[object] = NOTHING,
+    guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
     """Call each share's function on its device, all at once; what is raised leaves no trace."""
 
@@ -158,7 +155,7 @@ def run_each(
             return call.function(*args, **kwargs)
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, plan) as attempt, around:
+    with Attempt(workers, plan) as attempt, guard:
         results = attempt.run(apply, tasks)
     attempt.generators.commit()
     return results

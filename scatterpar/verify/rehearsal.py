@@ -219,11 +219,12 @@ class Rehearsal:
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
-        evaluate = _Evaluation(loss, leaves, self._put_back, 1e-2 if by_module else 1e-6)
+        evaluate = _Evaluation(loss, leaves, self._put_back)
+        differ = partial(relative_difference, least=1e-2 if by_module else 1e-6)
         self._user.drawn = False
         first = evaluate(few)
         if self._user.drawn:
-            evaluate.draw_alike()
+            evaluate.mode, evaluate.calls = evaluate.numbers, set()
             first = evaluate(few)
         total, joined = evaluate(rows)
         values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
@@ -234,11 +235,20 @@ class Rehearsal:
         if not any(each.any() for own in (joined, *apart) for each in own):
             raise Unsure("all gradients are zero")
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in evaluate.dtypes)
-        off = evaluate.off(_combined(used, apart), joined)
+        off, _ = differ(_combined(used, apart), joined)
         if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
-            evaluate.require_beyond_rounding(off, rows, joined, tolerance, halved)
+            again, _ = differ(evaluate(rows)[1], joined)
+            if again > tolerance:
+                raise Unsure("it gives another result each time", lasting=True)
+            evaluate.nudge(halved)
+            noise, _ = differ(evaluate(rows)[1], joined)
+            if off <= 4 * noise:  # as where a student begins as its teacher
+                raise Unsure("its gradient is nothing but rounding")
             if by_module and off < 1:
-                noise = evaluate.rounding_by_rows(few, first[1])
+                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
+                # is how kernels round that go by the number of rows.
+                _, twice = evaluate([*few, *few])
+                noise = min(differ(twice, _combined([n], [first[1]]))[0] for n in (1, 2))
                 tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
         found = Finding(off, parts, factors, certain=not self._user.drawn, tolerance=tolerance)
         if off > tolerance:
@@ -339,60 +349,29 @@ class _Outputs:
 
 
 class _Evaluation:
-    """The loss of some rows, and its gradients by ``leaves``; the dtypes that these go through.
+    """The loss of some rows, and its gradients by ``leaves``; the dtypes that these go through."""
 
-    Gradients below the part ``floor`` of the largest one are compared with that.
-    """
-
-    def __init__(
-        self, loss: Loss, leaves: Sequence[Tensor], put_back: Callable[[], None], floor: float
-    ) -> None:
-        self._loss, self._leaves, self._put_back, self._floor = loss, leaves, put_back, floor
-        self._numbers = _SameNumbers()  # type: ignore[no-untyped-call]
-        self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    def __init__(self, loss: Loss, leaves: Sequence[Tensor], put_back: Callable[[], None]) -> None:
+        self._loss, self._leaves, self._put_back = loss, leaves, put_back
+        self.numbers = _SameNumbers()  # type: ignore[no-untyped-call]
+        self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.calls: set[int] = set()  # how many operators drew, each time
         self.dtypes: set[torch.dtype] = set()
 
-    def draw_alike(self) -> None:
-        """From now on random numbers do not depend on the rows."""
-        self._mode, self.calls = self._numbers, set()
-
     def __call__(self, rows: Sequence[int]) -> tuple[float, Gradients]:
-        self._numbers.calls = 0
-        with self._mode:
+        self.numbers.calls = 0
+        with self.mode:
             value = self._loss(rows)
             found = _gradients(value, self._leaves, self.dtypes)
-        self.calls.add(self._numbers.calls)
+        self.calls.add(self.numbers.calls)
         self._put_back()
         return float(value.detach()), found
 
-    def off(self, found: Gradients, expected: Gradients) -> float:
-        """The largest relative difference."""
-        return relative_difference(found, expected, self._floor)[0]
-
-    def require_beyond_rounding(
-        self, off: float, rows: Sequence[int], joined: Gradients, tolerance: float, halved: bool
-    ) -> None:
-        """``Unsure`` where leaves that are a rounding error away give all ``rows`` as much."""
+    def nudge(self, halved: bool) -> None:
+        """Move the leaves, which are this replica's alone until all is put back, by rounding."""
         went_through = self.dtypes | ({torch.bfloat16} if halved else set())
-        coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
-        for by in (0.0, coarsest / 2):
-            for leaf in self._leaves:  # this replica's alone, until all is put back
-                leaf.data = _nudged(leaf.data, by)
-            noise = self.off(self(rows)[1], joined)
-            if noise > tolerance and not by:
-                raise Unsure("it gives another result each time", lasting=True)
-        if off <= 4 * noise:  # as where a student begins as its teacher
-            raise Unsure("its gradient is nothing but rounding")
-
-    def rounding_by_rows(self, few: Sequence[int], once: Gradients) -> float:
-        """What kernels make of the number of rows: they round by it.
-
-        A mean of rows twice is what it is of them once, a sum is twice that; by what it differs
-        from both is rounding.
-        """
-        _, twice = self([*few, *few])
-        return min(self.off(twice, _combined([n], [once])) for n in (1, 2))
+        for leaf in self._leaves:
+            leaf.data = _nudged(leaf.data, max(torch.finfo(d).eps for d in went_through) / 2)
 
 
 class _SameNumbers(TorchDispatchMode):

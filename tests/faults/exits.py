@@ -26,6 +26,7 @@ import torch  # noqa: F401  likewise
 from torch import nn  # noqa: F401  likewise
 
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
+from scatterpar.threads.workers import Workers  # noqa: F401  likewise
 
 AT_ONCE = 3
 SECONDS = 120  # a child that hangs is killed then
@@ -82,6 +83,15 @@ STATES = {
         "    while True: step(engine); inside.set()\n"
         "for _ in range(4): begin()\n"
         "inside.wait()",
+        0,
+    ),
+    "engines are made in daemon threads": (
+        "sys.setswitchinterval(1e-6)\n"
+        "engines = [make() for _ in range(300)]\n"
+        "def forever():\n"
+        "    while True: engines.append(make()); engines.pop(0)\n"
+        "for _ in range(2): threading.Thread(target=forever, daemon=True).start()\n"
+        "for _ in range(200): atexit.register(Workers.exit)",
         0,
     ),
     "a step in a thread that goes on": (

@@ -44,11 +44,16 @@ inside = threading.Event()
 def stuck(output, targets):
     inside.set()
     time.sleep(1000)
+heard = threading.Semaphore(0)
+def hear(*given):
+    heard.release()
+    signal.default_int_handler(*given)
 def strike_twice():
     inside.wait()
     for _ in range(2):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
+        heard.acquire()  # two that wait are one
 """
 
 STATES = {
@@ -109,6 +114,7 @@ STATES = {
     ),
     "Ctrl-C twice, a replica stuck": (
         "engine = make()\n"
+        "signal.signal(signal.SIGINT, hear)\n"
         "threading.Thread(target=strike_twice, daemon=True).start()\n"
         "step(engine, stuck)",
         -2,

@@ -1,20 +1,22 @@
-"""State dicts under the module's own keys; engines that are nested, copied, pickled and saved."""
+"""State dicts under the module's own keys; wrappers that are nested, copied, pickled and saved."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 
 import pytest
 import torch
+from helpers.agree import BATCH
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_step, build, randint, randn
+from helpers.oracle import assert_step, build
+from pair.common import Pair
 from torch import nn
+from torch.nn.functional import cross_entropy
 
-from scatterpar import ScatterOnceParallel
-
-BATCH = randn(9, FEATURES), randint(CLASSES, 9)
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 
 class HasAModule(nn.Module):
@@ -41,8 +43,7 @@ class ModuleInModule(nn.Module):
 
 
 def same(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[key], other[key]) for key in one)
+    return list(one) == list(other) and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def prefixed(state):
@@ -54,34 +55,82 @@ FACTORIES = {
     "child": lambda seed=0: build(HasAModule, seed),
     "child in child": lambda seed=0: build(ModuleInModule, seed),
 }
+each_factory = pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+each_wrapper = pytest.mark.parametrize(
+    "wrapper", [ScatterOnceParallel, DataParallelModel, DataParallelCriterion]
+)
 
 
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_keys_are_the_module_s(devices, factory):
-    model = FACTORIES[factory]()
-    engine = ScatterOnceParallel(model, 1, devices(2))
-    assert list(engine.state_dict()) == list(model.state_dict())
-    assert same(engine.state_dict(), model.state_dict())
-    assert list(engine.state_dict(prefix="x.")) == [f"x.{key}" for key in model.state_dict()]
-
-
-@pytest.mark.parametrize("rename", [dict, prefixed])
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_loads_with_or_without_a_prefix(devices, factory, rename):
-    other = FACTORIES[factory](seed=1)
-    engine = ScatterOnceParallel(FACTORIES[factory](), 1, devices(2))
-    assert not same(engine.state_dict(), other.state_dict())
-    result = engine.load_state_dict(rename(other.state_dict()))
+def load(module, state):
+    result = module.load_state_dict(state)
     assert not result.missing_keys
     assert not result.unexpected_keys
-    assert same(engine.module.state_dict(), other.state_dict())
 
 
-def test_loaded_weights_train(devices):
+@each_factory
+@each_wrapper
+def test_keys_are_the_module_s_and_load_with_or_without_a_prefix(devices, wrapper, make):
+    wrapped = wrapper(make(), device_ids=devices(2))
+    assert list(wrapped.state_dict(prefix="x.")) == [f"x.{key}" for key in make().state_dict()]
+    for seed, rename in enumerate((dict, prefixed), 1):
+        state = make(seed=seed).state_dict()
+        assert not same(wrapped.state_dict(), state)
+        load(wrapped, rename(state))
+        assert same(wrapped.state_dict(), state)
+        assert same(wrapped.module.state_dict(), state)
+
+
+@each_factory
+@each_wrapper
+def test_as_a_child_of_another_module(devices, wrapper, make):
+    """A parent saves and loads it under the keys that the bare model would have there."""
+
+    def parent(child):
+        return nn.ModuleDict({"backbone": child, "other": build(lambda: nn.Linear(2, 2))})
+
+    bare, nested = parent(make(seed=1)), parent(wrapper(make(), device_ids=devices(2)))
+    assert list(nested.state_dict()) == list(bare.state_dict())
+    for state in (bare.state_dict(), nested.state_dict()):
+        load(nested, state)
+    assert same(nested.state_dict(), bare.state_dict())
+    load(bare, nested.state_dict())
+
+
+@each_wrapper
+def test_parameters_modes_and_devices_are_the_module_s(devices, wrapper):
+    model = mlp()
+    wrapped = wrapper(model, device_ids=devices(2))
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.fill_(7)
+    assert all((parameter == 7).all() for parameter in model.parameters())
+    wrapped.eval()
+    assert not model.training
+    assert not model[0].training
+    wrapped.train()
+    assert model[0].training
+    wrapped.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    wrapped.zero_grad()
+
+
+def test_a_criterion_that_is_a_function_has_no_state():
+    criterion = DataParallelCriterion(cross_entropy)
+    assert criterion.state_dict() == {}
+    assert list(criterion.parameters()) == []
+    assert criterion.module == cross_entropy
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_train(devices, assign):
+    state = prefixed(mlp(seed=1).state_dict())
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        before = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-        engine.load_state_dict(prefixed(mlp(seed=1).state_dict()))
-        after = assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        before = assert_step(engine, *BATCH, cross_entropy)
+        engine.load_state_dict(state, assign=assign)
+        with torch.no_grad():  # by assignment the module has the tensors of the dict
+            state["module.0.weight"].zero_()
+        assert (not engine.module[0].weight.any()) == assign
+        after = assert_step(engine, *BATCH, cross_entropy)
     assert not torch.equal(before, after)
 
 
@@ -121,86 +170,69 @@ def test_missing_and_unexpected_keys_are_named_as_the_module_names_them(devices)
     assert result.unexpected_keys == ["stranger"]
 
 
-def test_load_by_assignment(devices):
-    state = prefixed(mlp(seed=1).state_dict())
-    with ScatterOnceParallel(mlp(), 1, devices(2)) as engine:
-        engine.load_state_dict(state, assign=True)
-        assert engine.module[0].weight.data_ptr() == state["module.0.weight"].data_ptr()
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-
-
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_an_engine_as_a_child_of_another_module(devices, factory):
-    """A parent saves and loads it under the keys that the bare model would have there."""
-
-    def parent(child):
-        return nn.ModuleDict({"backbone": child, "other": build(lambda: nn.Linear(2, 2))})
-
-    bare = parent(FACTORIES[factory](seed=1))
-    nested = parent(ScatterOnceParallel(FACTORIES[factory](), 1, devices(2)))
-    assert list(nested.state_dict()) == list(bare.state_dict())
-    for state in (bare.state_dict(), nested.state_dict()):
-        result = nested.load_state_dict(state)
-        assert not result.missing_keys
-        assert not result.unexpected_keys
-    assert same(nested.state_dict(), bare.state_dict())
-    bare.load_state_dict(nested.state_dict())
-
-
-def test_parameters_modes_and_devices_are_the_module_s(devices):
-    model = mlp()
-    engine = ScatterOnceParallel(model, 1, devices(2))
-    with torch.no_grad():
-        for parameter in engine.parameters():
-            parameter.fill_(7)
-    assert all((parameter == 7).all() for parameter in model.parameters())
-    engine.eval()
-    assert not model.training
-    assert not model[0].training
-    engine.train()
-    assert model[0].training
-    engine.requires_grad_(False)
-    assert not any(p.requires_grad for p in model.parameters())
-    engine.zero_grad()
-
-
-def through_torch_save(engine):
+def through_torch_save(wrapper):
     file = io.BytesIO()
-    torch.save(engine, file)
+    torch.save(wrapper, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda engine: pickle.loads(pickle.dumps(engine)),
+    "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper)),
     "torch.save": through_torch_save,
-    "a list in a deepcopy": lambda engine: copy.deepcopy([engine])[0],
+    "a list in a deepcopy": lambda wrapper: copy.deepcopy([wrapper])[0],
 }
 
 
-@pytest.mark.parametrize("ran_before", [False, True])
+def check(one):
+    if isinstance(one, Pair):
+        one.check(*BATCH)
+    else:
+        assert_step(one, *BATCH, cross_entropy)
+
+
+@pytest.mark.parametrize("layout", ["cpu cpu cpu", "cpu:0 cpu:1 cpu:2", "cpu:0 cpu:1 cpu:1"])
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_work_and_share_nothing(devices, way, ran_before):
-    engine = ScatterOnceParallel(mlp(), 2, devices(3), buffers="mean", check_finite=True)
-    if ran_before:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-    twin = COPIES[way](engine)
-    assert twin.plan(9) == engine.plan(9)
-    assert twin.buffers_from == "mean"
-    with torch.no_grad():
-        twin.module[0].weight.mul_(2)
-    kept = engine.module[0].weight.grad
-    kept = None if kept is None else kept.clone()
-    assert_step(twin, *BATCH, nn.CrossEntropyLoss())
-    now = engine.module[0].weight.grad
-    assert (now is None) if kept is None else torch.equal(now, kept)
-    assert_step(engine, *BATCH, nn.CrossEntropyLoss())
-    engine.close()
-    assert_step(twin, *BATCH, nn.CrossEntropyLoss())
-    with pytest.raises(FloatingPointError):
-        twin.forward_backward(BATCH[0] * float("nan"), BATCH[1], nn.CrossEntropyLoss())
-    twin.close()
+@pytest.mark.parametrize("kind", ["engine", "pair"])
+def test_copies_work_and_share_nothing(layout, way, kind):
+    """Made of what has not run yet, and of what has."""
+    if kind == "pair":
+        one = Pair(mlp(), cross_entropy, layout.split())
+    else:
+        one = ScatterOnceParallel(mlp(), 2, layout.split(), buffers="mean", check_finite=True)
+    twins = [COPIES[way](one)]
+    check(one)
+    twins.append(COPIES[way](one))
+    if kind == "engine":
+        assert all(twin.plan(9) == one.plan(9) for twin in twins)
+        assert all(twin.buffers_from == "mean" for twin in twins)
+    for twin in twins:
+        with torch.no_grad():
+            twin.module[0].weight.mul_(2)
+        kept = one.module[0].weight.grad.clone()
+        check(twin)
+        assert torch.equal(one.module[0].weight.grad, kept)
+        check(one)
+    if kind == "engine":
+        one.close()
+    del one
+    gc.collect()
+    for twin in twins:
+        check(twin)
+    for twin in twins if kind == "engine" else ():
+        with pytest.raises(FloatingPointError):
+            twin.forward_backward(BATCH[0] * float("nan"), BATCH[1], cross_entropy)
+        twin.close()
+
+
+def test_the_pair_s_graph_needs_neither_the_pair_nor_its_threads(devices):
+    pair = Pair(mlp(), cross_entropy, devices(4))
+    loss, model = pair.loss(*BATCH), pair.module
+    del pair
+    gc.collect()
+    loss.backward()
+    assert model[0].weight.grad is not None
 
 
 def test_replicas_can_be_saved(devices):
@@ -214,7 +246,7 @@ def test_the_module_alone_can_be_copied_after_steps(devices):
     """EMA libraries deep-copy the model in mid-training: nothing of the engine clings to it."""
     model = mlp()
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+        assert_step(engine, *BATCH, cross_entropy)
         twin = copy.deepcopy(model)
         averaged = torch.optim.swa_utils.AveragedModel(model)
         averaged.update_parameters(model)
@@ -223,12 +255,10 @@ def test_the_module_alone_can_be_copied_after_steps(devices):
 
 
 def test_closing_ends_it_and_says_so(devices):
-    engine = ScatterOnceParallel(mlp(), 2, devices(2))
-    with engine as entered:
-        assert entered is engine
-        assert_step(engine, *BATCH, nn.CrossEntropyLoss())
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        assert_step(engine, *BATCH, cross_entropy)
     engine.close()
     with pytest.raises(RuntimeError, match="engine is closed; make another"):
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(*BATCH, cross_entropy)
     with pytest.raises(RuntimeError, match="engine is closed; make another"):
         engine.eval()(BATCH[0])

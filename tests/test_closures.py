@@ -1,110 +1,350 @@
-"""What functions close over: a module that only the criterion knows, the model in its own hook."""
+"""What functions close over: networks that only a criterion reaches, the model in its own hook."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import threading
+import time
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn
+from helpers.agree import Case, agree
+from helpers.gang import gang
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randn,
+    whole_batch,
+)
+from helpers.weighted import classes
 from helpers.zoo import Multiplies
+from pair.common import assert_pair
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 ROWS = 12
-BATCH = randn(ROWS, FEATURES), randint(CLASSES, ROWS)
+INPUTS, TARGETS = randn(ROWS, FEATURES), randn(ROWS, CLASSES, seed=3)
+LABELS = classes(ROWS)
 
 
-# --- what only the criterion knows ---
+def linear():
+    return build(lambda: nn.Linear(FEATURES, CLASSES))
+
+
+def all_of(*named):
+    """Gradients of several modules, by their number and name."""
+    return {f"{i}.{k}": g for i, one in enumerate(named) for k, g in gradients(one).items()}
+
+
+def assert_like(modules, twins):
+    for module, twin in zip(modules, twins, strict=True):
+        assert_gradients(module, gradients(twin))
+
+
+# --- what a network leaves behind is read by who called it ---
+
+
+class Teacher(nn.Module):
+    """Keeps its features for the criterion, and takes its time after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, rows):
+        self.features = self.body(rows)
+        time.sleep(0.002)
+        return self.features.sum()
+
+
+def perceptual(kind):
+    """The loss of two sets of features, kept in an attribute or by a hook in a dict."""
+    teacher, kept = build(Teacher).requires_grad_(False), {}
+    if kind == "hook":
+        teacher.body.register_forward_hook(lambda _m, _i, output: kept.update(features=output))
+
+    def features(rows):
+        teacher(rows)
+        return kept["features"] if kind == "hook" else teacher.features
+
+    return lambda output, targets: F.mse_loss(features(output), features(targets).detach())
+
+
+@pytest.mark.parametrize("kind", ["attribute", "hook"])
+def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
+    """Replicas that called a criterion at the same time read each other's features."""
+    with ScatterOnceParallel(mlp(), 2, devices(3), verify=False) as engine:
+        for seed in range(3):
+            assert_step(engine, randn(ROWS, FEATURES, seed=seed), TARGETS, perceptual(kind))
+    assert_pair(mlp(), INPUTS, TARGETS, perceptual(kind), devices(3))
+
+
+def test_a_criterion_that_waits_for_the_other_replicas_has_them_beside_it(devices):
+    barrier = threading.Barrier(3)
+
+    def meet(output, targets):
+        barrier.wait(60)
+        return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(mlp(), 1, devices(3), verify=False) as engine:
+        expected_loss, expected = whole_batch(mlp(), INPUTS, TARGETS, F.mse_loss)
+        assert_close(engine.forward_backward(INPUTS, TARGETS, meet), expected_loss, "loss")
+        assert_gradients(engine.module, expected)
+
+
+# --- parameters that only the criterion reaches ---
+
+
+class Slots:
+    """Holds a network where no ``__dict__`` shows it."""
+
+    __slots__ = ("net",)
+
+    def __init__(self, net):
+        self.net = net
 
 
 class Task:
-    """Has the loss as a method, and a second module that it trains: as trainers do."""
+    """Has the loss as a method, as trainers do."""
 
-    def __init__(self):
-        self.body = build(lambda: nn.Linear(FEATURES, 4))
-        self.head = build(lambda: nn.Linear(4, CLASSES))
-        self.seen = []
-        self.head.weight.register_hook(lambda gradient: self.seen.append(gradient.clone()))
+    def __init__(self, net):
+        self.net = net
 
     def loss(self, output, targets):
-        return F.cross_entropy(self.head(output), targets)
+        return F.mse_loss(self.net(output), targets)
 
-    def closure(self):
-        held = {"head": [self.head]}
-        return lambda output, targets: F.cross_entropy(held["head"][0](output), targets)
+
+def in_a_closure(net):
+    held = {"net": [net]}
+    return lambda output, targets: F.mse_loss(held["net"][0](output), targets)
+
+
+def in_slots(net):
+    slots = Slots(net)
+    return lambda output, targets: F.mse_loss(slots.net(output), targets)
+
+
+def in_boxes(net):
+    box = net
+    for _ in range(6):
+        box = [box]
+
+    def loss(output, targets):
+        net = box
+        for _ in range(6):
+            (net,) = net
+        return F.mse_loss(net(output), targets)
+
+    return loss
+
+
+HOLDERS = {
+    "method": lambda net: Task(net).loss,
+    "closure": in_a_closure,
+    "slots": in_slots,
+    "boxes": in_boxes,
+}
 
 
 @pytest.fixture
-def plain():
-    """The same in plain torch, on the whole batch."""
-    task = Task()
-    task.loss(task.body(BATCH[0]), BATCH[1]).backward()
-    return task
+def seen():
+    return []
 
 
-def assert_trained_like(task, plain):
-    assert_gradients(task.body, gradients(plain.body))
-    assert_gradients(task.head, gradients(plain.head))
-    (seen,) = task.seen
-    assert_close(seen, plain.seen[0], "what the hook saw")
+@pytest.fixture
+def net(seen):
+    net = build(lambda: nn.Linear(CLASSES, CLASSES))
+    net.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    return net
 
 
-@pytest.mark.parametrize("by", ["method", "closure"])
-def test_it_is_trained_and_its_hooks_run_once(devices, plain, by):
-    """They once ran at every sub-step."""
-    task = Task()
-    with ScatterOnceParallel(task.body, 2, devices(3), measure_noise=True) as engine:
-        engine.forward_backward(*BATCH, task.loss if by == "method" else task.closure())
-        assert math.isnan(engine.last_step.noise.noise), "replicas have no gradient of it"
-    assert_trained_like(task, plain)
+def plain_twins(*modules):
+    """Copies after a plain step; the hook is not theirs."""
+    twins = [build(lambda: nn.Linear(CLASSES, CLASSES)), *copy.deepcopy(modules[1:])]
+    twins[0].load_state_dict(modules[0].state_dict())
+    F.mse_loss(twins[0](twins[1](INPUTS)), TARGETS).backward()
+    return twins
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_their_gradient_is_that_of_the_whole_batch_and_hooks_see_it_once(
+    devices, net, seen, holder, whole
+):
+    """Hooks once ran at every sub-step."""
+    model = mlp()
+    net_twin, twin = plain_twins(net, model)
+    options = {} if whole else {"measure_noise": True}
+    with ScatterOnceParallel(model, 3, devices(2), verify=False, **options) as engine:
+        engine.forward_backward(INPUTS, TARGETS, HOLDERS[holder](net), whole_batch=whole)
+        if not whole:
+            assert math.isnan(engine.last_step.noise.noise), "replicas have no gradient of it"
+    assert_like((net, model), (net_twin, twin))
+    (gradient,) = seen
+    assert_close(gradient, net_twin.weight.grad, "what the hook saw")
+
+
+@pytest.mark.parametrize("before", [None, 1.5])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_of_a_step_that_fails_and_of_a_check_they_keep_nothing(devices, net, seen, holder, before):
+    loss, calls = HOLDERS[holder](net), []
+
+    def failing(output, targets):
+        calls.append(len(output))
+        if len(calls) == 4:
+            raise ValueError("boom")
+        return loss(output, targets)
+
+    if before is not None:
+        net.weight.grad = torch.full_like(net.weight, before)
+    with ScatterOnceParallel(mlp(), 3, devices(2), verify=False) as engine:
+        with pytest.raises(ValueError, match="boom"):
+            engine.forward_backward(INPUTS, TARGETS, failing)
+        assert engine.check(INPUTS, TARGETS, loss).passed
+    kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
+    assert kept == (before and [before])
+    assert seen == []
 
 
 class OutOfMemory(nn.Linear):
     """Runs out of memory with more than two rows, in the last replica alone."""
 
     def forward(self, rows):
-        if len(rows) > 2 and torch.equal(rows[0], BATCH[0][8]):
+        if len(rows) > 2 and torch.equal(rows[0], INPUTS[8]):
             raise torch.OutOfMemoryError("not enough")
         return super().forward(rows)
 
 
 @pytest.mark.filterwarnings("ignore:accum=.auto")
-def test_a_second_try_starts_anew(devices):
+def test_a_second_try_starts_anew(devices, net, seen):
     """What the first one had added to its gradient once stayed there."""
-    task, plain = Task(), Task()
-    for one in (task, plain):
-        one.body = build(lambda: OutOfMemory(FEATURES, 4))
-    plain.loss(F.linear(BATCH[0], plain.body.weight, plain.body.bias), BATCH[1]).backward()
-    with ScatterOnceParallel(task.body, "auto", devices(3)) as engine:
-        engine.forward_backward(*BATCH, task.loss)
-    assert_trained_like(task, plain)
+    model, plain = build(lambda: OutOfMemory(FEATURES, CLASSES)), linear()
+    net_twin, plain = plain_twins(net, plain)
+    with ScatterOnceParallel(model, "auto", devices(3)) as engine:
+        engine.forward_backward(INPUTS, TARGETS, Task(net).loss)
+    assert_like((net, model), (net_twin, plain))
+    assert len(seen) == 1
 
 
-def test_a_failed_step_and_a_check_leave_it_as_it_was(devices):
-    """Both once left a gradient."""
-    task = Task()
+@pytest.mark.filterwarnings("ignore:accum")
+def test_tries_that_ran_out_of_memory_move_no_statistics(devices):
+    found = []
+    for accum in ("auto", 2):
+        model, teacher = mlp(), build(lambda: nn.Sequential(nn.BatchNorm1d(CLASSES)))
+
+        def loss(output, targets, net=(teacher,)):
+            features = net[0](output)
+            if len(output) > 3:
+                raise torch.OutOfMemoryError("not enough")
+            return F.mse_loss(features, targets)
+
+        with ScatterOnceParallel(model, accum, devices(2), verify=False) as engine:
+            engine.forward_backward(INPUTS, TARGETS, loss)
+        found.append(all_of(model, teacher))
+        assert teacher[0].num_batches_tracked == 4
+    for name, gradient in found[1].items():
+        assert_close(found[0][name], gradient, name)
+
+
+@pytest.mark.parametrize("of", ["teacher", "master"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    teacher = copy.deepcopy(model) if of == "teacher" else model
     calls = []
 
-    def failing(output, targets):
-        calls.append(1)
-        if len(calls) == 5:
-            raise ArithmeticError
-        return task.loss(output, targets)
+    def loss(output, targets):
+        features = teacher(INPUTS[: len(output)])
+        calls.append(len(output))
+        if whole or len(calls) == 4:
+            raise ValueError("boom")
+        return F.mse_loss(output, features.detach())
 
-    with ScatterOnceParallel(task.body, 2, devices(3)) as engine:
-        with pytest.raises(ArithmeticError):
-            engine.forward_backward(*BATCH, failing)
-        assert engine.check(*BATCH, task.loss).passed
-    assert task.head.weight.grad is None
-    assert not task.seen
+    before = copy.deepcopy(teacher.state_dict())
+    with (
+        ScatterOnceParallel(model, 3, devices(2), verify=False) as engine,
+        pytest.raises(ValueError, match="boom"),
+    ):
+        engine.forward_backward(INPUTS, TARGETS, loss, whole_batch=whole)
+    assert calls
+    for name, value in teacher.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
-# --- the model's own parameters ---
+# --- ranks that share a criterion ---
+
+
+def contrastive(outputs, targets, scale):
+    return F.cross_entropy(scale * outputs @ outputs.T, targets.argmax(1))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+
+def contrast(net):
+    return lambda outputs, targets: contrastive(outputs, targets, net.value)
+
+
+def contrast_in_slots(net):
+    slots = Slots(net.value)
+    return lambda outputs, targets: contrastive(outputs, targets, slots.net)
+
+
+def checkpointed(net):
+    return lambda o, t: F.mse_loss(checkpoint(net, o, use_reentrant=True), t)
+
+
+SHARED = {  # the network, its criterion, and options
+    "closed over": (Scale, contrast, {"whole_batch": True}),
+    "in a reentrant checkpoint": (lambda: nn.Linear(CLASSES, CLASSES), checkpointed, {}),
+    "in slots": (Scale, contrast_in_slots, {"whole_batch": True}),
+}
+
+
+def on_each_rank(group, case):
+    make, hold, options = SHARED[case]
+    model, net = mlp(), build(make)
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
+    with ScatterOnceParallel(
+        model, 2, ["cpu"] * 2, process_group=group, verify=bool(options)
+    ) as engine:
+        try:
+            engine.forward_backward(INPUTS[rows], TARGETS[rows], hold(net), **options)
+        except (ValueError, RuntimeError) as error:
+            return str(error), all_of(model, net)
+    return None, all_of(model, net)
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_ranks_that_share_a_criterion_count_what_it_closes_over_once(case):
+    """Every rank added its own copy of the same gradient. What is hidden cannot be told apart.
+
+    The graph does not show what a reentrant checkpoint has inside, so the criterion is searched.
+    """
+    make, hold, _ = SHARED[case]
+    model, net = mlp(), build(make)
+    hold(net)(model(INPUTS), TARGETS).backward()
+    for said, grads in gang()(2, on_each_rank, case):
+        if case == "in slots":
+            assert "the criterion reaches a parameter of shape ()" in said
+            assert "bind its module with functools.partial(criterion, net=net)" in said
+            assert all(gradient is None for gradient in grads.values())
+            continue
+        assert said is None
+        for name, gradient in all_of(model, net).items():
+            assert_close(grads[name], gradient, name)
 
 
 # --- functions that the module holds ---
@@ -118,15 +358,11 @@ def test_a_function_that_torch_compiled_has_a_twin_too():
             torch.compile(lambda module, args, output: masked.multiply(output), backend="eager")
         )
 
-    model, plain = (build(lambda: Multiplies(compiled)) for _ in range(2))
-    F.cross_entropy(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    assert_gradients(model, gradients(plain))
+    agree(Case(lambda: Multiplies(compiled), accum=1), "engine", ["cpu"])
 
 
 def test_what_else_they_close_over_stays_the_user_s(devices):
-    model, rows = build(lambda: nn.Linear(FEATURES, CLASSES)), []
+    model, rows = linear(), []
     holder = {"scale": 1.0}
 
     def attach(scale):
@@ -143,13 +379,13 @@ def test_what_else_they_close_over_stays_the_user_s(devices):
 
     set_scale = attach(1.0)
     with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        assert sorted(rows) == [2] * 6
+        assert_step(engine, INPUTS, LABELS, nn.CrossEntropyLoss())
+        assert sorted(rows) == [2] * 6 + [ROWS]
         once = gradients(model)
         model.zero_grad()
         holder["scale"] = 0.5
         set_scale(2.0)
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
     assert_gradients(model, once)
 
 
@@ -169,25 +405,26 @@ def test_another_module_in_a_cell_is_obeyed(devices):
         for number in (0, 1):
             switch(number)
             model.zero_grad()
-            engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-            used = [part.weight.grad is not None for part in model]
-            assert used == [number == 0, number == 1]
+            engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
+            assert [part.weight.grad is not None for part in model] == [number == 0, number == 1]
 
 
 def test_what_they_name_of_their_file_is_told(monkeypatch, devices):
     """A twin of a function has the same file, and so runs the user's own module."""
-    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES)))
+    model = nn.Sequential(linear())
     monkeypatch.setitem(globals(), "NAMED", model[0])
     model.forward = lambda rows: NAMED(rows)  # noqa: F821
     with (
         ScatterOnceParallel(model, 2, devices(2)) as engine,
         pytest.warns(UserWarning, match="names 'NAMED' of its file"),
     ):
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+        engine.forward_backward(INPUTS, LABELS, nn.CrossEntropyLoss())
 
 
-def crop(features):
+def crop(model):
     """A criterion that reads what a hook has put aside."""
+    features = {}
+    model.register_forward_hook(lambda module, args, output: features.update(x=output.detach()))
 
     def criterion(output, targets):
         losses = F.cross_entropy(output, targets, reduction="none")
@@ -198,8 +435,7 @@ def crop(features):
 
 def test_a_dict_that_a_hook_fills_for_the_criterion_is_told(devices):
     """One replica's criterion silently read another one's features."""
-    model, features = build(lambda: nn.Linear(FEATURES, CLASSES)), {}
-    model.register_forward_hook(lambda module, args, output: features.update(x=output.detach()))
+    model = linear()
     with (
         ScatterOnceParallel(model, 2, devices(3)) as engine,
         pytest.warns(
@@ -207,33 +443,88 @@ def test_a_dict_that_a_hook_fills_for_the_criterion_is_told(devices):
         ),
         contextlib.suppress(ValueError, RuntimeError),  # what it makes of them is a race
     ):
-        engine.forward_backward(*BATCH, crop(features))
+        engine.forward_backward(INPUTS, LABELS, crop(model))
 
 
 def test_one_replica_reads_what_its_own_hook_has_put_aside(recwarn):
-    model, plain = (build(lambda: nn.Linear(FEATURES, CLASSES)) for _ in range(2))
-    features = {}
-    for one in (model, plain):
-        one.register_forward_hook(lambda module, args, out: features.update(x=out.detach()))
-    crop(features)(plain(BATCH[0]), BATCH[1]).backward()
-    with ScatterOnceParallel(model, 2, ["cpu"]) as engine:
-        engine.forward_backward(*BATCH, crop(features))
-    assert_gradients(model, gradients(plain))
+    agree(Case(linear, batch=(INPUTS, LABELS), criterion=crop), "engine", ["cpu"])
     assert not recwarn.list
 
 
-def test_an_attribute_of_the_forward_pass_is_told_with_one_micro_batch_too():
-    """The auxiliary loss was silently left out."""
+# --- two engines, one module ---
 
-    class Routed(nn.Linear):
-        def forward(self, rows):
-            self.extra = self.weight.square().sum()
-            return super().forward(rows)
+TAKEN = "another engine is in the middle of a step that trains this Sequential"
 
-    model = build(lambda: Routed(FEATURES, CLASSES))
-    with ScatterOnceParallel(model, 1, ["cpu"]) as engine:
-        model.extra = torch.zeros(())
-        with pytest.raises(ValueError, match="reads 'extra' of a module that it closes over"):
-            engine.forward_backward(
-                *BATCH, lambda output, targets: F.cross_entropy(output, targets) + model.extra
-            )
+
+def test_two_engines_on_one_module_in_two_threads(devices):
+    """The second is refused while the first is inside: its gradient was lost, or counted often."""
+    model = mlp()
+    _, expected = whole_batch(model, INPUTS, TARGETS, F.mse_loss)
+    inside, release = threading.Event(), threading.Event()
+
+    def slow(output, targets):
+        inside.set()
+        assert release.wait(60)
+        return F.mse_loss(output, targets)
+
+    with (
+        ScatterOnceParallel(model, 2, devices(2), verify=False) as one,
+        ScatterOnceParallel(model, 1, devices(2), verify=False) as other,
+    ):
+        first = threading.Thread(target=one.forward_backward, args=(INPUTS, TARGETS, slow))
+        first.start()
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match=f"{TAKEN}.* give each thread a copy"):
+            other.forward_backward(INPUTS, TARGETS, F.mse_loss)
+        other.eval()
+        assert_close(other(INPUTS), model(INPUTS), "inference")
+        release.set()
+        first.join(60)
+        assert not first.is_alive()
+        other.forward_backward(INPUTS, TARGETS, F.mse_loss)
+    assert_gradients(model, {name: value * 2 for name, value in expected.items()})
+
+
+def test_two_pairs_on_one_module_in_two_threads(devices):
+    model = mlp()
+    _, expected = whole_batch(model, INPUTS, TARGETS, F.mse_loss)
+
+    def work():
+        pair, criterion = DataParallelModel(model, devices(2)), DataParallelCriterion(F.mse_loss)
+        for _ in range(10):
+            criterion(pair(INPUTS), TARGETS).backward()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_gradients(model, {name: value * 20 for name, value in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ("the module", TAKEN),
+        ("a part", "another engine is in the middle of a step that trains this Parameter of"),
+        ("another", None),
+    ],
+)
+def test_a_step_of_another_engine_inside_a_criterion(devices, of, words):
+    model, other = mlp(), mlp(seed=1)[2]
+    inner = ScatterOnceParallel(
+        {"the module": model, "a part": model[2], "another": other}[of], verify=False
+    )
+
+    def loss(output, targets):
+        inner.forward_backward(randn(4, 7), None, lambda o, _: o.sum())
+        return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(model, 1, devices(2), verify=False) as engine:
+        if words is None:
+            assert_step(engine, INPUTS, TARGETS, loss)
+        else:
+            with pytest.raises(RuntimeError, match=words):
+                engine.forward_backward(INPUTS, TARGETS, loss)
+            assert all(p.grad is None for p in model.parameters())

@@ -338,6 +338,8 @@ def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert re.search(r"images/s, waiting \d+%", printed.out)
     assert re.search(r"images/s, loss=\d.*, waiting=\d+%", printed.err)
+    (epoch,) = records(tmp_path, "epoch")
+    assert epoch["seconds_waited"] >= 10 * 0.05  # in each of ten steps
 
 
 def test_a_whole_step_says_what_crossed(folder, tmp_path, capsys):
@@ -356,7 +358,7 @@ def test_a_whole_step_says_what_crossed(folder, tmp_path, capsys):
 def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
     assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--augment", "none") == 0
-    line = r"^epoch 1/1, 40%: loss \d+\.\d{4}, [\d,]+ images/s, 0:00:0\d left$"
+    line = r"^epoch 1/1, 40%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d:\d\d left$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 

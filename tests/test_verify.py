@@ -487,7 +487,8 @@ class Stashes(nn.Linear):
         return output
 
 
-def test_a_part_of_the_loss_that_stays_on_the_replicas(devices):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_part_of_the_loss_that_stays_on_the_replicas(devices, number):
     """It was left out of the gradient, without a word."""
     model = build(lambda: Stashes(FEATURES, CLASSES))
 
@@ -497,9 +498,10 @@ def test_a_part_of_the_loss_that_stays_on_the_replicas(devices):
     def regular(output, targets):
         return F.cross_entropy(output, targets) + model.weight.square().sum() * 0
 
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+    with ScatterOnceParallel(model, number, devices(number)) as engine:
         before = capture(model)
-        with pytest.raises(ValueError, match=r"reads 'extra' of a module .*Return it from"):
+        words = r"reads 'extra' of a module that it closes over.*Return it from"
+        with pytest.raises(ValueError, match=words):
             step(engine, criterion, classes(ROWS))
         assert differences(before, capture(model)) == []
         step(engine, regular, classes(ROWS))

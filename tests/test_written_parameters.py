@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 
 import pytest
 import torch
+from faults.state import capture, differences
+from helpers.agree import BATCH
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.oracle import assert_close, assert_gradients, build, whole_batch
 from torch import nn
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
+ROWS, LABELS = BATCH
 TOKENS = torch.arange(9)[:, None] * torch.tensor([2, 1]) % 13
-BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
-LABELS = BATCH[1], CRITERION
+EARLIER_ARE_LOST = RuntimeError, r".* earlier values are lost"
 
 
 class Writer(nn.Module):
-    """``write`` does something to the weight, before it is used."""
+    """``write`` does something to the weight, before it is used.
 
-    def __init__(self, write):
+    Of a ``late`` one nothing that the engine can see turns it on, but ``is_on``.
+    """
+
+    on = False
+
+    def __init__(self, write, late=False):
         super().__init__()
-        self.write = write
+        self.write, self.is_on = write, not late
         self.enter = nn.Linear(FEATURES, 6)
         self.head = nn.Linear(6, CLASSES)
 
+    def writes(self, inputs):
+        return Writer.on or self.is_on
+
     def forward(self, inputs):
-        self.write(self.head.weight)
+        if self.writes(inputs):
+            self.write(self.head.weight)
         return self.head(self.enter(inputs).tanh())
 
 
@@ -36,23 +47,30 @@ def clip_data(weight):
     weight.data.clamp_(-0.2, 0.2)
 
 
+@torch.no_grad()
 def clip(weight):
-    with torch.no_grad():
-        weight.clamp_(-0.2, 0.2)
+    weight.clamp_(-0.2, 0.2)
 
 
 def exchange(weight):
     weight.data = nn.functional.normalize(weight.data, dim=1)
 
 
+@torch.no_grad()
 def decay(weight):
-    with torch.no_grad():
-        weight.mul_(0.9)
+    weight.mul_(0.9)
 
 
+@torch.no_grad()
 def set_decayed(weight):
-    with torch.no_grad():
-        weight.set_(weight * 0.9)
+    weight.set_(weight * 0.9)
+
+
+class WritesWithTheLastRow(Writer):
+    """Of two passes this is in one: a replica's last rows are computed once."""
+
+    def writes(self, inputs):
+        return (inputs == ROWS[-1]).all(1).any()
 
 
 class FunctionalTable(nn.Module):
@@ -82,129 +100,107 @@ class MovingAverage(nn.Module):
 
 MODELS = {
     "functional max_norm": (FunctionalTable, TOKENS, "table"),
-    "clip": (lambda: Writer(clip), BATCH[0], "head.weight"),
-    "clip .data": (lambda: Writer(clip_data), BATCH[0], "head.weight"),
-    "exchanged .data": (lambda: Writer(exchange), BATCH[0], "head.weight"),
-    "decay": (lambda: Writer(decay), BATCH[0], "head.weight"),
-    "set_": (lambda: Writer(set_decayed), BATCH[0], "head.weight"),
-    "moving average": (MovingAverage, BATCH[0], "key.weight"),
+    **{
+        write.__name__: (lambda write=write: Writer(write), ROWS, "head.weight")
+        for write in (clip, clip_data, exchange, decay, set_decayed)
+    },
+    "moving average": (MovingAverage, ROWS, "key.weight"),
+    "the last row": (lambda: WritesWithTheLastRow(exchange), ROWS, "head.weight"),
 }
-each_model = pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 
 
-def state(model):
-    return {name: (t, t.detach().clone(), t.grad) for name, t in model.named_parameters()}
+@contextlib.contextmanager
+def by_engine(model, devices, accum=3, **options):
+    with ScatterOnceParallel(model, accum, devices) as engine:
+        yield lambda inputs, loss=CRITERION: engine.forward_backward(
+            inputs, LABELS, loss, **options
+        )
 
 
-def assert_untouched(model, before):
-    for name, tensor in model.named_parameters():
-        same, value, gradient = before[name]
-        assert tensor is same
-        assert torch.equal(tensor, value), name
-        assert tensor.grad is gradient, name
+@contextlib.contextmanager
+def in_inference(model, devices):
+    with ScatterOnceParallel(model.eval(), 2, devices) as engine:
+        yield engine
 
 
-def refused(name):
-    return pytest.raises(ValueError, match=rf"parameter '{name}', which all .*register_buffer")
+WAYS = {
+    "step": by_engine,
+    "whole batch": lambda *given: by_engine(*given, whole_batch=True),
+    "inference": in_inference,
+    "pair": lambda *given: contextlib.nullcontext(DataParallelModel(*given)),
+}
 
 
-def lost(name):
-    return pytest.raises(RuntimeError, match=rf"parameter '{name}'.* earlier values are lost")
+@contextlib.contextmanager
+def refused(name, *modules, how=(ValueError, ", which all .*register_buffer"), keeps=True):
+    """The body's error says so by this name, and the modules ``keep`` all that they were."""
+    before = [capture(module) for module in modules]
+    with pytest.raises(how[0], match=rf"parameter '{name}'{how[1]}"):
+        yield
+    for module, state in zip(modules, before, strict=True):
+        assert not keeps or differences(state, capture(module)) == []
 
 
-@each_model
+@pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(
-    ("replicas", "whole_batch"),
-    [(2, False), (2, True), pytest.param(1, False, marks=pytest.mark.slow)],
+    ("way", "replicas"),
+    [*((way, 2) for way in WAYS), pytest.param("step", 1, marks=pytest.mark.slow)],
 )
-def test_a_step_is_refused_every_time(devices, case, whole_batch, replicas):
-    make, inputs, name = case
+def test_it_is_refused_every_time(devices, way, case, replicas):
+    make, inputs, name = MODELS[case]
     model = build(make)
-    before = state(model)
-    with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
+    with WAYS[way](model, devices(replicas)) as run:
         for _ in range(2):
-            with refused(name):
-                engine.forward_backward(inputs, BATCH[1], CRITERION, whole_batch=whole_batch)
-            assert_untouched(model, before)
+            with refused(name, model):
+                run(inputs)
 
 
-def test_a_write_in_one_pass_of_two_is_refused_too(devices):
-    """The second pass begins as the step did: what the first one exchanged was undone unseen."""
-
-    class Last(Writer):
-        def forward(self, inputs):
-            if (inputs == BATCH[0][-1]).all(1).any():  # a replica's last rows are computed once
-                self.write(self.head.weight)
-            return self.head(self.enter(inputs).tanh())
-
-    model = build(lambda: Last(exchange))
-    before = state(model)
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        for _ in range(2):
-            with refused(r"head\.weight"):
-                engine.forward_backward(*BATCH, CRITERION, whole_batch=True)
-            assert_untouched(model, before)
-
-
-@each_model
-def test_inference_is_refused_too(devices, case):
-    make, inputs, name = case
-    model = build(make).eval()
-    before = state(model)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        for _ in range(2):
-            with refused(name):
-                engine(inputs)
-            assert_untouched(model, before)
-
-
-@each_model
+@pytest.mark.parametrize("case", MODELS)
 def test_a_step_that_fails_otherwise_leaves_them_as_they_were_too(devices, case):
-    make, inputs, name = case
+    make, inputs, name = MODELS[case]
     model = build(make)
-    before = state(model)
+    before = capture(model)
 
-    def criterion(output, targets):
+    def boom(output, targets):
         raise ArithmeticError("boom")
 
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        with pytest.raises(ArithmeticError) as caught:
-            engine.forward_backward(inputs, BATCH[1], criterion)
-        assert any(f"writes the parameter '{name}'" in note for note in caught.value.__notes__)
-        assert_untouched(model, before)
+    with by_engine(model, devices(2), 1) as run, pytest.raises(ArithmeticError) as caught:
+        run(inputs, boom)
+    assert any(f"writes the parameter '{name}'" in note for note in caught.value.__notes__)
+    assert differences(before, capture(model)) == []
+
+
+def embedding(kind=nn.Embedding, max_norm=0.7):
+    return nn.Sequential(kind(16, 5, max_norm=max_norm), nn.Linear(5, CLASSES))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_max_norm_is_refused_with_what_to_write(kind):
-    model = build(lambda: nn.Sequential(kind(16, 5, max_norm=0.7), nn.Linear(5, CLASSES)))
+    model = build(lambda: embedding(kind))
     words = (
         r"'0\.weight' in its forward pass.* max_norm to None.* 0\.weight\.renorm_\(2\.0, 0, 0\.7\)"
     )
-    with pytest.raises(ValueError, match=words):
-        ScatterOnceParallel(model, 2, ["cpu"] * 2)
-    with pytest.raises(ValueError, match=words):
-        DataParallelModel(model, ["cpu"] * 2)
+    for wrapper in (ScatterOnceParallel, DataParallelModel):
+        with pytest.raises(ValueError, match=words):
+            wrapper(model, device_ids=["cpu"] * 2)
     model[0].max_norm = None
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-        engine.forward_backward(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0], *LABELS)
+    with by_engine(model, ["cpu"] * 2) as run:
+        run(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0])
         model[0].max_norm = 0.7
         with refused(r"0\.weight"):
-            engine.forward_backward(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0], *LABELS)
+            run(TOKENS if kind is nn.EmbeddingBag else TOKENS[:, 0])
 
 
 def test_renormalising_after_the_step_is_what_max_norm_does(devices):
     """The lines of the error and of the docs."""
-    plain = build(lambda: nn.Sequential(nn.Embedding(16, 5, max_norm=0.7), nn.Linear(5, CLASSES)))
-    model = copy.deepcopy(plain)
-    model[0].max_norm = None
+    plain, model = build(embedding), build(lambda: embedding(max_norm=None))
     optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (model, plain)]
     with torch.no_grad():
         model[0].weight.renorm_(2.0, 0, 0.7)
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+    with by_engine(model, devices(3)) as run:
         for shift in range(3):
             tokens = TOKENS[:, 0] + shift
-            loss = engine.forward_backward(tokens, *LABELS)
-            expected = CRITERION(plain(tokens), BATCH[1])
+            loss, expected = run(tokens), CRITERION(plain(tokens), LABELS)
             expected.backward()
             assert_close(loss, expected.detach(), "loss")
             for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -216,76 +212,63 @@ def test_renormalising_after_the_step_is_what_max_norm_does(devices):
                 model[0].weight.renorm_(2.0, 0, 0.7)
 
 
-class WritesLate(Writer):
-    """Nothing that the engine can see turns it on, but ``is_on``."""
-
-    on = False
-
-    def __init__(self, write):
-        super().__init__(write)
-        self.is_on = False
-
-    def forward(self, inputs):
-        if WritesLate.on or self.is_on:
-            self.write(self.head.weight)
-        return self.head(self.enter(inputs).tanh())
+def assert_good(model, run):
+    """Loss and gradients are those of plain torch."""
+    loss, expected = whole_batch(model, *BATCH, CRITERION)
+    model.zero_grad()
+    found = run(ROWS)
+    if isinstance(found, tuple):
+        found = CRITERION(torch.cat(found), LABELS)
+        found.backward()
+    assert_close(found.detach(), loss, "loss")
+    assert_gradients(model, expected)
+    model.zero_grad()
 
 
 @pytest.mark.parametrize("write", [clip, clip_data, exchange, decay])
 def test_a_flag_that_turns_writing_on(devices, write):
     """Who did not write with other flags is looked at again; that which is known is remembered."""
-    model = build(lambda: WritesLate(write))
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, CRITERION)
-        before = state(model)
+    model = build(lambda: Writer(write, late=True))
+    with by_engine(model, devices(2)) as run:
+        assert_good(model, run)
         for _ in range(2):
             model.is_on = True
-            with refused("head.weight"):
-                engine.forward_backward(*BATCH, CRITERION)
-            assert_untouched(model, before)
+            with refused("head.weight", model):
+                run(ROWS)
             model.is_on = False
-            model.zero_grad()
-            assert_step(engine, *BATCH, CRITERION)
-            before = state(model)
+            assert_good(model, run)
 
 
+@pytest.mark.parametrize("way", ["step", "pair"])
 @pytest.mark.parametrize("write", [clip, exchange, decay])
-def test_a_late_write_is_told(devices, monkeypatch, write):
+def test_a_late_write_is_told(devices, monkeypatch, write, way):
     """What is written elsewhere leaves nothing behind. In place, no copy is there any more."""
-    monkeypatch.setattr(WritesLate, "on", False)
-    model = build(lambda: WritesLate(write))
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(*BATCH, CRITERION)
-        model.zero_grad()
-        before = state(model)
-        monkeypatch.setattr(WritesLate, "on", True)
-        with (refused if write is exchange else lost)("head.weight"):
-            engine.forward_backward(*BATCH, CRITERION)
+    model = build(lambda: Writer(write, late=True))
+    late = {} if write is exchange else {"how": EARLIER_ARE_LOST, "keeps": False}
+    with WAYS[way](model, devices(2)) as run:
+        assert_good(model, run)
+        monkeypatch.setattr(Writer, "on", True)
+        with refused("head.weight", model, **late):
+            run(ROWS)
         assert all(p.grad is None for p in model.parameters())
-        if write is exchange:
-            assert_untouched(model, before)
-        before = state(model)
-        with refused("head.weight"):
-            engine.forward_backward(*BATCH, CRITERION)
-        assert_untouched(model, before)
-        monkeypatch.setattr(WritesLate, "on", False)
-        assert_step(engine, *BATCH, CRITERION)
+        with refused("head.weight", model):
+            run(ROWS)
+        monkeypatch.setattr(Writer, "on", False)
+        assert_good(model, run)
 
 
 def test_a_late_write_before_the_user_s_own_error_is_noted(monkeypatch):
     def criterion(output, targets):
-        if WritesLate.on:
+        if Writer.on:
             raise ArithmeticError
         return CRITERION(output, targets)
 
-    monkeypatch.setattr(WritesLate, "on", False)
-    model = build(lambda: WritesLate(decay))
-    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
-        engine.forward_backward(*BATCH, criterion)
-        monkeypatch.setattr(WritesLate, "on", True)
+    with by_engine(build(lambda: Writer(decay, late=True)), ["cpu"] * 2) as run:
+        run(ROWS, criterion)
+        monkeypatch.setattr(Writer, "on", True)
         with pytest.raises(ArithmeticError) as caught:
-            engine.forward_backward(*BATCH, criterion)
-        assert any("values are lost" in note for note in caught.value.__notes__)
+            run(ROWS, criterion)
+    assert any("values are lost" in note for note in caught.value.__notes__)
 
 
 class Proxies(nn.Module):
@@ -302,14 +285,11 @@ class Proxies(nn.Module):
 
 def test_a_criterion_that_writes_its_own_is_refused(devices):
     model, criterion = build(lambda: nn.Linear(FEATURES, CLASSES)), build(Proxies, seed=1)
-    before = state(model), state(criterion)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine, refused("proxies"):
-        engine.forward_backward(*BATCH, criterion)
-    outputs = DataParallelModel(model, devices(2))(BATCH[0])
-    with refused("proxies"):
-        DataParallelCriterion(criterion)(outputs, BATCH[1])
-    assert_untouched(model, before[0])
-    assert_untouched(criterion, before[1])
+    with by_engine(model, devices(2)) as run, refused("proxies", model, criterion):
+        run(ROWS, criterion)
+    outputs = DataParallelModel(model, devices(2))(ROWS)
+    with refused("proxies", model, criterion):
+        DataParallelCriterion(criterion)(outputs, LABELS)
 
 
 @pytest.mark.parametrize("good_steps", [0, 1])
@@ -323,39 +303,10 @@ def test_a_criterion_that_writes_the_model_s_is_refused(devices, good_steps):
             decay(model.weight)
         return CRITERION(output, targets)
 
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+    late = {"how": EARLIER_ARE_LOST, "keeps": False} if good_steps else {}
+    with by_engine(model, devices(2), 1) as run:
         for step in range(good_steps):
-            engine.forward_backward(*BATCH, criterion)
+            run(ROWS, criterion)
             steps.append(step)
-        before = state(model)
-        with (lost if good_steps else refused)("weight"):
-            engine.forward_backward(*BATCH, criterion)
-        if not good_steps:
-            assert_untouched(model, before)
-
-
-@each_model
-def test_the_pair_refuses_every_time(devices, case):
-    make, inputs, name = case
-    model = build(make)
-    before = state(model)
-    pair = DataParallelModel(model, devices(2))
-    for _ in range(2):
-        with refused(name):
-            pair(inputs)
-        assert_untouched(model, before)
-
-
-@pytest.mark.parametrize("write", [clip, exchange])
-def test_a_late_write_in_the_pair_is_told(devices, monkeypatch, write):
-    monkeypatch.setattr(WritesLate, "on", False)
-    model = build(lambda: WritesLate(write))
-    pair = DataParallelModel(model, devices(2))
-    pair(BATCH[0])
-    monkeypatch.setattr(WritesLate, "on", True)
-    with (refused if write is exchange else lost)("head.weight"):
-        pair(BATCH[0])
-    with refused("head.weight"):
-        pair(BATCH[0])
-    monkeypatch.setattr(WritesLate, "on", False)
-    assert_close(torch.cat(pair(BATCH[0])), model(BATCH[0]), "outputs")
+        with refused("weight", model, **late):
+            run(ROWS, criterion)

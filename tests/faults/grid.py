@@ -30,7 +30,7 @@ from scatterpar import ScatterOnceParallel
 from scatterpar.devices.verbs import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
-LEAK_SECONDS = 2  # what is kept for longer is kept for good
+LEAK_SECONDS = 20  # what is kept for longer is kept for good
 SECONDS_EACH = 120  # a hang, not a slow machine: each takes some 20 ms on an idle one
 
 LAYOUTS = {

@@ -194,10 +194,9 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _hire(self) -> None:
-        pools = self.buffers_from == "batch"
-        wide, how = self.accumulate_dtype, self._compile_how
+        how, pools = self._compile_how, self.buffers_from == "batch"
         self._workers = Workers(len(self.device_ids), "this engine")
-        self._copies = Replicas(self.device_ids, wide, how, pools)
+        self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
 

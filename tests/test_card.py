@@ -145,7 +145,7 @@ def test_a_run(simulated_accelerator, tmp_path, accelerator, network):
     outcome = run(
         *("-m", "benchmarks", "card", "--out", str(tmp_path), *options, "--only", network),
         **(simulated_accelerator if accelerator else {}),
-        silence=2 * 130,  # a part says nothing until its end
+        silence=10 * 130,  # a part says nothing until its end
     )
     assert outcome.code == 0, outcome.out + outcome.err
     with tarfile.open(f"{tmp_path}.tar.gz") as packed:

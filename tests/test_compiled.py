@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import threading
 from collections import Counter
 
@@ -497,6 +498,7 @@ def test_the_pair_refuses_in_words(graphs):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ for the CPU")
 @pytest.mark.parametrize("device_ids", DEVICES[1:], ids=str)
 def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # it does compile, every time

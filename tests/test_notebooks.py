@@ -63,6 +63,8 @@ def kinds(cell):
     """What a cell put out: names of streams, and the richest type of everything shown."""
     found = []
     for output in cell["outputs"]:
+        if "font cache" in "".join(output.get("text", "")):
+            continue  # matplotlib's, where it has to make one and that takes it five seconds
         kind = output.get("name") or next(iter(sorted(output.get("data", {}))), "error")
         if not found or found[-1] != kind:  # a stream comes in as many pieces as it likes
             found.append(kind)

@@ -253,12 +253,6 @@ def copy_lists(lists: Sequence[Pairs]) -> None:
             torch._foreach_copy_(targets, sources)
 
 
-def add_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add every source to its target, in the same memory."""
-    for pairs in grouped(targets, sources):
-        torch._foreach_add_(*pairs)
-
-
 def plus(one: Tensor, other: Tensor) -> Tensor:
     """The sum; of sparse and dense, torch knows dense + sparse alone."""
     return one + other if one.layout == torch.strided else other + one

@@ -103,7 +103,8 @@ def replicate(
         for copy in copies:
             _take_class(original, copy[i])
 
-    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)), proven)
+    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)))
+    shared.proven = proven
     guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 
@@ -133,9 +134,6 @@ def require_eager(module: Any) -> None:
             )
 
 
-NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-
-
 class _Call(NamedTuple):
     share: Share
     function: Callable[..., Any]
@@ -147,7 +145,7 @@ def run_each(
     plan: Plan,
     functions: Sequence[Callable[..., Any]],
     calls: Sequence[Any],
-    around: contextlib.AbstractContextManager[object] = NOTHING,
+    guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
     """Call each share's function on its device, all at once; what is raised leaves no trace."""
 
@@ -157,7 +155,7 @@ def run_each(
             return call.function(*args, **kwargs)
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
-    with Attempt(workers, plan) as attempt, around:
+    with Attempt(workers, plan) as attempt, guard:
         results = attempt.run(apply, tasks)
     attempt.generators.commit()
     return results

@@ -8,6 +8,7 @@ that holds it, so that no device has to hold the outputs of all.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.pair.crossing import (
-    NOTHING,
     Crossing,
     combine,
     replicate,
@@ -212,7 +212,9 @@ class DataParallelCriterion(Wrapper):
             calls = list(zip(outputs, pieces, strict=True))
             weights = weigh(request, plan, calls)
             owner = holder_of(self.module)
-            replicas, guard = replicate(owner, devices, self._proven) if owner else ([], NOTHING)
+            replicas, guard = (
+                replicate(owner, devices, self._proven) if owner else ([], nullcontext())
+            )
             criteria = [replica.of(self.module) for replica in replicas]
             turns = {physical(device): turn_of_criteria() for device in devices}
             functions = [

@@ -30,6 +30,8 @@ class Shared:
         roots: the user's modules.
         broadcast: their tensors in each memory.
         copies: each replica's tensors, of which parameters have the values there.
+
+    Attributes:
         proven: modes in which a pass has written none.
     """
 
@@ -38,9 +40,9 @@ class Shared:
         roots: Sequence[Any],
         broadcast: Broadcast,
         copies: Sequence[tuple[torch.device, Sequence[Tensor]]],
-        proven: set[Hashable],
     ) -> None:
-        self._roots, self._broadcast, self.proven = roots, broadcast, proven
+        self._roots, self._broadcast = roots, broadcast
+        self.proven: set[Hashable] = set()
         at = broadcast.parameters
         self.memories = {  # the master's first
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories

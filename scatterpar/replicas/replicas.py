@@ -237,7 +237,7 @@ class Replicas:
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.shared = Shared(self.roots, self._broadcast, copies, set())
+        self.shared = Shared(self.roots, self._broadcast, copies)
         self._train()
         sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
         containers = [*survey.containers, *(own for _, own in survey.attributes)]
@@ -346,7 +346,7 @@ class Replica(Mirror):
         self._is_trained = [False] * len(self.tensors)
 
     def refresh(self) -> None:
-        """Undo what a forward pass rebound, and copy in the sources' buffers.
+        """Undo what a forward pass rebound, and copy in the sources' buffers: without grad mode.
 
         A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
         ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
@@ -364,11 +364,6 @@ class Replica(Mirror):
         copy_lists(self._copied)
         self.seen.update({m: [] for m in self.seen})
 
-    def rewind(self) -> None:
-        """Undo whatever forward passes did to the state since the last refresh."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.refresh()
-
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """The body begins with the state of the last refresh, and leaves the one that it found.
@@ -380,16 +375,16 @@ class Replica(Mirror):
         for one in self.registered:
             place = Registry(one, one)
             named += [(place, *item) for item in one.buffers.items()]
+        seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
             copies = {id(t): t.detach().clone() for _, _, t in named if t is not None}
-        before = [(place, name, copies.get(id(t))) for place, name, t in named]
-        seen = dict(self.seen)
-        self.rewind()
+            before = [(place, name, copies.get(id(t))) for place, name, t in named]
+            self.refresh()
         try:
             yield
         finally:
-            self.rewind()
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
+                self.refresh()
                 Writing(before)()
             self.seen.update(seen)
 

@@ -64,8 +64,7 @@ def compute(
         with guarded(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
             if whole:
-                first = partial(first_pass, request=request, generators=attempt.generators)
-                seen = attempt.run(first, tasks)
+                seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)

@@ -14,7 +14,6 @@ same code is called again, on the same tensors.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import copy_each
+from scatterpar.replicas.mirror import contents
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -250,10 +250,8 @@ class Graphed(Launched):
 
 def _state_of(task: Task, parts: Sequence[Replicas]) -> list[Any]:
     """What the graphs of a replica depend on; objects by their identity, and kept."""
-    found: list[Any] = [task.module, *task.replicas]
-    for cell in getattr(task.criterion, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            found.append(cell.cell_contents)
+    cells = getattr(task.criterion, "__closure__", None) or ()
+    found: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
     return [
         task.criterion,
         [part.changes for part in parts],

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.chunks import add_each, arriving, bring, in_memory_order, plus, rounds
+from scatterpar.devices.chunks import arriving, bring, grouped, in_memory_order, plus, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
@@ -113,7 +113,7 @@ def reduce_buffers(
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
         means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
         values += [
-            (place, name, means.get((m, name), value) if means else value)
+            (place, name, means.get((m, name), value))
             for m, place, name, value in part.buffers_after()
         ]
     return values
@@ -256,7 +256,8 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
         else:
             total[i] = plus(total[i], gradient)
     if both and in_place:
-        add_each([total[i] for i in both], [gradients[i] for i in both])
+        for pairs in grouped([total[i] for i in both], [gradients[i] for i in both]):
+            torch._foreach_add_(*pairs)
     elif both:
         sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
         total.update(zip(both, sums, strict=True))

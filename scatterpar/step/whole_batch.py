@@ -43,7 +43,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery
 from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import Generators, State
+from scatterpar.threads.generators import State
 from scatterpar.threads.workers import Attempt, Workers, note
 from scatterpar.torch_private import nodes_of
 
@@ -253,7 +253,7 @@ def output_at(task: Task, rows: Any) -> Any:
 
 
 def first_pass(
-    task: Task, *, request: Request, generators: Generators, proceed: Callable[[], None]
+    task: Task, *, request: Request, attempt: Attempt, proceed: Callable[[], None]
 ) -> Seen:
     """The module's outputs on a share, each without its graph but the last.
 
@@ -270,7 +270,7 @@ def first_pass(
             proceed()
         output = None  # its graph goes before the next one comes
         with noted(share, number):
-            states.append(generators.get_state(share.replica))
+            states.append(attempt.generators.get_state(share.replica))
             output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
             pieces.append(nested.on_tensors(_leaf, output))
             if keep:

@@ -161,13 +161,9 @@ class Stash:
         self._launching = Turn(stack_of, _LAUNCH_SECONDS)
 
     def __enter__(self) -> Self:
-        try:
-            trained = [leaf for part in self._parts for leaf in part.trained_tensors]
-            self._trained = set(map(id, trained))
-            self._take([*trained, *(self._named or ())])
-        except BaseException:
-            self.__exit__()
-            raise
+        trained = [leaf for part in self._parts for leaf in part.trained_tensors]
+        self._trained = set(map(id, trained))
+        self._take([*trained, *(self._named or ())])
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -219,53 +219,36 @@ class Rehearsal:
         factors, rows = self._factors(parts), [*chain(*parts)]
         counted = [part for part, factor in zip(parts, factors, strict=True) if factor]
         used, few = [factor for factor in factors if factor], min(counted, key=len)
-        dtypes: set[torch.dtype] = set()
-        numbers = _SameNumbers()  # type: ignore[no-untyped-call]
-        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        calls: set[int] = set()
+        evaluate = _Evaluation(loss, leaves, self._put_back)
+        differ = partial(relative_difference, least=1e-2 if by_module else 1e-6)
         self._user.drawn = False
-
-        def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
-            numbers.calls = 0
-            with mode:
-                value = loss(rows)
-                found = _gradients(value, leaves, dtypes)
-            calls.add(numbers.calls)
-            self._put_back()
-            return float(value.detach()), found
-
         first = evaluate(few)
         if self._user.drawn:
-            mode, calls = numbers, set()
+            evaluate.mode, evaluate.calls = evaluate.numbers, set()
             first = evaluate(few)
         total, joined = evaluate(rows)
         values, apart = zip(*(first if p is few else evaluate(p) for p in counted), strict=True)
-        if len(calls) > 1:
+        if len(evaluate.calls) > 1:
             raise Unsure("what is drawn depends on the rows", lasting=True)
         if not all(each.isfinite().all() for each in joined):
             raise Unsure("a gradient is NaN or infinite")
         if not any(each.any() for own in (joined, *apart) for each in own):
             raise Unsure("all gradients are zero")
-        floor = 1e-2 if by_module else 1e-6
-        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
-        off, _ = relative_difference(_combined(used, apart), joined, floor)
+        tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in evaluate.dtypes)
+        off, _ = differ(_combined(used, apart), joined)
         if off > tolerance and all(each.isfinite().all() for own in apart for each in own):
-            went_through = dtypes | ({torch.bfloat16} if halved else set())
-            coarsest = max(torch.finfo(dtype).eps for dtype in went_through)
-            for by in (0.0, coarsest / 2):
-                for leaf in leaves:  # this replica's alone, until all is put back
-                    leaf.data = _nudged(leaf.data, by)
-                noise, _ = relative_difference(evaluate(rows)[1], joined, floor)
-                if noise > tolerance and not by:
-                    raise Unsure("it gives another result each time", lasting=True)
+            again, _ = differ(evaluate(rows)[1], joined)
+            if again > tolerance:
+                raise Unsure("it gives another result each time", lasting=True)
+            evaluate.nudge(halved)
+            noise, _ = differ(evaluate(rows)[1], joined)
             if off <= 4 * noise:  # as where a student begins as its teacher
                 raise Unsure("its gradient is nothing but rounding")
             if by_module and off < 1:
                 # A mean of rows twice is what it is of them once, a sum is twice that: what differs
                 # is how kernels round that go by the number of rows.
                 _, twice = evaluate([*few, *few])
-                as_often = (_combined([n], [first[1]]) for n in (1, 2))
-                noise = min(relative_difference(twice, one, floor)[0] for one in as_often)
+                noise = min(differ(twice, _combined([n], [first[1]]))[0] for n in (1, 2))
                 tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
         found = Finding(off, parts, factors, certain=not self._user.drawn, tolerance=tolerance)
         if off > tolerance:
@@ -310,8 +293,9 @@ class Rehearsal:
 
     def _put_back(self) -> None:
         """Make everything what it was."""
-        for replica in self._task.replicas:
-            replica.rewind()
+        with torch.no_grad():
+            for replica in self._task.replicas:
+                replica.refresh()
         torch.clear_autocast_cache()  # which may have met parameters without a graph
         self._user.put_back()
 
@@ -362,6 +346,32 @@ class _Outputs:
             return given if wide else given.to(dtype)  # ``whole`` is let go
 
         return cut
+
+
+class _Evaluation:
+    """The loss of some rows, and its gradients by ``leaves``; the dtypes that these go through."""
+
+    def __init__(self, loss: Loss, leaves: Sequence[Tensor], put_back: Callable[[], None]) -> None:
+        self._loss, self._leaves, self._put_back = loss, leaves, put_back
+        self.numbers = _SameNumbers()  # type: ignore[no-untyped-call]
+        self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.calls: set[int] = set()  # how many operators drew, each time
+        self.dtypes: set[torch.dtype] = set()
+
+    def __call__(self, rows: Sequence[int]) -> tuple[float, Gradients]:
+        self.numbers.calls = 0
+        with self.mode:
+            value = self._loss(rows)
+            found = _gradients(value, self._leaves, self.dtypes)
+        self.calls.add(self.numbers.calls)
+        self._put_back()
+        return float(value.detach()), found
+
+    def nudge(self, halved: bool) -> None:
+        """Move the leaves, which are this replica's alone until all is put back, by rounding."""
+        went_through = self.dtypes | ({torch.bfloat16} if halved else set())
+        for leaf in self._leaves:
+            leaf.data = _nudged(leaf.data, max(torch.finfo(d).eps for d in went_through) / 2)
 
 
 class _SameNumbers(TorchDispatchMode):

@@ -8,6 +8,7 @@ not be told is said once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import verbs
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
@@ -29,10 +29,9 @@ from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
-from scatterpar.step.substeps import Task, prepare_autograd
+from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
-from scatterpar.threads.context import uncached
-from scatterpar.threads.workers import Attempt
+from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, Unsure
 from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
@@ -127,7 +126,7 @@ class Verifier:
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
         some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
-            found = _rehearsed(attempt, few, tasks, parts, some, 2 * micro)
+            found = _rehearsed(attempt.workers, few, tasks, parts, some, 2 * micro)
         except ReadsOld as error:
             raise ValueError(
                 f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
@@ -169,22 +168,16 @@ def difference(
     plan = engine.plan(request.sizes)
     some = partial(choose, telling(request), request.rows)
     prepare_autograd()
-    with engine.lending() as copies, verbs.on(plan.shares[0].device, ()), uncached():
-        (arrival, *_) = scatter(request.batch, plan, request.dim, Ledger())
-        task = Task(
-            plan.shares[0], copies.replicas[0].roots[0], arrival, replicas=copies.replicas[:1]
-        )
-        try:
-            with guarded([copies]):
-                return Rehearsal(request, task, engine.module).run(some, request.rows).off
-        except Exception:  # whatever the user's code makes of rows that it never met
-            return None
-        finally:
-            copies.clear_gradients()
+    with engine.lending() as copies:
+        arrivals = scatter(request.batch, plan, request.dim, Ledger())
+        first, parts = hand_out(request, plan, copies, arrivals)[:1], [copies]
+        with contextlib.suppress(Exception), guarded(parts):  # the user's, of rows it never met
+            return _rehearsed(engine._workers, request, first, parts, some, request.rows).off
+    return None
 
 
 def _rehearsed(
-    attempt: Attempt,
+    workers: Workers,
     request: Request,
     tasks: Sequence[Task],
     parts: Sequence[Replicas],
@@ -210,7 +203,7 @@ def _rehearsed(
     devices = [task.share.device for task in tasks]
     looks, arguments = [look] * len(tasks), [(task,) for task in tasks]
     try:
-        found: Finding = attempt.workers.parallel_apply(looks, arguments, devices=devices)[0]
+        found: Finding = workers.parallel_apply(looks, arguments, devices=devices)[0]
         return found
     finally:
         for part in parts:

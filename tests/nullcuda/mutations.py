@@ -163,7 +163,7 @@ def trial(mutation: Mutation) -> tuple[str, float]:
             env=os.environ | {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,  # a hang, not a busy machine
             check=False,
         )
     taken = time.perf_counter() - start

@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
+pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
+
 
 class HasAModule(nn.Module):
     """Its own child is called ``module``: a prefix that must not be stripped."""

@@ -35,6 +35,8 @@ ROWS = 12
 INPUTS, TARGETS = randn(ROWS, FEATURES), randn(ROWS, CLASSES, seed=3)
 LABELS = classes(ROWS)
 
+pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
+
 
 def linear():
     return build(lambda: nn.Linear(FEATURES, CLASSES))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults.forked import run_forked
 from helpers.gang import gang
-from helpers.torchrun import Small, differences, flat, steps
+from helpers.torchrun import Small, assert_same_run, flat, records, steps
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
@@ -58,16 +58,20 @@ class Evil:
         return print, ("executed",)
 
 
-def test_a_file_that_would_execute_something_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"format": 3, "model": Evil()}, "a checkpoint that can be read: "),
+        (None, "a checkpoint that can be read"),
+        ({"weights": torch.zeros(1)}, "a checkpoint of this version"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_executed(
+    tmp_path, capsys, content, words
+):
     path = tmp_path / FILE
-    torch.save({"format": 3, "model": Evil()}, path)
-    with pytest.raises(UsageError, match=r"checkpoint.pt is not a checkpoint that can be read: "):
-        load(path)
-    path.write_bytes(b"torn")
-    with pytest.raises(UsageError, match="is not a checkpoint that can be read"):
-        load(path)
-    torch.save({"weights": torch.zeros(1)}, path)
-    with pytest.raises(UsageError, match="is not a checkpoint of this version"):
+    torch.save(content, path) if content else path.write_bytes(b"torn")
+    with pytest.raises(UsageError, match=f"checkpoint.pt is not {words}"):
         load(path)
     assert "executed" not in capsys.readouterr().out
 
@@ -241,10 +245,6 @@ ARGUMENTS = [
 ]
 
 
-def losses(out):
-    return [(record["step"], record["epoch"], record["loss"]) for record in steps(out)]
-
-
 def test_a_run_that_failed_is_resumed_bit_for_bit(tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*ARGUMENTS, "--out", str(whole)]) == 0
@@ -261,27 +261,19 @@ def test_a_run_that_failed_is_resumed_bit_for_bit(tmp_path, capsys, monkeypatch)
     printed = capsys.readouterr().out
     assert "resumed after 9 steps, 9,216 images" in printed
     assert "finished after 2 of 2 epochs, 16 steps" in printed
-    assert differences(whole, parts) == []
-    assert losses(parts) == losses(whole)
+    assert_same_run(whole, parts, 16)
     kinds = [json.loads(s)["kind"] for s in (parts / "metrics.jsonl").read_text().splitlines()]
     made = ["step"] * 3
     first, second = ["run", *made, "run", *made, *made[:2], "epoch"], ["step", "run", *made[:1]]
     assert kinds == [*first, *second, *["step"] * 6, "epoch", "summary"]
-    epochs = [
-        [
-            r["train_loss"]
-            for r in map(json.loads, (out / "metrics.jsonl").open())
-            if r["kind"] == "epoch"
-        ]
-        for out in (whole, parts)
-    ]
+    epochs = [[r["train_loss"] for r in records(out, "epoch")] for out in (whole, parts)]
     assert epochs[0] == epochs[1]
     words = r"there is a .*checkpoint.pt: --resume goes on from it, another --out starts anew"
     assert main([*ARGUMENTS, "--out", str(parts)]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert main([*ARGUMENTS, "--out", str(parts), "--resume", "--seed", "1"]) == 2
     assert "is of a run with --seed 0, not 1" in capsys.readouterr().err
-    assert losses(parts) == losses(whole)
+    assert_same_run(whole, parts, 16)
 
 
 def test_a_run_goes_on_with_the_optimizers_state_shared_out_or_not(tmp_path, monkeypatch):
@@ -299,7 +291,7 @@ def test_a_run_goes_on_with_the_optimizers_state_shared_out_or_not(tmp_path, mon
         ends = pytest.raises(RuntimeError) if fails_at else contextlib.nullcontext()
         with ends:
             assert main([*options, "--devices", devices, "--out", str(parts), *more]) == 0
-    assert differences(whole, parts) == []
+    assert_same_run(whole, parts, 8)
     sent = [record["bytes"]["replicate"] for record in steps(parts)]
     assert sent[-1] == 0 < sent[0]  # the new values were there already
 

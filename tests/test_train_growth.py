@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
 import math
 import re
 
 import pytest
 import torch
 from helpers.pictures import needs_torchvision, write_folder
-from helpers.torchrun import differences, steps
+from helpers.torchrun import assert_same_run, records, steps
 from test_train_runs import Stop, stop_after
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
@@ -100,11 +99,6 @@ def test_the_rate_is_scaled_with_the_batch():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 4 / 2)
 
 
-def records(out, kind):
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] == kind]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _noisy_data():
     """Half of the images that are included, with three of four labels wrong: a noisy gradient."""
@@ -161,11 +155,7 @@ def test_a_run_whose_batch_has_grown_is_resumed_bit_for_bit(grown, tmp_path, mon
             main([*GROWING, "--out", str(parts), "--checkpoint-every", "1", *resume])
     monkeypatch.undo()
     assert main([*GROWING, "--out", str(parts), "--resume"]) == 0
-    assert differences(whole, parts) == []
-    found = [
-        [(r["images"], r["loss"], r["learning_rate"]) for r in steps(o)] for o in (whole, parts)
-    ]
-    assert found[0] == found[1]
+    assert_same_run(whole, parts, len(steps(whole)))
 
 
 def test_what_it_needs_is_said(tmp_path, capsys):

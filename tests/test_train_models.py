@@ -1,14 +1,18 @@
-"""The built-in networks, and the way from a name to a model."""
+"""What a run starts from: the included images, built-in networks, names of models and devices."""
 
+import hashlib
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.pictures import needs_timm
 from torch import nn
 
-from scatterpar.train.data import UsageError
+import scatterpar.train
+from scatterpar.train.data import Split, UsageError, load, make_dataset
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import SmallCNN, build_model
 from scatterpar.train.options import parse
@@ -16,6 +20,38 @@ from scatterpar.train.training import make_optimizer
 
 pytestmark = pytest.mark.draws
 GREY = (1, 28, 28)
+EMBEDDED = Path(scatterpar.train.__file__).parent / "embedded"
+without_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has an accelerator"
+)
+
+
+def test_the_embedded_files_are_the_published_bytes():
+    source = (EMBEDDED / "SOURCE.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"`(t10k-\S+\.gz)` \| \d+ \| `([0-9a-f]{64})`", source))
+    found = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in EMBEDDED.glob("*.gz")}
+    assert found == listed
+    assert len(found) == 2
+    assert "MIT License" in source
+    assert "https://github.com/zalandoresearch/fashion-mnist" in source
+
+
+def test_the_embedded_data_are_split_and_standardised():
+    data = load()
+    assert (len(data.train), len(data.test), len(data.class_names)) == (8192, 1808, 10)
+    images = data.standardise(data.train.images)
+    assert images.shape == (8192, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert images.double().mean().item() == pytest.approx(0, abs=1e-5)
+    assert images.double().std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_statistics_are_those_of_each_channel():
+    images = (torch.arange(7 * 3 * 5 * 4) ** 2 % 251).to(torch.uint8).view(7, 3, 5, 4)
+    split = Split(images, torch.arange(7))
+    data = make_dataset("colours", split, split, ())
+    torch.testing.assert_close(data.mean, images.float().mean((0, 2, 3)))
+    torch.testing.assert_close(data.std, images.float().std((0, 2, 3), correction=0))
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 33, 40), (3, 8, 8)])
@@ -104,7 +140,7 @@ def test_a_name_that_leads_to_no_model_is_one_line(zoo, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@without_accelerator
 def test_without_accelerator_replicas_are_virtual_devices():
     assert [str(d) for d in choose_devices(None)] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 
@@ -119,23 +155,27 @@ def two_gpus(monkeypatch):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_with_accelerators_each_has_a_replica():
-    assert [str(d) for d in choose_devices(None)] == ["cuda:0", "cuda:1"]
-    assert [str(d) for d in choose_devices("cuda:1, cpu")] == ["cuda:1", "cpu"]
-    with pytest.raises(UsageError, match=r"^--devices: cuda:2 is not here \(2 cuda devices are"):
-        choose_devices("cuda:2")
-    with pytest.raises(UsageError, match="meta is not here"):
-        choose_devices("meta")
+@pytest.mark.parametrize(
+    ("given", "chosen"), [(None, ["cuda:0", "cuda:1"]), ("cuda:1, cpu", ["cuda:1", "cpu"])]
+)
+def test_with_accelerators_each_has_a_replica(given, chosen):
+    assert [str(d) for d in choose_devices(given)] == chosen
 
 
-def test_names_that_are_no_devices_are_refused():
-    with pytest.raises(
-        UsageError, match=r"'gpu7' is not a device: .*; name them like cuda:0,cuda:1"
-    ):
-        choose_devices("cpu:0,gpu7")
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match=r"cuda:0 is not here \(visible accelerators: none\)"):
-        choose_devices("cuda:0")
+@pytest.mark.parametrize(
+    ("machine", "given", "words"),
+    [
+        ("two_gpus", "cuda:2", r"^--devices: cuda:2 is not here \(2 cuda devices are"),
+        ("two_gpus", "meta", "meta is not here"),
+        (None, "cpu:0,gpu7", r"'gpu7' is not a device: .*; name them like cuda:0,cuda:1"),
+        pytest.param(
+            *(None, "cuda:0", r"cuda:0 is not here \(visible accelerators: none\)"),
+            marks=without_accelerator,
+        ),
+    ],
+)
+def test_names_that_are_no_devices_here_are_refused(request, machine, given, words):
+    if machine:
+        request.getfixturevalue(machine)
+    with pytest.raises(UsageError, match=words):
+        choose_devices(given)

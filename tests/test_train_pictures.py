@@ -104,21 +104,25 @@ def test_a_side_without_class_folders_is_refused(tmp_path):
     refused("train has no folders in it: it needs one for each class", tmp_path)
 
 
-def test_sets_in_memory_take_no_options_of_pictures():
-    refused("embedded: it is used as it is: --image-size, --augment", "embedded", image_size=32)
-    refused("embedded: it is used as it is", "embedded", augment="rand-m9")
+@pytest.mark.parametrize(
+    ("words", "data", "options"),
+    [
+        ("embedded: it is used as it is: --image-size, --augment", "embedded", {"image_size": 32}),
+        ("embedded: it is used as it is", "embedded", {"augment": "rand-m9"}),
+        ("torch/absent: Unknown torchvision dataset absent", "torch/absent", {}),
+        ("is neither none, nor crop, nor a policy", None, {"augment": "nonsense"}),
+    ],
+)
+def test_what_a_set_of_pictures_is_not_is_one_line(folder, words, data, options):
+    refused(words, data or folder, **options)
 
 
 def test_pictures_are_brought_to_224_pixels_or_their_own_fewer(tmp_path):
     write_folder(tmp_path / "large", train=1, test=1, size=(300, 260), ending="jpg")
     write_folder(tmp_path / "small", train=1, test=1, size=(40, 32))
-    assert open_data(Options(data=str(tmp_path / "large"))).image_shape == (3, 224, 224)
-    assert open_data(Options(data=str(tmp_path / "small"))).image_shape == (3, 32, 32)
-    assert open_data(Options(data=str(tmp_path / "small"), image_size=20)).image_shape == (
-        3,
-        20,
-        20,
-    )
+    for name, given, side in (("large", None, 224), ("small", None, 32), ("small", 20, 20)):
+        data = open_data(Options(data=str(tmp_path / name), image_size=given))
+        assert data.image_shape == (3, side, side)
 
 
 def test_an_epoch_varies_a_picture_and_repeating_it_does_not(folder):
@@ -284,7 +288,6 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
         *("torch/fashion_mnist",),
         data_root=tmp_path,
     )
-    refused("torch/absent: Unknown torchvision dataset absent", "torch/absent")
     raw.mkdir(parents=True)
     for file in Path(data_module.__file__).with_name("embedded").glob("*.gz"):
         for part in ("train", "t10k"):
@@ -300,15 +303,6 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
     refused(r"needs torchvision and timm: pip install scatterpar\[images\]", "torch/cifar10")
-
-
-@pytest.mark.parametrize("name", ["nonsense"])
-def test_a_policy_that_timm_does_not_have_is_named(folder, name):
-    refused(
-        "is neither none, nor crop, nor a policy",
-        folder,
-        augment=name,
-    )
 
 
 def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):

@@ -19,6 +19,8 @@ TOKENS = torch.arange(9)[:, None] * torch.tensor([2, 1]) % 13
 CRITERION = nn.CrossEntropyLoss()
 EARLIER_ARE_LOST = RuntimeError, r".* earlier values are lost"
 
+pytestmark = pytest.mark.usefixtures("one_thread_an_operation")
+
 
 class Writer(nn.Module):
     """``write`` does something to the weight, before it is used.

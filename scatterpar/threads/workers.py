@@ -159,7 +159,7 @@ class Workers:
     """
 
     exit_by: ClassVar[float] = math.inf  # on the monotonic clock
-    _living: ClassVar[weakref.WeakSet[Workers]] = weakref.WeakSet()
+    _living: ClassVar[set[weakref.ref[Workers]]] = set()  # no WeakSet: one is copied in Python
 
     def __init__(self, count: int, owner: str) -> None:
         self.count = count
@@ -175,15 +175,17 @@ class Workers:
         self._queues: list[_Queue] = []
         self._threads: list[threading.Thread] = []
         self._stop: weakref.finalize[..., Workers] | None = None
-        self._living.add(self)
+        self._living.add(weakref.ref(self, self._living.discard))
 
     @classmethod
     def exit(cls) -> None:
         """Let what is at work end, and nothing else begin but in the main thread."""
         cls.exit_by = time.monotonic() + _EXIT_SECONDS
-        for workers in list(cls._living):
-            patience = max(0.0, cls.exit_by - time.monotonic())
-            if workers._pid == os.getpid() and workers._lock.acquire(timeout=patience):
+        for reference in list(cls._living):  # while others make engines and drop them
+            workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())
+            if workers is None or workers._pid != os.getpid():
+                continue
+            if workers._lock.acquire(timeout=patience):
                 workers._lock.release()
 
     def parallel_apply(

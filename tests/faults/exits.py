@@ -26,6 +26,7 @@ import torch  # noqa: F401  likewise
 from torch import nn  # noqa: F401  likewise
 
 from scatterpar import ScatterOnceParallel  # noqa: F401  likewise
+from scatterpar.threads.workers import Workers  # noqa: F401  likewise
 
 AT_ONCE = 3
 SECONDS = 120  # a child that hangs is killed then
@@ -43,11 +44,16 @@ inside = threading.Event()
 def stuck(output, targets):
     inside.set()
     time.sleep(1000)
+heard = threading.Semaphore(0)
+def hear(*given):
+    heard.release()
+    signal.default_int_handler(*given)
 def strike_twice():
     inside.wait()
     for _ in range(2):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
+        heard.acquire()  # two that wait are one
 """
 
 STATES = {
@@ -84,6 +90,15 @@ STATES = {
         "inside.wait()",
         0,
     ),
+    "engines are made in daemon threads": (
+        "sys.setswitchinterval(1e-6)\n"
+        "engines = [make() for _ in range(300)]\n"
+        "def forever():\n"
+        "    while True: engines.append(make()); engines.pop(0)\n"
+        "for _ in range(2): threading.Thread(target=forever, daemon=True).start()\n"
+        "for _ in range(200): atexit.register(Workers.exit)",
+        0,
+    ),
     "a step in a thread that goes on": (
         "engine = make()\nthreading.Thread(target=step, args=(engine, slow)).start()",
         0,
@@ -99,6 +114,7 @@ STATES = {
     ),
     "Ctrl-C twice, a replica stuck": (
         "engine = make()\n"
+        "signal.signal(signal.SIGINT, hear)\n"
         "threading.Thread(target=strike_twice, daemon=True).start()\n"
         "step(engine, stuck)",
         -2,

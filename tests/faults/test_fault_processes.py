@@ -10,19 +10,27 @@ import os
 
 import pytest
 
-from faults.processes import finish_all, run, start
+from faults.processes import finish, finish_all, run, start
+
+
+def started(script):
+    """It has begun: that alone takes longer than these silences on a busy machine."""
+    process = start("-c", f"import sys; print('begun', file=sys.stderr)\n{script}")
+    assert process.stderr.readline() == "begun\n"
+    return process
 
 
 def test_a_script_that_goes_on_speaking_is_not_ended():
-    outcome = run("-c", "import time\nfor i in range(6): print(i); time.sleep(0.4)", silence=2)
-    assert (outcome.code, outcome.out.split()) == (0, [str(i) for i in range(6)])
+    process = started("import time\nfor i in range(24): print(i); time.sleep(0.1)")
+    outcome = finish(process, silence=2)
+    assert (outcome.code, outcome.out.split()) == (0, [str(i) for i in range(24)])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_script_that_hangs_says_where():
     script = "import threading\nprint('so far')\ndef stuck(): threading.Event().wait()\nstuck()"
     with pytest.raises(AssertionError, match=r"silent for 2 s\nso far\n(.|\n)* in stuck\n"):
-        run("-c", script, silence=2)
+        finish(started(script), silence=2)
 
 
 def test_several_speak_at_once_more_than_a_pipe_holds():

@@ -90,12 +90,17 @@ def wait_until(reached: Callable[[], bool], folder: Path) -> None:
         time.sleep(0.02)
 
 
-def steps(out: Path) -> list[dict[str, Any]]:
-    """The step records, as far as they are written."""
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind, as far as they are written."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if record["kind"] == "step"]
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in found if record["kind"] == kind]
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    """The records of the steps."""
+    return records(out, "step")
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -123,3 +128,14 @@ def differences(one: Path, other: Path, ignored: Sequence[str] = ("/job",)) -> l
             torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name]
         )
     ]
+
+
+def assert_same_run(whole: Path, parts: Path, number: int) -> None:
+    """So many steps, each recorded once, with the same bits as in a run that nobody stopped."""
+    fields = "step", "epoch", "images", "learning_rate", "loss"
+    made = [
+        [[record[field] for field in fields] for record in steps(out)] for out in (whole, parts)
+    ]
+    assert made[0] == made[1]
+    assert len(made[0]) == number
+    assert differences(whole, parts) == []

@@ -7,6 +7,7 @@ exception that is set in its thread from outside. The step then waited for ever.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 import time
@@ -50,7 +51,11 @@ def wait_until_idle(thread):
     seen, deadline = 0, time.monotonic() + SECONDS
     while seen < 5 and time.monotonic() < deadline:
         time.sleep(0.02)
-        frame = sys._current_frames()[thread.ident]
+        gc.disable()  # CPython 3.11 may crash where it collects while it makes a frame's object
+        try:
+            frame = sys._current_frames()[thread.ident]
+        finally:
+            gc.enable()
         sleeps = Path(f"/proc/self/task/{thread.native_id}/stat")
         at_rest = not sleeps.exists() or sleeps.read_text().rpartition(")")[2].split()[0] == "S"
         seen = seen + 1 if frame.f_code.co_name == "_serve" and at_rest else 0

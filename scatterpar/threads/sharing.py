@@ -252,9 +252,9 @@ class Stash:
     def _take(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)
         self._kept = {id(leaf): (leaf, leaf.grad) for leaf in leaves} | self._kept
-        for leaf in leaves:
-            leaf.grad = None
         self._hooks.enter_context(hooks_taken_off(leaves))
+        for leaf in leaves:  # last: from here on nothing can fail
+            leaf.grad = None
 
 
 def _divert(

@@ -377,11 +377,8 @@ def test_a_teacher_of_the_student_s_class_is_no_old_attribute():
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
-@pytest.mark.parametrize("how", [torch.jit.script, torch.fx.symbolic_trace])
-def test_torch_s_own_losses_scripted_or_traced_are_told_to_count(devices, loss, how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is on its way out
-        criterion = how(loss(weight=CLASS_WEIGHTS.clone(), ignore_index=1))
+def test_torch_s_own_losses_traced_are_told_to_count(devices, loss):
+    criterion = torch.fx.symbolic_trace(loss(weight=CLASS_WEIGHTS.clone(), ignore_index=1))
     with (
         ScatterOnceParallel(mlp(), 3, devices(2)) as engine,
         pytest.raises(ValueError, match="pass count="),

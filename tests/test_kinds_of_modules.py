@@ -15,26 +15,7 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Sparse")
-
-
-def test_a_scripted_criterion(devices):
-    weight = randn(CLASSES, seed=2).abs()
-    criterion = torch.jit.script(nn.CrossEntropyLoss(weight=weight))
-    with ScatterOnceParallel(build(small), 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, criterion, count=lambda _, t: weight[t].sum())
-
-
-def test_a_scripted_criterion_without_a_count(devices):
-    """It is taken for a mean over rows; where it is none, that is told before anything changes."""
-    model = build(small)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, torch.jit.script(nn.CrossEntropyLoss()))
-        weighted = torch.jit.script(nn.CrossEntropyLoss(weight=randn(CLASSES, seed=2).abs()))
-        model.zero_grad()
-        with pytest.raises(ValueError, match="pass count="):
-            engine.forward_backward(*BATCH, weighted)
-    assert all(parameter.grad is None for parameter in model.parameters())
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 def test_a_sparse_tensor_travels_once():

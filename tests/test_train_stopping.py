@@ -1,8 +1,10 @@
-"""Nothing is lost: signals that end a run, the line that goes on, and workers that end with it."""
+"""Nothing is lost: signals that end a run, the line that goes on, and ranks that are killed."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shlex
 import signal
@@ -17,24 +19,16 @@ import torch
 from faults.forked import start_forked
 from faults.processes import SILENCE, finish
 from helpers.pictures import needs_torchvision, write_folder
-from helpers.torchrun import Small, differences, environment, steps, wait_until
+from helpers.torchrun import Small, assert_same_run, environment, launched, steps, wait_until
+from helpers.torchrun import finish as finish_launched
 from torch import nn
 
 from scatterpar.__main__ import main as command
 
 pytestmark = pytest.mark.draws
 PICTURES = find_spec("torchvision") is not None  # else what stays in memory, without workers
-OPTIONS = [
-    "--batch",
-    "24" if PICTURES else "1639",
-    "--epochs",
-    "4",
-    "--devices",
-    "cpu:0,cpu:1",
-    "--accum",
-    "2",
-]
-OPTIONS += ["--ema", "0.9", "--model", "test_train_stopping:Dropping"]
+OPTIONS = ["--batch", "24" if PICTURES else "1639", "--epochs", "4", "--devices", "cpu:0,cpu:1"]
+OPTIONS += ["--accum", "2", "--ema", "0.9", "--model", "test_train_stopping:Dropping"]
 STEPS = 4 * 5
 
 
@@ -133,10 +127,7 @@ def test_a_stopped_run_goes_on_with_the_line_that_it_prints(folder, whole, tmp_p
 def goes_on(again, whole, out):
     """The rest of a run, in this process; all of it is the run that nobody stopped, to the bit."""
     assert command(again) == 0
-    assert differences(whole, out) == []
-    losses = [[(r["step"], r["loss"]) for r in steps(path)] for path in (whole, out)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == STEPS
+    assert_same_run(whole, out, STEPS)
 
 
 def test_ctrl_c_keeps_what_was_reached(folder, whole, tmp_path, capsys):
@@ -177,3 +168,61 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     process.send_signal(number)
     assert finish(process).code == 128 + number
     assert torch.load(tmp_path / "checkpoint.pt")["progress"]["step"] == 2
+
+
+# --- ranks that are killed ---
+
+RANKS = [
+    *("--model", "helpers.torchrun:Slow", "--batch", "1024", "--devices", "cpu", "--accum", "2"),
+    *("--checkpoint-every", "3"),
+]
+LAUNCHER = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
+STEPS_PER_EPOCH = 8
+
+
+def wait_for_step(out, number, process, log, attempts):
+    """In the attempt after so many others: until it says so, the file has the steps of those."""
+
+    def reached():
+        assert process.poll() is None, "it ended before it could be killed"
+        resumed = log.read_text(errors="replace").count("resumed after")
+        return resumed == attempts and len(steps(out)) >= number
+
+    wait_until(reached, out.parent)
+
+
+def kill_a_rank(process, rank):
+    """SIGKILL to a worker of torchrun's, which is a child of ``timeout``'s."""
+    ours = psutil.Process(process.pid).children(recursive=True)
+    workers = [p for p in ours if "scatterpar" in p.cmdline() and "--monitor" not in p.cmdline()]
+    workers = [p for p in workers if p.environ().get("LOCAL_RANK") == str(rank)]
+    os.kill(workers[0].pid, signal.SIGKILL)
+
+
+def run_of_ranks(folder, name, epochs, kills=()):
+    out, log = folder / name, folder / f"{name}.log"
+    launcher = [*LAUNCHER, f"--max-restarts={len(kills)}"]
+    tool = [*RANKS, "--epochs", str(epochs), "--out", str(out)]
+    with launched(launcher, tool, log) as process:
+        for attempts, (rank, step) in enumerate(kills):
+            wait_for_step(out, step, process, log, attempts)
+            kill_a_rank(process, rank)
+        return out, finish_launched(process, log)
+
+
+FEW = [(1, 5), (0, 11)]  # a rank, after a step
+CHANCE = random.Random(0)
+AT = sorted(CHANCE.sample(range(4, 38), 10))
+MANY = [(CHANCE.randrange(2), step) for step in AT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("epochs", "kills"), [(2, FEW), (5, MANY)], ids=["two", "ten"])
+def test_killed_ranks_cost_nothing_but_time(tmp_path, epochs, kills):
+    """kill -9: torchrun starts all again, and the run ends as if nothing had been."""
+    whole, _ = run_of_ranks(tmp_path, "whole", epochs)
+    start = time.monotonic()
+    out, printed = run_of_ranks(tmp_path, "killed", epochs, kills)
+    print(f"{len(kills)} kills, {time.monotonic() - start:.0f} s")
+    assert printed.count("resumed after") == len(kills)
+    assert_same_run(whole, out, epochs * STEPS_PER_EPOCH)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.chunks import copy_lists, grouped, has_places
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.kinds import ScriptBuffers, is_script, is_sparse, pieces_of
+from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
@@ -39,8 +39,6 @@ class Registered(NamedTuple):
 
 def registered_by(module: nn.Module) -> Registered:
     """What a module has registered, to read and to write."""
-    if is_script(module):
-        return Registered(ScriptBuffers(module), set())
     return Registered(module._buffers, module._non_persistent_buffers_set)
 
 

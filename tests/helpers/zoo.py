@@ -254,16 +254,6 @@ class Slotted(nn.Linear):
         return self.__hidden[0](super().forward(inputs)) * self.scale
 
 
-class ScriptInAList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.hidden = [torch.jit.script(small()).double()]
-
-    def forward(self, inputs):
-        return self.hidden[0](self.first(inputs))
-
-
 class Graph(nn.Module):
     """A graph network's adjacency, which is the same for all rows."""
 
@@ -288,26 +278,18 @@ class Normed(nn.Module):
 
 
 class Parts(nn.Module):
-    """What has no dictionary that tells of changes: slots, TorchScript, sparse values."""
+    """What has no dictionary that tells of changes: slots, sparse values."""
 
     def __init__(self):
         super().__init__()
         self.slots, self.graph = Slotted(), Graph(torch.sparse_coo)
-        self.script = torch.jit.script(build(small))
 
     def forward(self, inputs):
-        return self.slots(inputs) + self.graph(inputs) + self.script(inputs)
-
-    def script_layer(self, name):
-        return dict(self.script.named_modules())[name]
+        return self.slots(inputs) + self.graph(inputs)
 
 
 PARTS_CHANGES = [
     lambda parts: setattr(parts.slots, "scale", 5.0),
-    lambda parts: parts.script_layer("0").weight.data.mul_(2),
-    lambda parts: setattr(
-        parts.script_layer("2"), "weight", nn.Parameter(randn(CLASSES, 6, seed=5))
-    ),
     lambda parts: parts.graph.adjacency.mul_(2),
     lambda parts: parts.graph.adjacency._values().data.__setitem__(0, 7.0),
     lambda parts: setattr(parts.graph, "adjacency", torch.eye(FEATURES).double().to_sparse()),
@@ -318,12 +300,6 @@ KINDS = {
     "fx subclass": traced_subclass,
     "export": exported,
     "slots": Slotted,
-    "script": lambda: torch.jit.script(small()),
-    "jit trace": lambda: torch.jit.trace(small(), torch.randn(3, FEATURES)),
-    "script child": lambda: nn.Sequential(
-        nn.Linear(FEATURES, FEATURES), nn.ModuleList([torch.jit.script(small())])[0]
-    ),
-    "script in a list": ScriptInAList,
     "sparse COO": lambda: Graph(torch.sparse_coo),
     "sparse CSR": lambda: Graph(torch.sparse_csr),
     "sparse CSC": lambda: Graph(torch.sparse_csc),
@@ -954,7 +930,6 @@ CASES = {
         lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
     ),
     "batch norm with another forward": Case(with_another_forward, accum=1, **BY_SHARE),
-    "batch norm in TorchScript": Case(lambda: torch.jit.script(Normed()), accum=1, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(Rebinds),

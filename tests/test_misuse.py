@@ -12,7 +12,7 @@ import torch
 from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
 from faults.forked import run_forked
 from faults.state import capture, differences
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
@@ -346,12 +346,11 @@ def test_one_memory_is_enough_for_quantised_parameters():
         assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state
 
 
-class HasItsEngine(nn.Module):
+class HasItsEngine(Classifier):
     """A module that makes its own engine, as a child or in a list."""
 
     def __init__(self, make, place):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         engine = make(self, device_ids=["cpu"] * 2)
         self.engine = [engine] if place == "list" else engine
 

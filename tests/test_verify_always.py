@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.gang import gang
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from test_verify import INPUTS, ROWS, Calls, assert_agreed, counted, step
@@ -377,8 +377,11 @@ def test_a_teacher_of_the_student_s_class_is_no_old_attribute():
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_torch_s_own_losses_traced_are_told_to_count(devices, loss):
-    criterion = torch.fx.symbolic_trace(loss(weight=CLASS_WEIGHTS.clone(), ignore_index=1))
+@pytest.mark.parametrize("how", [torch.jit.script, torch.fx.symbolic_trace])
+def test_torch_s_own_losses_scripted_or_traced_are_told_to_count(devices, loss, how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        criterion = how(loss(weight=CLASS_WEIGHTS.clone(), ignore_index=1))
     with (
         ScatterOnceParallel(mlp(), 3, devices(2)) as engine,
         pytest.raises(ValueError, match="pass count="),
@@ -450,11 +453,7 @@ def test_numbers_from_a_generator_of_one_s_own_are_no_reason(reduction):
 def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
     """As TF32 does on cards, and convolutions there: here each size of batch has an error."""
 
-    class Rounds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Rounds(Classifier):
         def forward(self, inputs, targets):
             error = 1 + 1e-3 * (len(inputs) % 7) / 7
             return F.mse_loss(self.linear(inputs) * error, targets)
@@ -466,11 +465,7 @@ def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
 def test_a_little_is_no_rounding():
     """Where the module computes the loss in single precision, weights that are off by 0.3 %."""
 
-    class Weighs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Weighs(Classifier):
         def forward(self, inputs, targets):
             weights = 1 + 0.006 * (inputs[:, 0] > 0)
             errors = (self.linear(inputs) - targets).square().mean(1)

@@ -15,9 +15,7 @@ from scatterpar import ScatterOnceParallel
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread_an_operation"),
-    pytest.mark.filterwarnings(
-        "ignore:`torch.jit", "ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"
-    ),
+    pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*weight_norm.*:FutureWarning"),
 ]
 LAYOUTS = {
     "one memory": ["cpu"] * 3,
@@ -66,6 +64,5 @@ def test_replicas_are_of_the_module_s_class(name):
     module = CASES[name].build()
     with ScatterOnceParallel(module, 1, ["cpu"] * 2) as engine:
         for replica in engine.replicas:
-            if not isinstance(replica, torch.jit.ScriptModule):  # a C++ object in a Python shell
-                assert type(replica) is type(module)
-                assert vars(replica).keys() >= vars(module).keys()
+            assert type(replica) is type(module)
+            assert vars(replica).keys() >= vars(module).keys()

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES
+from helpers.models import CLASSES, FEATURES, Classifier
 from helpers.oracle import (
     assert_close,
     assert_step,
@@ -98,10 +98,9 @@ def test_averaged_buffers_that_require_grad_get_gradients(devices):
 def test_the_master_s_buffers_are_not_the_caller_s_tensors(devices):
     """A buffer taken from the batch must not alias it: the next batch may overwrite it in place."""
 
-    class Keeps(nn.Module):
+    class Keeps(Classifier):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
             self.register_buffer("last", torch.zeros(0, FEATURES))
 
         def forward(self, inputs):
@@ -155,12 +154,11 @@ def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
         assert engine.module.queue.any()
 
 
-class Expanded(nn.Module):
+class Expanded(Classifier):
     """A buffer whose elements share their place, which torch refuses to write."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.norm = nn.BatchNorm1d(CLASSES)
         self.register_buffer("table", torch.zeros(1))
         self.grows = False
@@ -272,12 +270,11 @@ def test_a_step_that_fails_takes_registrations_back(devices):
         assert_step(engine, *BATCH, nn.CrossEntropyLoss())
 
 
-class Twins(nn.Module):
+class Twins(Classifier):
     """Two averages that begin as one tensor."""
 
     def __init__(self, how):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         start = torch.zeros(())
         self.register_buffer("fast", start)
         self.register_buffer("slow", start)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, assert_gradients, assert_step, build, randint, randn
 from helpers.zoo import linear
 from torch import nn
@@ -23,13 +23,12 @@ from scatterpar import ScatterOnceParallel
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 
 
-class Asks(nn.Module):
+class Asks(Classifier):
     """Writes down, in every call, what ``question`` answers there."""
 
     def __init__(self, question):
         super().__init__()
         self.question = question
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.answers = Answers()
 
     def forward(self, inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES
+from helpers.models import CLASSES, Classifier
 from helpers.noise import BATCH, equal, step
 from helpers.oracle import build
 from torch import nn
@@ -41,11 +41,7 @@ pytestmark = pytest.mark.draws
 def test_every_way_to_draw(devices, draw):
     """Same seed same bits, another seed other bits, other rows other numbers in each replica."""
 
-    class Draws(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Draws(Classifier):
         def forward(self, inputs):
             outputs = self.linear(inputs)
             return outputs * draw(outputs).to(outputs.dtype)
@@ -61,11 +57,7 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
     """An explicit generator is the user's: it is not exchanged for the replica's."""
     own = torch.Generator()
 
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Own(Classifier):
         def forward(self, inputs):
             outputs = self.linear(inputs)
             return outputs * torch.rand(CLASSES, generator=own, dtype=outputs.dtype)
@@ -83,11 +75,7 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
 def test_the_generator_functions_are_the_replica_s_own_in_a_forward(devices):
     """fork_rng, get_rng_state and manual_seed inside a forward stay in that replica's stream."""
 
-    class Forks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Forks(Classifier):
         def forward(self, inputs):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(99)
@@ -103,11 +91,7 @@ def test_the_generator_functions_are_the_replica_s_own_in_a_forward(devices):
 def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas):
     """One replica draws from the process's own generator, several from theirs."""
 
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Fails(Classifier):
         def forward(self, inputs):
             torch.rand(3)
             if (inputs == BATCH[0][-1]).all(1).any():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import (
     assert_close,
     assert_gradients,
@@ -151,11 +151,7 @@ def test_hooks_that_change_gradients_in_the_backward_pass(devices):
 
 
 def test_hooks_installed_during_a_forward_stay_out_of_the_user_s_module(devices):
-    class Lazy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Lazy(Classifier):
         def forward(self, inputs):
             self.linear.register_forward_hook(lambda m, args, output: output * 2)
             return self.linear(inputs)

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Returns, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 
@@ -108,11 +108,7 @@ def test_return_outputs_uses_only_the_replicas_that_had_rows(devices):
 
 
 def test_outputs_of_a_module_that_returns_its_loss(devices):
-    class OwnLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class OwnLoss(Classifier):
         def forward(self, inputs, labels):
             logits = self.linear(inputs)
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Returns, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
@@ -116,11 +116,7 @@ def test_a_buffer_elsewhere_is_named_too(devices):
 
 
 def test_0_dim_tensors_and_non_tensors_go_to_every_replica(devices):
-    class Takes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Takes(Classifier):
         def forward(self, inputs, scale, name, flags):
             assert scale.shape == ()
             assert (name, flags) == ("n", [True, None])
@@ -132,11 +128,7 @@ def test_0_dim_tensors_and_non_tensors_go_to_every_replica(devices):
 
 
 def test_a_list_is_one_argument_and_a_tuple_several(devices):
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Pair(Classifier):
         def forward(self, first, second=None):
             first, second = first if second is None else (first, second)
             return self.linear(first * second)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.contrastive import clip, two_views
 from helpers.isolation import MixedMemories, guarded
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
 from helpers.weighted import CASES as LOSSES
 from helpers.zoo import CASES, MODELS
@@ -157,7 +157,7 @@ def test_batch_statistics_and_the_gradient_of_the_inputs_of_the_pair(monkeypatch
     assert_close(inputs.grad, same.grad, "inputs")
 
 
-class Smuggler(nn.Module):
+class Smuggler(Classifier):
     """Replica 0 leaves a tensor where replica 1 picks it up: an error on GPUs."""
 
     passed: list = []  # noqa: RUF012
@@ -165,7 +165,6 @@ class Smuggler(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.number = 0
 
     def forward(self, inputs):
@@ -201,10 +200,9 @@ def test_the_guard_sees_a_forgotten_copy(monkeypatch):
         def __init__(self):
             self.scale = torch.ones(CLASSES).double()
 
-    class Forgets(nn.Module):
+    class Forgets(Classifier):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
             self.hidden = Hidden()
 
         def forward(self, inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES
+from helpers.models import CLASSES, FEATURES, Classifier
 from helpers.oracle import assert_close, assert_step, build, randint, randn, whole_batch
 from helpers.zoo import Graph, small
 from torch import nn
@@ -15,26 +15,7 @@ BATCH = randn(9, FEATURES), randint(CLASSES, 9)
 CRITERION = nn.CrossEntropyLoss()
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Sparse")
-
-
-def test_a_scripted_criterion(devices):
-    weight = randn(CLASSES, seed=2).abs()
-    criterion = torch.jit.script(nn.CrossEntropyLoss(weight=weight))
-    with ScatterOnceParallel(build(small), 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, criterion, count=lambda _, t: weight[t].sum())
-
-
-def test_a_scripted_criterion_without_a_count(devices):
-    """It is taken for a mean over rows; where it is none, that is told before anything changes."""
-    model = build(small)
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, torch.jit.script(nn.CrossEntropyLoss()))
-        weighted = torch.jit.script(nn.CrossEntropyLoss(weight=randn(CLASSES, seed=2).abs()))
-        model.zero_grad()
-        with pytest.raises(ValueError, match="pass count="):
-            engine.forward_backward(*BATCH, weighted)
-    assert all(parameter.grad is None for parameter in model.parameters())
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 def test_a_sparse_tensor_travels_once():
@@ -56,11 +37,7 @@ def test_a_trained_sparse_tensor_is_refused_in_words():
         engine.forward_backward(*BATCH, CRITERION)
 
 
-class Zeroes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-
+class Zeroes(Classifier):
     def forward(self, inputs):
         self.zero_grad()
         self.linear.zero_grad()

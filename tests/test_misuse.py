@@ -12,8 +12,8 @@ import torch
 from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
 from faults.forked import run_forked
 from faults.state import capture, differences
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_step, randint, randn
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.oracle import assert_step, build, randint, randn
 from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 
@@ -293,9 +293,8 @@ def quantised():
     return model
 
 
-def frozen():
-    script = torch.jit.script(nn.Sequential(nn.Linear(4, 3)).eval())
-    return nn.Sequential(torch.jit.freeze(script), nn.Linear(3, 3))
+def scripted():
+    return torch.jit.script(nn.Linear(4, 3))
 
 
 def integers():
@@ -312,12 +311,32 @@ def integers():
         (integers, r"the buffer 'table', which is of torch's quantised dtype torch.quint8: .*repr"),
         (packed, r"has the parameter '0.weight', a Packed, .* made of other tensors, as torchao's"),
         (quantised, r"the parameter '0.weight', a Parameter, .* as bitsandbytes does it: .*\[0\]"),
-        (frozen, r"since its child '0' is a TorchScript module that torch.jit.freeze made"),
+        (
+            scripted,
+            r"since it is a TorchScript module, .* torch.jit was given",
+        ),
+        (
+            lambda: nn.Sequential(scripted(), nn.Linear(3, 3)),
+            r"Sequential cannot be replicated, since its child '0' is a TorchScript module",
+        ),
     ],
 )
 def test_modules_that_cannot_be_replicated_are_refused_by_name(make, module, words):
     with torch.random.fork_rng(devices=[]), pytest.raises(TypeError, match=words):
         make(module(), device_ids=["cpu:0", "cpu:1"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_refused_where_no_child_is_and_may_be_what_a_criterion_calls():
+    batch, loss = (randn(6, 4), randn(6, 3)), torch.jit.script(nn.MSELoss())
+    model, hidden = build(lambda: nn.Linear(4, 3)), build(scripted)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2) as engine:
+        with pytest.raises(TypeError, match="since it is a TorchScript module"):
+            engine.forward_backward(*batch, loss)
+        assert_step(engine, *batch, lambda output, targets: loss(output, targets))
+        model.hidden = [hidden]
+        with pytest.raises(TypeError, match="in something that is no module, a TorchScript module"):
+            engine.forward_backward(*batch, nn.MSELoss())
 
 
 def test_one_memory_is_enough_for_quantised_parameters():
@@ -327,12 +346,11 @@ def test_one_memory_is_enough_for_quantised_parameters():
         assert engine.replicas[1][0].weight.quant_state is model[0].weight.quant_state
 
 
-class HasItsEngine(nn.Module):
+class HasItsEngine(Classifier):
     """A module that makes its own engine, as a child or in a list."""
 
     def __init__(self, make, place):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         engine = make(self, device_ids=["cpu"] * 2)
         self.engine = [engine] if place == "list" else engine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.agree import Case, agree
 from helpers.changes import CHANGES, Model, freeze, freeze_and_thaw, transpose_strides
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn
 from torch import nn
 
@@ -109,10 +109,9 @@ def test_a_criterion_that_changes(devices):
 def test_what_a_forward_leaves_behind_does_not_outlive_the_step(devices):
     """Attributes that a forward sets on a replica are that step's; the master's rule the next."""
 
-    class Remembers(nn.Module):
+    class Remembers(Classifier):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
             self.calls = 0
             self.cache = []
 
@@ -263,12 +262,11 @@ def rebind_data_of(parameter):
     parameter.data = parameter.data.clone()
 
 
-class Grows(nn.Module):
+class Grows(Classifier):
     """A buffer that a forward pass lets grow could not be refreshed in the next step."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.register_buffer("seen", torch.ones(1))
 
     def forward(self, inputs):
@@ -276,12 +274,11 @@ class Grows(nn.Module):
         return self.linear(inputs) * len(self.seen)
 
 
-class Scaled(nn.Module):
+class Scaled(Classifier):
     """Multiplies by what it finds on its tensors: replicas once kept that of the first step."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.factor = nn.Buffer(torch.ones(CLASSES))
         self.table = nn.Buffer(torch.eye(CLASSES).to_sparse())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal, step
 from helpers.oracle import assert_close, build
 from torch import nn
@@ -75,11 +75,7 @@ def test_steps_without_a_new_seed_differ(devices):
 def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices):
     """If only replica 1 drew, the next step must not draw the same again."""
 
-    class OnlyLast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class OnlyLast(Classifier):
         def forward(self, numbered):
             outputs = self.linear(numbered[:, 1:])
             return outputs * torch.rand_like(outputs) if numbered[-1, 0] == ROWS - 1 else outputs

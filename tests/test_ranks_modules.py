@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gang import Counted, failure, gang
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_close, build, randint, randn, seeded
 from torch import nn
 
@@ -19,12 +19,11 @@ CRITERION = nn.CrossEntropyLoss()
 ROWS = (9, 4)
 
 
-class Everything(nn.Module):
+class Everything(Classifier):
     """Buffers of all dtypes; those that change depend on the rows."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.norm = nn.BatchNorm1d(FEATURES)
         self.register_buffer("fp16", torch.ones(2, dtype=torch.float16))
         self.register_buffer("bf16", torch.ones(2, dtype=torch.bfloat16))

@@ -144,8 +144,6 @@ TORCH = {
     "MaxPool2d": (lambda: nn.Sequential(nn.Conv2d(4, 2, 3), nn.MaxPool2d(2)), IMAGE),
     "Softmax": (lambda: nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(-1)), LAST),
     "Flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 2)), IMAGE),
-    "TorchScript": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.GELU())), LAST),
-    "jit.trace": (lambda: torch.jit.trace(nn.Linear(4, 3), torch.randn(2, 4)), LAST),
     "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(4, 3, 3), nn.ReLU())), IMAGE),
     "export": (
         lambda: torch.export.export(
@@ -161,14 +159,14 @@ TABLES = {
     "Embedding, sparse": lambda: nn.Embedding(20, 4, sparse=True),
     "EmbeddingBag": lambda: nn.EmbeddingBag(20, 4),
 }
-QUICK_TORCH = ["Conv2d, channels last", "LSTM", "TorchScript", "fx"]
+QUICK_TORCH = ["Conv2d, channels last", "LSTM", "fx"]
 
 
 def selection(names, quick):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("name", selection(TORCH, QUICK_TORCH))
 def test_modules_of_torch(devices, name):
     make, shape = TORCH[name]

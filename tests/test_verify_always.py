@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.gang import gang
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from test_verify import INPUTS, ROWS, Calls, assert_agreed, counted, step
@@ -453,11 +453,7 @@ def test_numbers_from_a_generator_of_one_s_own_are_no_reason(reduction):
 def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
     """As TF32 does on cards, and convolutions there: here each size of batch has an error."""
 
-    class Rounds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Rounds(Classifier):
         def forward(self, inputs, targets):
             error = 1 + 1e-3 * (len(inputs) % 7) / 7
             return F.mse_loss(self.linear(inputs) * error, targets)
@@ -469,11 +465,7 @@ def test_kernels_that_round_by_the_number_of_rows_are_no_reason():
 def test_a_little_is_no_rounding():
     """Where the module computes the loss in single precision, weights that are off by 0.3 %."""
 
-    class Weighs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
+    class Weighs(Classifier):
         def forward(self, inputs, targets):
             weights = 1 + 0.006 * (inputs[:, 0] > 0)
             errors = (self.linear(inputs) - targets).square().mean(1)

@@ -1,12 +1,11 @@
-"""What replicas can be made of, TorchScript, fx and sparse tensors too; what is refused."""
+"""What replicas can be made of, fx and sparse tensors too; what is refused."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,43 +14,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
-
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
-
-
-def is_script(value: Any) -> bool:
-    """Whether ``value`` is a TorchScript module: its tensors live in C++, with all its children."""
-    return isinstance(value, torch.jit.ScriptModule)
-
-
-def script_tensors(script: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a TorchScript module and its children, by their paths."""
-    parameters = script.named_parameters(remove_duplicate=False)
-    return dict(parameters) | dict(script.named_buffers(remove_duplicate=False))
-
-
-def script_state(script: nn.Module) -> list[Any]:
-    """What a copy of a TorchScript module cannot follow, beside its tensors' values."""
-    return [
-        *map(id, script_tensors(script).values()),
-        *[module.training for _, module in script.named_modules()],
-    ]
-
-
-def rebind_script(script: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a TorchScript module these tensors, where it has others under their paths."""
-    now = script_tensors(script)
-    modules: dict[str, nn.Module] = {}
-    for path, tensor in tensors.items():
-        if now.get(path) is not tensor:
-            modules = modules or dict(script.named_modules(remove_duplicate=False))
-            owner, _, name = path.rpartition(".")
-            setattr(modules[owner], name, tensor)
+from scatterpar.devices.ledger import pieces_of
 
 
 def new_like(module: nn.Module) -> nn.Module:
@@ -60,9 +23,8 @@ def new_like(module: nn.Module) -> nn.Module:
     fx gives every GraphModule a class of its own, and copies only what the graph mentions:
     here the copy has the same class, with its code, and all attributes.
     """
-    if is_script(module):
-        with torch.no_grad():
-            return copy.deepcopy(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _no_script("the module holds, in something that is no module,")
     if isinstance(module, GraphModule):
         replica: nn.Module = object.__new__(type(module))
         vars(replica).update(vars(module))
@@ -95,38 +57,7 @@ def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(value for value in values if isinstance(value, types.MemberDescriptorType))
 
 
-class ScriptBuffers(MutableMapping[str, "Tensor | None"]):
-    """The buffers of a TorchScript module and its children, as they are now."""
-
-    def __init__(self, script: nn.Module) -> None:
-        self._script = script
-
-    def _now(self) -> dict[str, Tensor]:
-        return dict(self._script.named_buffers())
-
-    def __getitem__(self, path: str) -> Tensor:
-        return self._now()[path]
-
-    def __setitem__(self, path: str, value: Tensor | None) -> None:
-        if value is not None:
-            rebind_script(self._script, {path: value})
-
-    def __delitem__(self, path: str) -> None:
-        raise TypeError(f"TorchScript modules keep their buffers, and {path!r} is one")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-
-def is_sparse(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of indices and values."""
-    return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
-
-
-def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a sparse one is made of, in its own memory.
 
     Raises:
@@ -138,10 +69,7 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
             f"which replicas cannot train; keep its values as a dense parameter and make the "
             f"sparse tensor from them in forward"
         )
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+    return pieces_of(tensor)
 
 
 def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
@@ -167,12 +95,12 @@ def check_placement(
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
-        TypeError: a frozen TorchScript module, or tensors that are made of others.
+        TypeError: a TorchScript module, or tensors that are made of others.
         ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
     expected = verbs.physical(device_ids[0])
     for root in (root for root in roots if isinstance(root, nn.Module)):
-        _refuse_frozen(root)
+        _refuse_script(root)
         _refuse_renormalised(root)
         owner = type(root).__name__
         tensors: list[tuple[str, str, Tensor]]
@@ -194,15 +122,19 @@ def check_placement(
             _refuse_packed(f"{owner} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
-def _refuse_frozen(root: nn.Module) -> None:
+def _refuse_script(root: nn.Module) -> None:
     for name, part in root.named_modules():
-        if is_script(part) and not hasattr(part, "training"):
-            which = f"its child {name!r}" if name else "the module itself"
-            raise TypeError(
-                f"{type(root).__name__} cannot be replicated, since {which} is a TorchScript "
-                f"module that torch.jit.freeze made: its weights are constants of the code, which "
-                f"cannot be trained or moved; pass what it was made of, before freeze"
-            )
+        if isinstance(part, torch.jit.ScriptModule):
+            which = f"its child {name!r} is" if name else "it is"
+            raise _no_script(f"{type(root).__name__} cannot be replicated, since {which}")
+
+
+def _no_script(where: str) -> TypeError:
+    return TypeError(
+        f"{where} a TorchScript module, whose tensors live in C++, and which torch has deprecated: "
+        f"pass the nn.Module that torch.jit was given, or torch.compile of it; a criterion that is "
+        f"a function may call a TorchScript module"
+    )
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:

@@ -24,16 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.ledger import is_sparse
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
 from scatterpar.replicas.kinds import (
     assembled,
-    is_script,
-    is_sparse,
     new_like,
-    pieces_of,
-    rebind_script,
-    script_state,
-    script_tensors,
+    pieces_to_copy,
     slots,
 )
 from scatterpar.report import warn
@@ -65,7 +61,6 @@ class Survey:
         self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
-        self.scripts: list[nn.Module] = []
         # Of functions that copies have twins of, and what is in them: twins do not see that change.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self.told: set[str] = set()  # what the user was warned of
@@ -78,12 +73,6 @@ class Survey:
     def _visit(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._visit_tensor(value)
-        elif is_script(value):
-            if id(value) not in self.modules:
-                self.modules[id(value)] = value
-                self.scripts.append(value)
-                for tensor in script_tensors(value).values():
-                    self._visit_tensor(tensor)
         elif is_compiled_module(value):
             original, how = unwrapped(value)
             assert how is not None
@@ -106,7 +95,7 @@ class Survey:
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_sparse(tensor):
             if id(tensor) not in self.sparse:
-                pieces = pieces_of(tensor)
+                pieces = pieces_to_copy(tensor)
                 self.sparse[id(tensor)] = (tensor, pieces)
                 for piece in pieces:
                     self._visit_tensor(piece)
@@ -136,10 +125,9 @@ class Survey:
             *map(type, self.modules.values()),
             *map(type, tensors),
             *map(_DTYPE, tensors),
-            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_of(t)],
+            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_to_copy(t)],
             *[id(contents(cell)) for cell, _ in self.cells.values()],
             *[id(value) for module in self.slotted for _, value in slots(module)],
-            *[each for script in self.scripts for each in script_state(script)],
         ]
 
     def _visit_container(self, container: Any) -> None:
@@ -259,7 +247,7 @@ class Mirror:
         self._inside.update(survey.modules)
         self._kept: list[Any] = []  # so that no id in _made is used again
         self.sparse: list[Tensor] = []
-        self._rebinds: list[Callable[[], object]] = []  # of scripts, and of slots
+        self._rebinds: list[Callable[[], object]] = []  # of slots
         for original, pieces in survey.sparse.values():
             own = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
             self._made[id(original)] = own
@@ -315,10 +303,6 @@ class Mirror:
     def _module(self, module: nn.Module) -> nn.Module:
         replica = new_like(module)
         self._made[id(module)] = replica
-        if is_script(module):
-            tensors = {path: self.of(t) for path, t in script_tensors(module).items()}
-            self._rebinds.append(functools.partial(rebind_script, replica, tensors))
-            return replica
         original, state = vars(module), vars(replica)
         self._made[id(original)] = state
         for name, item in state.items():

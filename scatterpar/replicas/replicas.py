@@ -247,10 +247,10 @@ class Replicas:
     def _plan_writing(self) -> None:
         """Of buffers that are the same tensors before and after a step."""
         first = self.replicas[0]
-        registered = [] if self._survey.scripts else [*self.registered, *first.registered]
+        registered = [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
         writing = Writing((place, name, value) for _, place, name, value in self.buffers_after())
-        self._writing = None if self._survey.scripts or writing.anew else writing
+        self._writing = None if writing.anew else writing
 
     def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
         """What the master's buffers are after a step of replica 0's; see ``values_after``.

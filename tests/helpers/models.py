@@ -19,12 +19,22 @@ def mlp(seed: int = 0) -> nn.Sequential:
     )
 
 
-class Returns(nn.Module):
+class Classifier(nn.Module):
+    """One linear layer, ``linear``, and whatever a test makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.linear(inputs)
+
+
+class Returns(Classifier):
     """What ``wrap`` makes of the logits and the inputs."""
 
     def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.wrap = wrap
 
     def forward(self, inputs: Tensor) -> Any:

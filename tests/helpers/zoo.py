@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from helpers.agree import BATCH, Case
-from helpers.models import CLASSES, FEATURES, TokenClassifier, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, TokenClassifier, mlp
 from helpers.oracle import build, randint, randn
 
 
@@ -105,12 +105,11 @@ def bound_forward():
     return nn.Sequential(model, nn.Tanh())
 
 
-class Wrapped(nn.Module):
+class Wrapped(Classifier):
     """Its forward is a bound method of itself, as ``accelerate`` puts it there."""
 
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.forward = self.compute
 
     def compute(self, inputs):
@@ -129,21 +128,13 @@ class Cube(torch.autograd.Function):
         return 3 * inputs**2 * gradient
 
 
-class CustomFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-
+class CustomFunction(Classifier):
     def forward(self, inputs):
         return Cube.apply(self.linear(inputs))
 
 
-class InPlaceFirst(nn.Module):
+class InPlaceFirst(Classifier):
     """The first thing it does is to write to its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
 
     def forward(self, inputs):
         return self.linear(inputs.mul_(2).add_(1))
@@ -159,12 +150,11 @@ OVERLAPPING = {
 }
 
 
-class Overlapping(nn.Module):
+class Overlapping(Classifier):
     """Writes one tensor in its forward pass, and reads what overlaps it in memory."""
 
     def __init__(self, other, as_buffer):
         super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
         self.register_buffer("table", torch.rand(4, CLASSES, dtype=torch.float64))
         self.register_buffer("apart", torch.rand(CLASSES))
         if as_buffer:
@@ -190,24 +180,16 @@ class Identity(torch.autograd.Function):
         return gradient
 
 
-class Same(nn.Module):
+class Same(Classifier):
     """Such a function first, and under checkpointing."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
 
     def forward(self, inputs):
         inputs = Identity.apply(inputs)
         return Identity.apply(checkpoint(Identity.apply, self.linear(inputs), use_reentrant=False))
 
 
-class TakesNothing(nn.Module):
+class TakesNothing(Classifier):
     """With keyword inputs that are empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
 
     def forward(self, rows, unused):
         assert unused == [[], {}, ()]
@@ -272,16 +254,6 @@ class Slotted(nn.Linear):
         return self.__hidden[0](super().forward(inputs)) * self.scale
 
 
-class ScriptInAList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES)
-        self.hidden = [torch.jit.script(small()).double()]
-
-    def forward(self, inputs):
-        return self.hidden[0](self.first(inputs))
-
-
 class Graph(nn.Module):
     """A graph network's adjacency, which is the same for all rows."""
 
@@ -306,26 +278,18 @@ class Normed(nn.Module):
 
 
 class Parts(nn.Module):
-    """What has no dictionary that tells of changes: slots, TorchScript, sparse values."""
+    """What has no dictionary that tells of changes: slots, sparse values."""
 
     def __init__(self):
         super().__init__()
         self.slots, self.graph = Slotted(), Graph(torch.sparse_coo)
-        self.script = torch.jit.script(build(small))
 
     def forward(self, inputs):
-        return self.slots(inputs) + self.graph(inputs) + self.script(inputs)
-
-    def script_layer(self, name):
-        return dict(self.script.named_modules())[name]
+        return self.slots(inputs) + self.graph(inputs)
 
 
 PARTS_CHANGES = [
     lambda parts: setattr(parts.slots, "scale", 5.0),
-    lambda parts: parts.script_layer("0").weight.data.mul_(2),
-    lambda parts: setattr(
-        parts.script_layer("2"), "weight", nn.Parameter(randn(CLASSES, 6, seed=5))
-    ),
     lambda parts: parts.graph.adjacency.mul_(2),
     lambda parts: parts.graph.adjacency._values().data.__setitem__(0, 7.0),
     lambda parts: setattr(parts.graph, "adjacency", torch.eye(FEATURES).double().to_sparse()),
@@ -336,12 +300,6 @@ KINDS = {
     "fx subclass": traced_subclass,
     "export": exported,
     "slots": Slotted,
-    "script": lambda: torch.jit.script(small()),
-    "jit trace": lambda: torch.jit.trace(small(), torch.randn(3, FEATURES)),
-    "script child": lambda: nn.Sequential(
-        nn.Linear(FEATURES, FEATURES), nn.ModuleList([torch.jit.script(small())])[0]
-    ),
-    "script in a list": ScriptInAList,
     "sparse COO": lambda: Graph(torch.sparse_coo),
     "sparse CSR": lambda: Graph(torch.sparse_csr),
     "sparse CSC": lambda: Graph(torch.sparse_csc),
@@ -360,7 +318,7 @@ class Complex(nn.Module):
         return (inputs.to(torch.complex128) @ self.weight).abs()
 
 
-class Factor(nn.Module):
+class Factor(Classifier):
     """A parameter whose memory holds the conjugates, or the negatives, of its elements.
 
     The look at what a forward pass wrote once failed with words of torch's about these.
@@ -368,7 +326,6 @@ class Factor(nn.Module):
 
     def __init__(self, lazy):
         super().__init__()
-        self.linear = linear()
         self.factor = nn.Parameter(lazy(randn(CLASSES, dtype=torch.complex128)))
 
     def forward(self, inputs):
@@ -461,12 +418,11 @@ class TakesPart(nn.Parameter):
             return result * 3 if function is nn.functional.linear else result
 
 
-class OwnParameters(nn.Module):
+class OwnParameters(Classifier):
     """Asks what its parameters and buffers are: replicas once had plain ones."""
 
     def __init__(self, slotted):
         super().__init__()
-        self.linear = linear()
         self.doubled = Doubled(torch.randn(CLASSES), 2.0)
         self.linear.weight = TakesPart(self.linear.weight.detach())
         self.slotted = slotted(torch.randn(CLASSES))
@@ -515,12 +471,8 @@ def writes_to_targets(_):
     return lambda output, targets: ((output - targets.mul_(2)) ** 2).mean()
 
 
-class Looks(nn.Module):
+class Looks(Classifier):
     """Asks for its parameters: ``nn.DataParallel``'s replicas say that they have none."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
 
     def forward(self, inputs):
         assert [name for name, _ in self.named_parameters()] == ["linear.weight", "linear.bias"]
@@ -651,10 +603,9 @@ class Blocked(torch.autograd.Function):
         return gradient, None
 
 
-class Gated(nn.Module):
+class Gated(Classifier):
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.gate = nn.Parameter(randn(CLASSES))
 
     def forward(self, inputs):
@@ -664,7 +615,7 @@ class Gated(nn.Module):
 # --- buffers ---
 
 
-class Constants(nn.Module):
+class Constants(Classifier):
     """A causal mask, a table of frequencies and an id: buffers that nobody writes.
 
     A weighted mean of equal numbers is not that number in floating point; inf - inf is NaN.
@@ -672,7 +623,6 @@ class Constants(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
         self.register_buffer("table", torch.rand(7) / 3)
         self.register_buffer("nothing", torch.tensor(float("nan")))
@@ -685,12 +635,11 @@ class Constants(nn.Module):
         return self.linear(inputs)[:, self.index] @ scores
 
 
-class TrainedBuffer(nn.Module):
+class TrainedBuffer(Classifier):
     """A buffer that requires grad, and attributes."""
 
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.register_buffer("scale", torch.full((CLASSES,), 1.5).double().requires_grad_())
         self.constant = torch.full((CLASSES,), 0.5).double()
 
@@ -705,12 +654,11 @@ def trained_buffer():
     return model
 
 
-class Rebinds(nn.Module):
+class Rebinds(Classifier):
     """Running state by assignment rather than in place, of a shape that changes."""
 
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("last", torch.zeros(0, FEATURES))
         self.register_buffer("cache", None)
@@ -724,7 +672,7 @@ class Rebinds(nn.Module):
         return self.linear(inputs)
 
 
-class Registers(nn.Module):
+class Registers(Classifier):
     """Registers buffers in the forward pass, and takes one away.
 
     Those that state dicts leave out once came into them, and deleted ones stayed as None.
@@ -732,7 +680,6 @@ class Registers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = linear()
         self.register_buffer("once", torch.ones(()))
         self.register_buffer("shown", torch.ones(()))
         self.register_buffer("hidden", torch.ones(()), persistent=False)
@@ -748,7 +695,7 @@ class Registers(nn.Module):
         return self.linear(inputs) * self.new * self.hidden
 
 
-class OfComplex(nn.Module):
+class OfComplex(Classifier):
     """Writes complex numbers, and reads what is made of the same memory.
 
     torch's own operator refuses to copy into the lists that hold a conjugate.
@@ -756,7 +703,6 @@ class OfComplex(nn.Module):
 
     def __init__(self, other):
         super().__init__()
-        self.linear = linear()
         values = torch.arange(1.0, 1 + CLASSES, dtype=torch.float64)
         self.register_buffer("numbers", torch.complex(values, values + 2))
         self.register_buffer("other", other(self.numbers))
@@ -778,12 +724,11 @@ OF_COMPLEX = {
 # --- functions that the module holds: they once read the user's module ---
 
 
-class Multiplies(nn.Module):
+class Multiplies(Classifier):
     """A function that closes over it multiplies its child's output with what forward set."""
 
     def __init__(self, attach):
         super().__init__()
-        self.linear = linear()
         self.mask = torch.ones(CLASSES)
         self.multiply = lambda output: output * self.mask
         attach(self)
@@ -985,7 +930,6 @@ CASES = {
         lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
     ),
     "batch norm with another forward": Case(with_another_forward, accum=1, **BY_SHARE),
-    "batch norm in TorchScript": Case(lambda: torch.jit.script(Normed()), accum=1, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(Rebinds),

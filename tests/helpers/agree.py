@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import RELATIVE, assert_close, build, call, randint, randn, seeded
+from helpers.oracle import RELATIVE, assert_close, build, call, loss_of, randint, randn, seeded
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.plan import Plan, make_plan
 from scatterpar.step import nested
@@ -36,7 +36,7 @@ class Case:
     Attributes:
         model: makes the module, the same one each time.
         batch: inputs and targets.
-        criterion: makes the criterion for a module.
+        criterion: makes the criterion for a module; ``None`` where that computes the loss.
         changes: what a user does to the module before the second step, the third, …
         accum: sub-steps. A model that reads what its forward pass has written takes 1: plain torch
             runs one.
@@ -179,7 +179,8 @@ def _plain_step(case: Case, twin: Any, criterion: Any, plan: Plan) -> Tensor:
     total = 0
     for start, stop in spans:
         inputs, targets = case.rows(start, stop)
-        total += criterion(call(twin, inputs), targets) * ((stop - start) / plan.rows)
+        loss = loss_of(call(twin, inputs), targets, criterion)
+        total += loss * ((stop - start) / plan.rows)
     before = [(tensor, tensor.grad) for _, tensor in _trained(twin)]
     for tensor, _ in before:
         tensor.grad = None

@@ -13,7 +13,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, randint, randn
 from torch import nn
 
-from pair.common import Pair, assert_alike
+from pair.common import Pair, Shared, assert_alike
 from scatterpar import DataParallelCriterion, DataParallelModel
 
 BATCH = randn(8, FEATURES), randint(CLASSES, 8)
@@ -40,18 +40,11 @@ def test_replicas_run_at_the_same_time(placed, part):
 class Asks(nn.Module):
     def __init__(self, question):
         super().__init__()
-        self.question, self.answers = question, Answers()
+        self.question, self.answers = question, Shared()
 
     def forward(self, output, targets=None):
         self.answers.found.append(self.question())
         return output if targets is None else output.mean()
-
-
-class Answers:
-    """Shared by the replicas, as any object that nobody can look into."""
-
-    def __init__(self):
-        self.found = []
 
 
 def ask(question, device_ids):

@@ -28,6 +28,9 @@ from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 
+HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
+
+
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
 
@@ -56,6 +59,7 @@ for _why, _names in {
     "to capture sub-steps": "_foreach_zero_",
     "to see what was written": "Tensor._version",
     "to see who keeps a parameter's node": "Tensor._use_count",
+    "to see which dictionaries were written": "_C._dynamo.guards.dict_version",
     "to make replicas": "nn.Module._replicate_for_data_parallel",
     "to step": "optim.Optimizer.profile_hook_step",
     "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
@@ -135,6 +139,16 @@ def is_observed(leaf: Tensor) -> bool:
     """
     references: int = leaf._use_count()  # type: ignore[attr-defined]  # torch's stubs lack it
     return references > 1 or bool(leaf._backward_hooks) or has_gradient_hooks(leaf)
+
+
+def writes_of(dicts: Iterable[dict[Any, Any]]) -> list[object]:
+    """Of each dictionary that is not empty something that is another one after each write.
+
+    torch's compiler asks so. Where no lock keeps threads from writing at once, it cannot be asked.
+    """
+    if not HAS_LOCK:
+        return [object() for _ in dicts]
+    return list(map(torch._C._dynamo.guards.dict_version, dicts))
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

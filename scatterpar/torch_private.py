@@ -27,7 +27,6 @@ from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-
 HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
 
 
@@ -126,19 +125,27 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+_USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
+_BEFORE = attrgetter("_backward_hooks")
+_AFTER = attrgetter("_post_accumulate_grad_hooks")
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks run after the gradient of a leaf was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def is_observed(leaf: Tensor) -> bool:
-    """Whether anything may run when a leaf gets its gradient, on the leaf or on a node of a graph.
+def are_observed(leaves: Sequence[Tensor]) -> bool:
+    """Whether anything may run when leaves get gradients, on one of them or on a node of a graph.
 
     A node that accumulates its gradient may have hooks; it refers to the leaf, and ends when nobody
     keeps it.
     """
-    references: int = leaf._use_count()  # type: ignore[attr-defined]  # torch's stubs lack it
-    return references > 1 or bool(leaf._backward_hooks) or has_gradient_hooks(leaf)
+    return (
+        max(map(_USE_COUNT, leaves), default=0) > 1
+        or any(map(_BEFORE, leaves))
+        or any(map(_AFTER, leaves))
+    )
 
 
 def writes_of(dicts: Iterable[dict[Any, Any]]) -> list[object]:

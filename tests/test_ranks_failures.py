@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -48,9 +49,17 @@ class Troubled(nn.Module):
         raise self.backward_raises
 
 
-def fail_in_forward(engine, inputs, targets):
-    engine.module.forward_raises = Trouble("mine")
+def fail_in_forward(engine, inputs, targets, error=Trouble):
+    engine.module.forward_raises = error("mine")
     engine.forward_backward(inputs, targets, CRITERION)
+
+
+def interrupted(engine, inputs, targets):
+    fail_in_forward(engine, inputs, targets, KeyboardInterrupt)
+
+
+def leaving(engine, inputs, targets):
+    fail_in_forward(engine, inputs, targets, SystemExit)
 
 
 def fail_in_backward(engine, inputs, targets):
@@ -58,18 +67,16 @@ def fail_in_backward(engine, inputs, targets):
     engine.forward_backward(inputs, targets, CRITERION)
 
 
-def fail_in_the_criterion(engine, inputs, targets):
-    def criterion(*_):
-        raise Trouble("mine")
+def trouble(*_, **__):
+    raise Trouble("mine")
 
-    engine.forward_backward(inputs, targets, criterion)
+
+def fail_in_the_criterion(engine, inputs, targets):
+    engine.forward_backward(inputs, targets, trouble)
 
 
 def fail_in_the_count(engine, inputs, targets):
-    def count(*_):
-        raise Trouble("mine")
-
-    engine.forward_backward(inputs, targets, CRITERION, count=count)
+    engine.forward_backward(inputs, targets, CRITERION, count=trouble)
 
 
 def empty_batch(engine, inputs, targets):
@@ -89,11 +96,6 @@ def not_finite(engine, inputs, targets):
     engine.forward_backward(inputs * torch.nan, targets, CRITERION)
 
 
-def interrupted(engine, inputs, targets):
-    engine.module.forward_raises = KeyboardInterrupt("mine")
-    engine.forward_backward(inputs, targets, CRITERION)
-
-
 def interrupted_by_a_signal(engine, inputs, targets):
     def criterion(*_):
         os.kill(os.getpid(), signal.SIGINT)
@@ -108,27 +110,14 @@ def interrupted_while_reducing(engine, inputs, targets):
         os.kill(os.getpid(), signal.SIGINT)
         return kept(*args, **kwargs)
 
-    engine_module.reduce, kept = reduce, engine_module.reduce
-    try:
+    kept = engine_module.reduce
+    with mock.patch.object(engine_module, "reduce", reduce):
         engine.forward_backward(inputs, targets, CRITERION)
-    finally:
-        engine_module.reduce = kept
-
-
-def leaving(engine, inputs, targets):
-    engine.module.forward_raises = SystemExit("mine")
-    engine.forward_backward(inputs, targets, CRITERION)
 
 
 def no_memory_to_pack(engine, inputs, targets):
-    def pack(*_, **__):
-        raise MemoryError("mine")
-
-    ranks.Parcels, kept = pack, ranks.Parcels
-    try:
+    with mock.patch.object(ranks, "Parcels", side_effect=MemoryError("mine")):
         engine.forward_backward(inputs, targets, CRITERION)
-    finally:
-        ranks.Parcels = kept
 
 
 PLACES = {

@@ -112,76 +112,54 @@ def test_buffers_of_every_dtype(buffers):
     assert collectives <= 2 * (1 + 6)  # a small one; float64, 32, 16, bfloat16, complex, bytes
 
 
-def averaged_lowest(group):
-    module = everything()
-    mine = [tensor.split(ROWS)[group.rank()] for tensor in data()]
-    with ScatterOnceParallel(module, process_group=group, buffers="mean") as engine:
-        engine.forward_backward(*mine, CRITERION)
-    return module.lowest
-
-
 def test_a_buffer_that_starts_at_infinity_can_be_averaged():
-    found = gang()(2, averaged_lowest)
+    (_, found, _), (_, other, _) = gang()(2, step_with_buffers, "mean", 1)
     parts = data()[0].split(ROWS)
     mean = sum(part.amin(0) * (len(part) / sum(ROWS)) for part in parts)
-    assert_close(found[0], mean, "lowest")
-    assert torch.equal(*found)
+    assert_close(found["lowest"], mean, "lowest")
+    assert torch.equal(found["lowest"], other["lowest"])
 
 
-def construct(group, modules, options):
-    module = modules[group.rank()]()
-    return failure(ScatterOnceParallel, module, process_group=group, **options[group.rank()])
-
-
-def small():
-    return nn.Linear(2, 3)
-
-
-def wider():
-    return nn.Linear(2, 4)
-
-
-def double():
-    return nn.Linear(2, 3).double()
-
-
-def without_bias():
-    return nn.Linear(2, 3, bias=False)
-
-
-def nested():
-    return nn.Sequential(nn.Linear(2, 3))
-
-
-def with_buffer():
+def with_buffer(name, tensor):
     module = nn.Linear(2, 3)
-    module.register_buffer("scale", torch.ones(()))
+    module.register_buffer(name, tensor)
     return module
 
 
-def table():
-    return nn.Embedding(2, 3)
+MODULES = {
+    "small": lambda: nn.Linear(2, 3),
+    "wider": lambda: nn.Linear(2, 4),
+    "double": lambda: nn.Linear(2, 3).double(),
+    "without bias": lambda: nn.Linear(2, 3, bias=False),
+    "nested": lambda: nn.Sequential(nn.Linear(2, 3)),
+    "with buffer": lambda: with_buffer("scale", torch.ones(())),
+    "sparse buffer": lambda: with_buffer("adjacency", torch.eye(3).to_sparse()),
+    "table": lambda: nn.Embedding(2, 3),
+    "sparse table": lambda: nn.Embedding(2, 3, sparse=True),
+    "lazy": lambda: nn.LazyLinear(3),
+}
 
 
-def sparse_table():
-    return nn.Embedding(2, 3, sparse=True)
+def construct(group, modules, options=({}, {}, {})):
+    module = MODULES[modules[group.rank()]]()
+    return failure(ScatterOnceParallel, module, process_group=group, **options[group.rank()])
 
 
-def lazy():
-    return nn.LazyLinear(3)
-
-
+SMALL = "parameter 'weight' of shape (3, 2), torch.float32, "
 MEAN = {"buffers": "mean"}
 REFUSED = [
-    (small, wider, {}, "rank 0 has parameter 'weight' of shape (3, 2), torch.float32, rank 1 has"),
-    (small, double, {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
-    (small, without_bias, {}, "'bias' of shape (3,), torch.float32, rank 1 has nothing more"),
-    (without_bias, small, {}, "rank 0 has nothing more, rank 1 has parameter 'bias'"),
-    (small, nested, {}, "rank 1 has parameter '0.weight'"),
-    (small, with_buffer, {}, "rank 1 has buffer 'scale' of shape (), torch.float32"),
-    (table, sparse_table, {}, "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa"),
-    (small, lazy, {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
-    (small, small, MEAN, "rank 0 has buffers='master', rank 1 has buffers='mean'"),
+    ("small", "wider", {}, f"rank 0 has {SMALL}rank 1 has"),
+    ("small", "double", {}, "rank 1 has parameter 'weight' of shape (3, 2), torch.float64; make"),
+    ("small", "without bias", {}, "'bias' of shape (3,), torch.float32, rank 1 has nothing more"),
+    ("without bias", "small", {}, "rank 0 has nothing more, rank 1 has parameter 'bias'"),
+    ("small", "nested", {}, "rank 1 has parameter '0.weight'"),
+    ("small", "with buffer", {}, "rank 1 has buffer 'scale' of shape (), torch.float32"),
+    (
+        *("table", "sparse table", {}),
+        "rank 1 has parameter 'weight' of shape (2, 3), torch.float32, spa",
+    ),
+    ("small", "lazy", {}, "rank 1 has parameter 'weight' not initialised yet, torch.float32"),
+    ("small", "small", MEAN, "rank 0 has buffers='master', rank 1 has buffers='mean'"),
 ]
 
 
@@ -194,25 +172,19 @@ def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, opt
     assert found[0] == found[1] == found[2]
 
 
-def test_what_is_not_initialised_cannot_be_taken_over():
-    for kind, words in gang()(2, construct, [lazy, lazy], [{}, {}]):
+@pytest.mark.parametrize(
+    ("module", "words", "advice"),
+    [
+        ("lazy", "'weight' is not initialised yet", "call the module once"),
+        ("sparse buffer", "'adjacency' is a sparse tensor", "keep it as a plain attribute, or de"),
+    ],
+)
+def test_what_cannot_be_taken_over(module, words, advice):
+    """What is sparse failed in words of torch's about memory formats."""
+    for kind, said in gang()(2, construct, [module, module]):
         assert kind == "ValueError"
-        assert words.startswith("'weight' is not initialised yet")
-        assert "call the module once" in words
-
-
-def sparse_buffer():
-    module = nn.Linear(2, 3)
-    module.register_buffer("adjacency", torch.eye(3).to_sparse())
-    return module
-
-
-def test_what_is_sparse_cannot_be_taken_over():
-    """It failed in words of torch's about memory formats."""
-    for kind, words in gang()(2, construct, [sparse_buffer, sparse_buffer], [{}, {}]):
-        assert kind == "ValueError"
-        assert words.startswith("'adjacency' is a sparse tensor")
-        assert "keep it as a plain attribute, or dense" in words
+        assert said.startswith(words)
+        assert advice in said
 
 
 def outside(group):
@@ -232,7 +204,7 @@ def test_a_process_outside_the_group_is_told_so():
 @pytest.mark.parametrize("group", [True, "gloo", 2])
 def test_what_is_not_a_group_is_refused(group):
     with pytest.raises(TypeError, match=f"such as torch.distributed.group.WORLD, got {group!r}"):
-        ScatterOnceParallel(build(small), process_group=group)
+        ScatterOnceParallel(mlp(), process_group=group)
 
 
 def taken_over(group):

@@ -313,6 +313,23 @@ def test_what_is_replicated_goes_once_to_every_memory(monkeypatch):
         assert engine.last_step.bytes["scatter"] == size([rows, table, table])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_each_byte_of_a_sparse_tensor_counts(layout):
+    """As many as its indices and values have; those of compressed ones were counted as dense."""
+
+    class Times(nn.Linear):
+        def forward(self, rows, table):
+            return super().forward((table @ rows.T).T)
+
+    model, rows = build(lambda: Times(FEATURES, 3)), randn(7, FEATURES)
+    table = torch.eye(FEATURES, dtype=torch.float64).to_sparse(layout=layout)
+    pieces = 8 * (3 * FEATURES + (layout != torch.sparse_coo))  # compressed: one more end of rows
+    with ScatterOnceParallel(model, 2, VIRTUAL[:2]) as engine:
+        engine.forward_backward((rows, Replicated(table)), None, lambda o, _: o.mean())
+        assert engine.last_step.bytes["scatter"] == size([rows]) + 2 * pieces
+
+
 def test_moments_of_the_whole_batch_cross_once():
     model = build(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(100, CLASSES)))
     batch = randn(23, 4, 5, 5), randint(CLASSES, 23)

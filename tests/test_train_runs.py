@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import json
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import torch
 from faults.processes import SILENCE, run
 from helpers.pictures import needs_timm, needs_torchvision, truncate, write_folder
-from helpers.torchrun import differences, environment, steps, wait_until
+from helpers.torchrun import assert_same_run, environment, records, steps, wait_until
 from torch import nn
 
 from scatterpar.__main__ import main as command
@@ -31,6 +30,7 @@ pytestmark = [pytest.mark.draws, needs_torchvision, needs_timm]
 
 QUICK = ["--batch", "48", "--epochs", "3", "--devices", "cpu:0,cpu:1", "--accum", "2"]
 QUICK += ["--model", "test_train_runs:Dropping"]  # a third of the default network's time
+PLAIN = ["--workers", "0", "--augment", "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,6 @@ def folder(tmp_path_factory):
 
 def train(folder, out, *options):
     return main(["--data", str(folder), *QUICK, "--out", str(out), *options])
-
-
-def records(out, kind):
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] == kind]
 
 
 class Stop(Exception):
@@ -71,10 +66,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
             train(folder, parts, *options, "--workers", str(last // 2), *resume)
     monkeypatch.undo()
     assert train(folder, parts, *options, "--workers", "2", "--resume") == 0
-    assert differences(whole, parts) == []
-    losses = [[(r["step"], r["loss"]) for r in steps(out)] for out in (whole, parts)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 9
+    assert_same_run(whole, parts, 9)
     results = [[r["test_accuracy"] for r in records(out, "epoch")] for out in (whole, parts)]
     assert results[0] == results[1]
     starts = records(parts, "run")
@@ -106,10 +98,9 @@ def stop_after(monkeypatch, number):
 
 def test_a_broken_picture_ends_a_run_that_can_go_on(tmp_path, capsys):
     folder = write_folder(tmp_path / "data", train=40, test=8, ending="jpg")
-    file = min((folder / "train" / "Sandal").iterdir())
+    file, out = min((folder / "train" / "Sandal").iterdir()), tmp_path / "out"
     content = file.read_bytes()
     truncate(file)
-    out = tmp_path / "out"
     assert train(folder, out, "--workers", "1") == 2
     printed = capsys.readouterr().err
     assert re.search(rf"error: {file} cannot be read as an image: image file is trunc", printed)
@@ -199,8 +190,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(folder, tmp_path, capsys, monk
     capsys.readouterr()
     assert train(folder, out, *options) == 2
     printed = capsys.readouterr().err
-    name = "best.pt" if where == "checkpoint" else "metrics.jsonl"
-    name = "(best|checkpoint).pt" if where == "checkpoint" else name
+    name = "(best|checkpoint).pt" if where == "checkpoint" else "metrics.jsonl"
     assert re.search(rf"error: --out: .*{name} cannot be written: No space left on dev", printed)
     assert "the checkpoint after step 4 is kept: --resume goes on from it" in printed
     assert (out / "checkpoint.pt").read_bytes() == kept
@@ -239,11 +229,9 @@ class Convolving(Dropping):
 
 def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    options = ["--optimizer", "adamw", "--autocast"]
-    options += ["float16", "--channels-last"]
+    options = ["--optimizer", "adamw", "--autocast", "float16", "--channels-last"]
     options += ["--model", "test_train_runs:Convolving", "--shares", "2", "1", "--measure-noise"]
-    options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--workers", "0"]
-    options += ["--warmup-epochs", "0", "--augment", "none"]
+    options += ["--base-lr", "0.003", "--drop-at", "1", "2", "--warmup-epochs", "0", *PLAIN]
     assert train(folder, out, *options) == 0
     printed = capsys.readouterr().out
     rates = [r["learning_rate"] for r in steps(out)]
@@ -262,10 +250,9 @@ def test_the_options_of_training_reach_the_run(folder, tmp_path, capsys):
 @pytest.mark.parametrize("batch", ["4096", "auto"])
 def test_the_rate_is_that_of_the_images_that_a_step_has(folder, tmp_path, capsys, batch):
     """120 images were once trained on with the rate of 4096, or with that of 256 that grow."""
-    options = ["--model", "test_train_runs:Dropping", "--micro-batch-size", "24", "--epochs", "2"]
-    options += ["--devices", "cpu:0,cpu:1", "--workers", "0", "--augment", "none", "--out"]
-    options += [str(tmp_path), "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
-    assert main(["--data", str(folder), *options]) == 0
+    options = [*QUICK[-2:], "--micro-batch-size", "24", "--devices", "cpu:0,cpu:1", *PLAIN]
+    options += ["--epochs", "2", "--base-lr", "0.003", "--warmup-epochs", "0", "--batch", batch]
+    assert main(["--data", str(folder), "--out", str(tmp_path), *options]) == 0
     rates = [r["learning_rate"] for r in steps(tmp_path)]
     peak = 0.003 * 120 / 256
     assert rates == pytest.approx([peak, peak / 2])
@@ -291,15 +278,12 @@ def test_how_the_engine_works_is_said_to_it(folder, tmp_path, monkeypatch, capsy
         assert words in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["--devices", "cpu", "--measure-noise", "--out", str(tmp_path)]) == 2
-    assert (
-        "--measure-noise compare the gradients of replicas, and there is one"
-        in capsys.readouterr().err
-    )
+    words = "--measure-noise compare the gradients of replicas, and there is one"
+    assert words in capsys.readouterr().err
 
 
 def test_the_average_is_what_is_tested_and_kept(folder, tmp_path):
-    options = ["--ema", "0.5", "--workers", "0", "--augment", "none", "--epochs", "1"]
-    assert train(folder, tmp_path, *options) == 0
+    assert train(folder, tmp_path, "--ema", "0.5", "--epochs", "1", *PLAIN) == 0
     state, best = (torch.load(tmp_path / name) for name in ("checkpoint.pt", "best.pt"))
     average = {name: value for name, value in state["average"].items() if name != "n_averaged"}
     assert int(state["average"]["n_averaged"]) == 3
@@ -344,20 +328,20 @@ def test_waiting_is_shown(folder, tmp_path, capsys, monkeypatch):
 
 def test_a_whole_step_says_what_crossed(folder, tmp_path, capsys):
     """A test sends the parameters, and then the next step has none to send."""
-    assert train(folder, tmp_path, "--workers", "0", "--augment", "none") == 0
+    assert train(folder, tmp_path, *PLAIN) == 0
     sent = [r["bytes"]["replicate"] for r in steps(tmp_path)]
     assert sent[3] == sent[6] < min(sent[:3])
     (summary,) = records(tmp_path, "summary")
     assert summary["bytes"]["replicate"] == sent[0]
     assert "crossed between devices in a step, in MB: scatter 0.1" in capsys.readouterr().out
-    options = ["--devices", "cpu,cpu", "--workers", "0", "--epochs", "1", "--augment", "none"]
+    options = ["--devices", "cpu,cpu", "--epochs", "1", *PLAIN]
     assert train(folder, tmp_path / "shared", *options) == 0
     assert "\nnothing had to cross between devices\n" in capsys.readouterr().out
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tool, "_LINE_SECONDS", 0.0)
-    assert train(folder, tmp_path, "--workers", "0", "--epochs", "1", "--augment", "none") == 0
+    assert train(folder, tmp_path, "--epochs", "1", *PLAIN) == 0
     line = r"^epoch 1/1, 40%: loss \d+\.\d{4}, [\d,]+ images/s, \d+:\d\d:\d\d left$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
@@ -366,8 +350,7 @@ def test_without_a_terminal_a_line_comes_now_and_then(folder, tmp_path, capsys, 
 def finished(folder, tmp_path_factory):
     """A run that has learned its three classes."""
     out = tmp_path_factory.mktemp("out") / "run"
-    options = ["--epochs", "6", "--workers", "0", "--base-lr", "0.1", "--augment", "none"]
-    options += ["--model", "cnn"]
+    options = ["--epochs", "6", "--base-lr", "0.1", "--model", "cnn", *PLAIN]
     with torch.random.fork_rng():
         assert train(folder, out, *options) == 0
     return out
@@ -395,20 +378,13 @@ def test_predict_writes_classes_and_scores(folder, finished, capsys, tmp_path):
     assert [row["file"] for row in found] == sorted(row["file"] for row in found)
     assert len(found) == 24
     right = sum(row["file"].split("/")[0] == row["class"] for row in found)
-    (best,) = {torch.load(finished / "best.pt")["accuracy"]}
-    assert right / 24 == best
-    assert best > 0.8
+    assert right / 24 == torch.load(finished / "best.pt")["accuracy"] > 0.8
     for row in found:
         assert 1 >= float(row["score"]) >= float(row["score_2"]) >= 0
         assert row["class"] != row["class_2"]
-    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2"]
     out = tmp_path / "found.csv"
-    assert (
-        predicted(
-            capsys, finished / "best.pt", folder / "test", *options, "--workers", "1", "--out", out
-        )
-        == []
-    )
+    options = ["--devices", "cpu:0,cpu:1", "--micro-batch-size", "2", "--workers", "1", "--out"]
+    assert predicted(capsys, finished / "best.pt", folder / "test", *options, out) == []
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(r["file"], r["class"]) for r in rows] == [(r["file"], r["class"]) for r in found]
     last = predicted(capsys, finished / "checkpoint.pt", folder / "test", "--workers", "0")

@@ -21,6 +21,7 @@ from helpers.trainers import (
     SAME,
     VOCABULARY,
     arguments,
+    assert_same_bits,
     assert_same_parameters,
     image_classifier,
     images,
@@ -90,83 +91,98 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "number": prediction.label_ids.size}
 
 
+LANGUAGE, CLASSIFIER = "causal language model", "sequence classifier"
+VIRTUAL = LAYOUTS["virtual"]
+
+
 def sizes(rows, k=1):
     return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": k}
 
 
-def build(cls, folder, case, options, trainer_options=None, model=None):
+def build(cls, folder, case, model=None, extra=None, **options):
+    """A trainer of a case; ``extra`` beside the arguments' ``options``."""
     factory, data, collate = CASES[case] if isinstance(case, str) else case
     return cls(
-        model if model is not None else factory(),
+        factory() if model is None else model,
         arguments(folder, remove_unused_columns=False, **options),
         data_collator=collate,
         train_dataset=data(ROWS),
         eval_dataset=data(7),
-        **(trainer_options or {}),
+        **(extra or {}),
     )
+
+
+def ours(folder, case, devices=VIRTUAL, cls=ScatterOnceTrainer, sharded=False, **options):
+    return build(
+        cls, folder, case, extra={"device_ids": devices, "shard_optimizer": sharded}, **options
+    )
+
+
+def stock(folder, case, **options):
+    return build(transformers.Trainer, folder, case, **options)
 
 
 def beside(
     folder,
     case,
     *,
-    options=None,
-    trainer_options=None,
     model=None,
-    devices=None,
-    ours=(3, 2),
-    stock=(12,),
+    devices=VIRTUAL,
+    own=(3, 2),
+    whole=(12,),
     each=({}, {}),
     classes=(ScatterOnceTrainer, transformers.Trainer),
     prepare=lambda trainer: None,
     train=lambda trainer: trainer.train(),
+    extra=None,
+    **options,
 ):
     """Ours with 2 replicas, 3 rows each and 2 batches a step; the stock one with 12 rows.
 
-    ``each``: further options of the one and of the other.
+    ``each``: further options of the one and of the other; ``extra``: of both, beside the arguments.
     """
     if model is None:
         model = (CASES[case] if isinstance(case, str) else case)[0]()
     trainers = []
-    for cls, own, more, extra in zip(
-        classes,
-        (ours, stock),
-        each,
-        ({"device_ids": devices or LAYOUTS["virtual"]}, {}),
-        strict=True,
+    for cls, asked, more, places in zip(
+        classes, (own, whole), each, ({"device_ids": devices}, {}), strict=True
     ):
-        asked = {**sizes(*own), **(options or {}), **more}
-        together = asked, {**extra, **(trainer_options or {})}
-        trainers.append(build(cls, folder, case, *together, copy.deepcopy(model)))
+        asked = {**sizes(*asked), **options, **more}
+        given = {**places, **(extra or {})}
+        trainers.append(build(cls, folder, case, copy.deepcopy(model), given, **asked))
         prepare(trainers[-1])
         quietly(train, trainers[-1])
     return trainers
 
 
+def parameters(trainer):
+    return dict(trainer.model.named_parameters())
+
+
 def assert_same(ours, stock, relative=SAME):
-    assert_same_parameters(
-        *(dict(trainer.model.named_parameters()) for trainer in (ours, stock)), relative
-    )
+    assert_same_parameters(parameters(ours), parameters(stock), relative)
     mine, theirs = (trainer.state.log_history for trainer in (ours, stock))
     assert len(mine) == len(theirs)
     for log, other in zip(mine, theirs, strict=True):
-        timed = {key for key in log if "runtime" in key or "per_second" in key} | {
-            "total_flos",
-            "epoch",
-        }
+        timed = {key for key in log if "runtime" in key or "per_second" in key}
+        timed |= {"total_flos", "epoch"}
         assert log.keys() == other.keys()
         for key in log.keys() - timed:
             assert log[key] == pytest.approx(other[key], rel=max(2e-6, relative), nan_ok=True), key
 
 
+def assert_same_evaluation(ours, stock):
+    mine, theirs = (quietly(trainer.evaluate)["eval_loss"] for trainer in (ours, stock))
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_those_of_one_device(tmp_path, case):
     """Parameters, learning rates, losses, gradient norms, epochs; the last window is ragged."""
-    ours, stock = beside(tmp_path, case, options={"max_steps": 10})
-    assert ours.state.global_step == 10
-    assert_same(ours, stock)
-    mine, theirs = (quietly(trainer.evaluate) for trainer in (ours, stock))
-    assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-6)
+    trainers = beside(tmp_path, case, max_steps=10)
+    assert trainers[0].state.global_step == 10
+    assert_same(*trainers)
+    assert_same_evaluation(*trainers)
 
 
 def test_epochs_callbacks_and_metrics(tmp_path):
@@ -181,10 +197,12 @@ def test_epochs_callbacks_and_metrics(tmp_path):
     trainers = beside(
         tmp_path,
         case,
-        stock=(6, 2),
-        options={"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch"},
+        whole=(6, 2),
+        num_train_epochs=2,
+        max_steps=-1,
+        eval_strategy="epoch",
         each=({"per_device_eval_batch_size": 4}, {}),
-        trainer_options={"compute_metrics": accuracy},
+        extra={"compute_metrics": accuracy},
         prepare=prepare,
     )
     assert_same(*trainers)
@@ -200,17 +218,13 @@ def test_epochs_callbacks_and_metrics(tmp_path):
 def test_the_last_batch_of_an_evaluation_counts_with_its_rows(tmp_path):
     """7 rows in batches of 4: the loss is the mean over rows, not over batches."""
     each = {"per_device_eval_batch_size": 2}, {"per_device_eval_batch_size": 4}
-    trainers = beside(tmp_path, "sequence classifier", each=each, train=lambda trainer: None)
-    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert_same_evaluation(*beside(tmp_path, CLASSIFIER, each=each, train=lambda trainer: None))
 
 
 def test_speeds_count_the_batches_of_all_replicas(tmp_path):
     """Evaluation told N times as many steps a second as it took."""
-    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
-    options = {**sizes, "gradient_accumulation_steps": 2, "max_steps": 2}
-    devices = {"device_ids": LAYOUTS["virtual"]}
-    trainer = build(ScatterOnceTrainer, tmp_path, "sequence classifier", options, devices)
+    options = {**sizes(3, 2), "per_device_eval_batch_size": 2, "max_steps": 2}
+    trainer = ours(tmp_path, CLASSIFIER, **options)
 
     def told(metrics, part):
         runtime = metrics[f"{part}_runtime"]
@@ -225,10 +239,8 @@ def test_speeds_count_the_batches_of_all_replicas(tmp_path):
 
 
 def test_the_arguments_are_a_copy_of_one_device_with_all_batches(tmp_path):
-    options = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
-    args = arguments(
-        tmp_path, remove_unused_columns=False, gradient_accumulation_steps=2, **options
-    )
+    options = {**sizes(3, 2), "per_device_eval_batch_size": 2}
+    args = arguments(tmp_path, remove_unused_columns=False, **options)
     before = args.to_dict()
     trainer = ScatterOnceTrainer(
         sequence_classifier(), args, train_dataset=sentences(4), device_ids=["cpu"] * 3
@@ -249,12 +261,10 @@ def test_a_loader_of_one_s_own_may_follow_the_arguments(tmp_path):
             )
             return self.accelerator.prepare(loader)
 
-    options = {"per_device_eval_batch_size": 2}
-    case, devices = "sequence classifier", {"device_ids": LAYOUTS["virtual"]}
-    losses = [
-        quietly(build(cls, tmp_path, case, options, devices).evaluate)["eval_loss"]
-        for cls in (Own, ScatterOnceTrainer)
-    ]
+    losses = []
+    for cls in (Own, ScatterOnceTrainer):
+        trainer = ours(tmp_path, CLASSIFIER, cls=cls, per_device_eval_batch_size=2)
+        losses.append(quietly(trainer.evaluate)["eval_loss"])
     assert losses[0] == losses[1]
 
 
@@ -269,13 +279,7 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
                 seen.append(self._engine.last_step)
             return loss
 
-    trainer = build(
-        Looks,
-        tmp_path,
-        "causal language model",
-        sizes(3, 2) | {"max_steps": 1},
-        {"device_ids": LAYOUTS["virtual"]},
-    )
+    trainer = ours(tmp_path, LANGUAGE, cls=Looks, max_steps=1, **sizes(3, 2))
     quietly(trainer.train)
     (report,) = seen
     assert report.plan.rows == 4, "batches, dealt out whole"
@@ -298,32 +302,24 @@ def test_a_step_is_one_scatter_of_the_whole_window(tmp_path):
     ids=str,
 )
 def test_options(tmp_path, options):
-    assert_same(*beside(tmp_path, "causal language model", options=options))
+    assert_same(*beside(tmp_path, LANGUAGE, **options))
 
 
 def test_emptying_the_cache_needs_no_accelerator(tmp_path):
     """``torch_empty_cache_steps`` once ended the first step on the CPU."""
-    options = {"torch_empty_cache_steps": 1, "max_steps": 2}
-    trainer = build(ScatterOnceTrainer, tmp_path, "regression", options, {"device_ids": ["cpu"]})
+    trainer = ours(tmp_path, "regression", ["cpu"], torch_empty_cache_steps=1, max_steps=2)
     quietly(trainer.train)
     assert trainer.state.global_step == 2
 
 
 def test_bf16_autocast(tmp_path):
     """In the workers as in the caller: half precision's own rounding apart."""
-    ours, stock = beside(
-        tmp_path,
-        "sequence classifier",
-        options={"bf16": True, "max_steps": 3},
-        model=CASES["sequence classifier"][0]().float(),
-    )
-    assert_same_logs(ours, stock, 2e-2)
-
-
-def assert_same_logs(ours, stock, relative):
-    for log, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
-        if "loss" in log:
-            assert log["loss"] == pytest.approx(other["loss"], rel=relative)
+    model = CASES[CLASSIFIER][0]().float()
+    trainers = beside(tmp_path, CLASSIFIER, model=model, bf16=True, max_steps=3)
+    logs = [trainer.state.log_history for trainer in trainers]
+    losses = [[log["loss"] for log in log if "loss" in log] for log in logs]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert len(losses[0]) == len(losses[1]) == 3
 
 
 def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
@@ -354,10 +350,10 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
 
     trainers = beside(
         tmp_path,
-        "causal language model",
+        LANGUAGE,
         model=model,
-        stock=(6, 2),
-        options={"max_steps": steps},
+        whole=(6, 2),
+        max_steps=steps,
         each=({"torch_compile_backend": "eager"}, {}),
         train=train,
     )
@@ -367,8 +363,7 @@ def test_torch_compile_compiles_the_replicas(tmp_path, monkeypatch):
     assert_same(*trainers, 1e-7)
     assert set(asked) == {"eager"}
     assert type(trainers[0].model) is IgnoresItems
-    found = [quietly(trainer.evaluate)["eval_loss"] for trainer in trainers]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert_same_evaluation(*trainers)
 
 
 @pytest.mark.parametrize("scale", [2.0**20, 2.0**127])
@@ -385,8 +380,8 @@ def test_the_scaler_of_fp16(tmp_path, scale):
         trainer.accelerator.state._mixed_precision = "fp16"
         trainer.accelerator.native_amp = False
 
-    devices = LAYOUTS["shared"]
-    both = beside(tmp_path, "sequence classifier", model=model, devices=devices, prepare=prepare)
+    shared = LAYOUTS["shared"]
+    both = beside(tmp_path, CLASSIFIER, model=model, devices=shared, prepare=prepare)
     one, other = (scaler.get_scale() for scaler in scalers)
     assert one == other != scale
     assert_same(*both, relative=1e-4)
@@ -420,8 +415,7 @@ def test_how_losses_combine_is_seen_not_believed(tmp_path, how, recwarn):
     torch.manual_seed(0)
     model = IgnoresItems(LOSSES[how]).double()
     model.loss_type = "ForCausalLM"  # labels are shifted in the loss
-    ours, stock = beside(tmp_path, "causal language model", model=model, options={"max_steps": 4})
-    assert_same(ours, stock, 1e-7)
+    assert_same(*beside(tmp_path, LANGUAGE, model=model, max_steps=4), 1e-7)
     assert not [w for w in recwarn if "combine" in str(w.message)]
 
 
@@ -430,7 +424,7 @@ def test_a_row_of_which_nothing_counts_tells_how_losses_combine(tmp_path, recwar
     model = IgnoresItems(LOSSES["ignores it"]).double()  # shifts, and the Trainer does not know
     rows = [{"input_ids": [1] if i % 2 else [1, 2, 3, i % 9], "number": i} for i in range(24)]
     case = lambda: model, lambda count: rows[:count], padded
-    assert_same(*beside(tmp_path, case, ours=(3,), stock=(6,)))
+    assert_same(*beside(tmp_path, case, own=(3,), whole=(6,)))
     assert not [w for w in recwarn if "combine" in str(w.message)]
 
 
@@ -490,7 +484,7 @@ def test_the_trial_leaves_no_trace(tmp_path):
 def test_where_it_cannot_be_known_there_is_a_warning(tmp_path):
     model = IgnoresItems(lambda losses, items: losses.sum().square() / items).double()
     with pytest.warns(UserWarning, match="how the losses of batches combine is not known"):
-        beside(tmp_path, "causal language model", model=model, options={"max_steps": 1})
+        beside(tmp_path, LANGUAGE, model=model, max_steps=1)
 
 
 def test_an_evaluation_looks_once_at_its_turn(tmp_path):
@@ -506,9 +500,8 @@ def test_an_evaluation_looks_once_at_its_turn(tmp_path):
             calls["all"] += 1
             return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
 
-    options, found = {"per_device_eval_batch_size": 1}, []
-    devices = {"device_ids": ["cpu"] * 2}
-    trainer = build(ScatterOnceTrainer, tmp_path, "sequence classifier", options, devices, Counts())
+    options, found = {"model": Counts(), "per_device_eval_batch_size": 1}, []
+    trainer = ours(tmp_path, CLASSIFIER, LAYOUTS["shared"], **options)
     for step in (0, 1, 7, 7):
         trainer.state.global_step = step
         calls.clear()
@@ -538,7 +531,7 @@ def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
 
     case = Ranks, lambda count: sentences(count // 16 * 16), unlabelled
     with pytest.warns(UserWarning, match="is not known: .* loss that compares rows"):
-        both = beside(tmp_path, case, ours=(4,), stock=(4, 2), options={"max_steps": 2})
+        both = beside(tmp_path, case, own=(4,), whole=(4, 2), max_steps=2)
     assert_same(*both)
 
 
@@ -549,13 +542,8 @@ def test_a_loss_function_that_adds_up(tmp_path):
         logits = outputs["logits"].movedim(-1, 1)
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
-    ours, stock = beside(
-        tmp_path,
-        "causal language model",
-        trainer_options={"compute_loss_func": total},
-        options={"max_steps": 3},
-    )
-    assert_same(ours, stock)
+    extra = {"compute_loss_func": total}
+    assert_same(*beside(tmp_path, LANGUAGE, extra=extra, max_steps=3))
 
 
 def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
@@ -566,11 +554,15 @@ def test_a_subclass_s_compute_loss_is_called_with_replicas(tmp_path):
             loss = nn.functional.cross_entropy(outputs.logits, labels) * 2
             return (loss, outputs) if return_outputs else loss
 
-    classes = (
-        type("Ours", (ScatterOnceMixin, Weighted, transformers.Trainer), {}),
-        type("Stock", (Weighted, transformers.Trainer), {}),
+    assert_same(*beside(tmp_path, CLASSIFIER, classes=with_and_without(Weighted)))
+
+
+def with_and_without(own):
+    """A Trainer with its own methods, below the mixin and alone."""
+    return (
+        type("Ours", (ScatterOnceMixin, own, transformers.Trainer), {}),
+        type("Stock", (own, transformers.Trainer), {}),
     )
-    assert_same(*beside(tmp_path, "sequence classifier", classes=classes))
 
 
 class Distills:
@@ -606,18 +598,18 @@ class Teacher(nn.Module):
 @pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
 def test_compute_loss_finds_the_replica_s_modules(tmp_path, monkeypatch, devices):
     """It reached the Trainer's own: another device's at once, and one module in two threads."""
-    case, options = "sequence classifier", {"max_steps": 3}
-    own = sizes(3, 2)
-    both = type("Ours", (ScatterOnceMixin, Distills, transformers.Trainer), {})
-    ours = build(both, tmp_path, case, {**own, **options}, {"device_ids": devices})
-    apart = guarded(monkeypatch, ours.model, *ours.teachers.values())
-    with apart if devices[1] != "cpu" else contextlib.nullcontext():
-        quietly(ours.train)
-    alone = type("Stock", (Distills, transformers.Trainer), {})
-    stock = build(alone, tmp_path, case, {"per_device_train_batch_size": 12, **options})
-    quietly(stock.train)
-    assert_same(ours, stock)
-    assert ours.tokens_seen == stock.tokens_seen > 0
+
+    def train(trainer):
+        mine = isinstance(trainer, ScatterOnceMixin) and devices[1] != "cpu"
+        apart = guarded(monkeypatch, trainer.model, *trainer.teachers.values())
+        with apart if mine else contextlib.nullcontext():
+            trainer.train()
+
+    classes = with_and_without(Distills)
+    how = {"devices": devices, "classes": classes, "train": train, "max_steps": 3}
+    both = beside(tmp_path, CLASSIFIER, **how)
+    assert_same(*both)
+    assert both[0].tokens_seen == both[1].tokens_seen > 0
 
 
 def flat(rows):
@@ -666,7 +658,7 @@ def test_packed_batches_are_dealt_out_whole(tmp_path):
             tmp_path,
             (None, sentences, padded_without_first),
             model=model,
-            options={"max_steps": 2},
+            max_steps=2,
             classes=(Looks, transformers.Trainer),
             prepare=prepare,
         )
@@ -687,7 +679,7 @@ def test_an_overridden_training_step_is_warned_of(tmp_path):
 
     both = type("Both", (ScatterOnceMixin, Steps), {})
     with pytest.warns(UserWarning, match="Steps.training_step is not called"):
-        build(both, tmp_path, "sequence classifier", {}, {"device_ids": ["cpu"]})
+        ours(tmp_path, CLASSIFIER, ["cpu"], both)
 
 
 class Streams(torch.utils.data.IterableDataset):
@@ -697,33 +689,29 @@ class Streams(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("source", ["iterable", "workers"])
 def test_iterable_datasets_and_workers(tmp_path, source):
-    options = {"max_steps": 3}
-    if source == "workers":
-        options["dataloader_num_workers"] = 1
 
     def prepare(trainer):
         if source == "iterable":
             trainer.train_dataset = Streams()
 
-    language, shared = "causal language model", LAYOUTS["shared"]
-    how = {"options": options, "devices": shared, "stock": (6, 2), "prepare": prepare}
-    assert_same(*beside(tmp_path, language, **how))
+    how = {"devices": LAYOUTS["shared"], "whole": (6, 2), "prepare": prepare, "max_steps": 3}
+    workers = int(source == "workers")
+    assert_same(*beside(tmp_path, LANGUAGE, dataloader_num_workers=workers, **how))
 
 
 def test_model_init(tmp_path):
-    ours = ScatterOnceTrainer(
+    trainer = ScatterOnceTrainer(
         model_init=lambda: language_model(),
-        args=arguments(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6),
+        args=arguments(tmp_path, remove_unused_columns=False, **sizes(6)),
         data_collator=padded,
         train_dataset=sentences(ROWS),
-        device_ids=LAYOUTS["virtual"],
+        device_ids=VIRTUAL,
     )
-    quietly(ours.train)
-    quietly(ours.train)  # anew, with another model
-    stock = build(transformers.Trainer, tmp_path, "causal language model", sizes(12))
-    quietly(stock.train)
-    for parameter, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
-        assert_close(parameter.detach(), other.detach(), "parameter", SAME)
+    quietly(trainer.train)
+    quietly(trainer.train)  # anew, with another model
+    plain = stock(tmp_path, LANGUAGE, **sizes(12))
+    quietly(plain.train)
+    assert_same_parameters(parameters(trainer), parameters(plain), SAME)
 
 
 def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, monkeypatch):
@@ -738,45 +726,22 @@ def test_a_trial_of_a_hyperparameter_search_has_rows_for_each_replica(tmp_path, 
         size = 3 if isinstance(trainer, ScatterOnceTrainer) else 6
         trainer.train(trial=SimpleNamespace(number=0, params=sizes(size)))
 
-    case = "causal language model"
-    trainers = beside(tmp_path, case, ours=(1,), stock=(1,), train=search)
-    assert_same(*trainers)
+    assert_same(*beside(tmp_path, LANGUAGE, own=(1,), whole=(1,), train=search))
 
 
-@pytest.mark.parametrize(
-    ("swapped", "sharded"), [(False, False), (False, True), (True, False), (True, True)]
-)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
     """Four steps of the one, and two of the other, are six."""
-    classes = [
-        (
-            ScatterOnceTrainer,
-            sizes(3, 2),
-            {"device_ids": LAYOUTS["virtual"], "shard_optimizer": sharded},
-        ),
-        (
-            transformers.Trainer,
-            sizes(6, 2),
-            {},
-        ),
-    ]
-    (first, own, extra), (second, other, more) = classes[::-1] if swapped else classes
-    case = "causal language model"
-    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6}
-    quietly(build(first, tmp_path, case, {**own, **saving}, extra).train)
-    resumed = build(second, tmp_path, case, {**other, "max_steps": 6}, more)
+    one = partial(ours, tmp_path, LANGUAGE, sharded=sharded, **sizes(3, 2))
+    other = partial(stock, tmp_path, LANGUAGE, **sizes(6, 2))
+    first, second = (other, one) if swapped else (one, other)
+    quietly(first(save_strategy="steps", save_steps=4, max_steps=6).train)
+    resumed = second(max_steps=6)
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    plain = build(
-        transformers.Trainer,
-        tmp_path,
-        case,
-        {**other, "max_steps": 6} if not swapped else {**own, "max_steps": 6},
-    )
+    plain = other(max_steps=6)
     quietly(plain.train)
-    for (name, parameter), expected in zip(
-        resumed.model.named_parameters(), plain.model.parameters(), strict=True
-    ):
-        assert_close(parameter.detach(), expected.detach(), name, SAME)
+    assert_same_parameters(parameters(resumed), parameters(plain), SAME)
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
@@ -785,36 +750,26 @@ def test_checkpoints_go_both_ways(tmp_path, swapped, sharded):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_sharded_optimizer_trains_again(tmp_path, given):
-    case, kept = "causal language model", {"device_ids": LAYOUTS["virtual"]}
-    options = {"per_device_train_batch_size": 3, "max_steps": 2, "max_grad_norm": 0.1}
-    trainers = [
-        build(ScatterOnceTrainer, tmp_path, case, options, {**kept, "shard_optimizer": flag})
-        for flag in (True, False)
-    ]
-    if given:
-        for trainer in trainers:
-            trainer.optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
+    options = {**sizes(3), "max_steps": 2, "max_grad_norm": 0.1}
+    trainers = [ours(tmp_path, LANGUAGE, sharded=flag, **options) for flag in (True, False)]
     for trainer in trainers:
+        if given:
+            trainer.optimizer = torch.optim.Adam(trainer.model.parameters(), 1e-2)
         for _ in range(2):  # in between, the replicas are let go
             quietly(trainer.train)
-    for one, other in zip(*[t.model.parameters() for t in trainers], strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(*(trainer.model for trainer in trainers))
     master, other = trainers[0].optimizer.optimizer.state_bytes.values()
     assert 0.7 < master / other < 1.4
 
 
 def test_resumed_is_uninterrupted_with_dropout(tmp_path):
-    case, ids = "causal language model", {"device_ids": LAYOUTS["virtual"]}
-    options = sizes(3, 2) | {"max_steps": 6}
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = build(
-        ScatterOnceTrainer, tmp_path, case, {**options, **saving}, ids, language_model(0.2)
+    options = {**sizes(3, 2), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    whole, resumed = (
+        ours(tmp_path, LANGUAGE, model=language_model(0.2), **options) for _ in range(2)
     )
     quietly(whole.train)
-    resumed = build(ScatterOnceTrainer, tmp_path, case, options, ids, language_model(0.2))
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    for parameter, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(parameter, other)
+    assert_same_bits(whole.model, resumed.model)
 
 
 @pytest.mark.parametrize("size", [3, 2])
@@ -822,12 +777,9 @@ def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
     """It warned where the size was the same: of one device's rows beside those of all."""
     warned = []
     monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", warned.append)
-    case, ids = "causal language model", {"device_ids": LAYOUTS["virtual"]}
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    first = {"per_device_train_batch_size": 3, **saving}
-    quietly(build(ScatterOnceTrainer, tmp_path, case, first, ids).train)
-    again = {"per_device_train_batch_size": size, **saving, "max_steps": 2}
-    resumed = build(ScatterOnceTrainer, tmp_path, case, again, ids)
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    quietly(ours(tmp_path, LANGUAGE, max_steps=1, **saving, **sizes(3)).train)
+    resumed = ours(tmp_path, LANGUAGE, max_steps=2, **saving, **sizes(size))
     quietly(resumed.train, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     found = [text for text in warned if "per_device_train_batch_size" in text]
     assert len(found) == (size != 3)
@@ -847,50 +799,62 @@ def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
                 raise torch.OutOfMemoryError("CUDA out of memory. simulated")
             return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
 
-    trainer = build(
-        ScatterOnceTrainer,
-        tmp_path,
-        "causal language model",
-        {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "max_steps": 2},
-        {"device_ids": ["cpu"] * 2},
-        Small(),
-    )
+    options = {**sizes(4), "auto_find_batch_size": True, "max_steps": 2}
+    trainer = ours(tmp_path, LANGUAGE, LAYOUTS["shared"], model=Small(), **options)
     quietly(trainer.train)
     assert trainer._train_batch_size == 2
     assert not [str(w.message) for w in recwarn.list]
     assert trainer.state.global_step == 2
 
 
-def refused(tmp_path, monkeypatch, words, model=None, device_ids=("cpu",), **changes):
+def test_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+    with seeded():
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0)
+        model = peft.get_peft_model(language_model(), lora).double()
+    trainers = beside(tmp_path, LANGUAGE, model=model, label_smoothing_factor=0.1)
+    assert_same(*trainers)
+    assert_same_evaluation(*trainers)
+    trainers[0].save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+
+
+def spread():
+    model = language_model()
+    model.hf_device_map = {"a": 0, "b": 1}
+    return model
+
+
+def detector():
+    model = language_model()
+    model.loss_type = "ForObjectDetection"
+    return model
+
+
+LOMO = transformers.training_args.OptimizerNames.LOMO
+ON_META = "must begin with the Trainer's own device, meta.*got cpu first"
+DETECTS = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "model"),
+    [
+        ("DeepSpeed.*use the stock Trainer", {"deepspeed": "zero2.json"}, language_model),
+        ("FSDP", {"fsdp": "full_shard"}, language_model),
+        ("lomo", {"optim": LOMO}, language_model),
+        ("device_map", {}, spread),
+        ("torchrun", {"world_size": 2}, language_model),
+        (ON_META, {"device": torch.device("meta")}, language_model),
+        (DETECTS, {}, detector),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch, words, changes, model):
     args = arguments(tmp_path)
     for name, value in changes.items():
-        if name in ("world_size", "device"):
-            monkeypatch.setattr(type(args), name, value)
-        else:
-            setattr(args, name, value)
+        own = name in vars(args)
+        setattr(args, name, value) if own else monkeypatch.setattr(type(args), name, value)
     with pytest.raises(ValueError, match=words):
-        ScatterOnceTrainer(
-            model or language_model(),
-            args,
-            data_collator=padded,
-            train_dataset=sentences(4),
-            device_ids=device_ids,
-        )
-
-
-def test_what_does_not_go_together_is_refused_by_name(tmp_path, monkeypatch):
-    spread = language_model()
-    spread.hf_device_map = {"a": 0, "b": 1}
-    refused(tmp_path, monkeypatch, "DeepSpeed.*use the stock Trainer", deepspeed="zero2.json")
-    refused(tmp_path, monkeypatch, "FSDP", fsdp="full_shard")
-    refused(tmp_path, monkeypatch, "lomo", optim=transformers.training_args.OptimizerNames.LOMO)
-    refused(tmp_path, monkeypatch, "device_map", model=spread)
-    refused(tmp_path, monkeypatch, "torchrun", world_size=2)
-
-
-def test_device_ids_begin_with_the_trainer_s_device(tmp_path, monkeypatch):
-    words = "must begin with the Trainer's own device, meta.*got cpu first"
-    refused(tmp_path, monkeypatch, words, device=torch.device("meta"))
+        ScatterOnceTrainer(model(), args, device_ids=["cpu"] * 2)
 
 
 def clip(kind):
@@ -922,21 +886,8 @@ def test_a_contrastive_model_sees_all_rows_of_a_step(tmp_path, monkeypatch, kind
         {**image, "text": text, "flat": kind == "Siglip"}
         for image, text in zip(images(ROWS), sentences(ROWS), strict=True)
     ]
-    case = (
-        partial(clip, kind),
-        lambda count: rows[: count if count == ROWS else 8],
-        pictures_with_texts,
-    )
-    options = {"optim": "sgd", "max_steps": 3}
-    trainers = beside(tmp_path, case, options=options, devices=devices)
+    data = lambda count: rows[: count if count == ROWS else 8]  # noqa: E731
+    case = partial(clip, kind), data, pictures_with_texts
+    trainers = beside(tmp_path, case, devices=devices, optim="sgd", max_steps=3)
     assert_same(*trainers)
-    losses = [quietly(trainer.evaluate)["eval_loss"] for trainer in trainers]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_a_detector_s_loss_is_refused_by_name(tmp_path):
-    model = language_model()
-    model.loss_type = "ForObjectDetection"
-    refused_words = r"GPT2LMHeadModel \(loss_type='ForObjectDetection'\).*the boxes of a whole"
-    with pytest.raises(ValueError, match=refused_words):
-        ScatterOnceTrainer(model, arguments(tmp_path), device_ids=["cpu"] * 2)
+    assert_same_evaluation(*trainers)

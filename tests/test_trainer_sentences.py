@@ -113,17 +113,15 @@ def guided(model):
     return guide
 
 
+MNRL = losses.MultipleNegativesRankingLoss
 LOSSES = {
-    "MultipleNegativesRanking": (losses.MultipleNegativesRankingLoss, TRIPLES),
+    "MultipleNegativesRanking": (MNRL, TRIPLES),
     "MNRL symmetric": (losses.MultipleNegativesSymmetricRankingLoss, PAIRS),
     "CachedMNRL": (
         lambda m: losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=5),
         PAIRS,
     ),
-    "Matryoshka": (
-        lambda m: losses.MatryoshkaLoss(m, losses.MultipleNegativesRankingLoss(m), [8, 4]),
-        PAIRS,
-    ),
+    "Matryoshka": (lambda m: losses.MatryoshkaLoss(m, MNRL(m), [8, 4]), PAIRS),
     "Matryoshka cached": (
         lambda m: losses.MatryoshkaLoss(
             m, losses.CachedMultipleNegativesRankingLoss(m, mini_batch_size=4), [8, 4]
@@ -220,79 +218,65 @@ PAIR_LOSSES = {
 }
 
 
-def compared(saved, folder, classes, case, layout, relative, model):
-    """Ours on two replicas with k = 2, twice, beside the stock one with the rows of a step."""
-    (mine, stock), (loss, rows) = classes, case
-    options = {"size": 3, "k": 2, "model": model, "device_ids": LAYOUTS[layout]}
-    ours, again = (trained(mine, saved, folder, loss, rows(), **options) for _ in range(2))
-    assert_same(ours, trained(stock, saved, folder, loss, rows(), size=12, model=model), relative)
+EMBEDDINGS = ScatterOnceTrainer, st.SentenceTransformerTrainer
+CROSS_ENCODERS = ScatterOnceCrossEncoderTrainer, st.CrossEncoderTrainer
+
+
+def ours(saved, folder, loss, rows, *, cls=ScatterOnceTrainer, layout="virtual", **options):
+    """On two replicas, with two batches of three rows for each in a step."""
+    devices = LAYOUTS[layout]
+    return trained(cls, saved, folder, loss, rows(), size=3, k=2, device_ids=devices, **options)
+
+
+def both(saved, folder, loss, rows, *, classes=EMBEDDINGS, layout="virtual", **options):
+    """Ours, and the stock one with the rows of a step in a batch."""
+    mine = ours(saved, folder, loss, rows, cls=classes[0], layout=layout, **options)
+    return mine, trained(classes[1], saved, folder, loss, rows(), size=12, **options)
+
+
+def compared(saved, folder, case, layout, relative=SAME, classes=EMBEDDINGS, model=encoder):
+    """Ours is the stock one, it moves what is trained, and twice to the same bits."""
+    mine, stock = both(saved, folder, *case, classes=classes, layout=layout, model=model)
+    assert_same(mine, stock, relative)
     start = dict(model(saved).named_parameters())
-    assert any(not torch.equal(start[n], p) for n, p in ours.model.named_parameters())
-    assert_same_bits(ours.model, again.model)
+    assert any(not torch.equal(start[n], p) for n, p in mine.model.named_parameters())
+    again = ours(saved, folder, *case, cls=classes[0], layout=layout, model=model)
+    assert_same_bits(mine.model, again.model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_embeddings(saved, tmp_path, name, layout):
-    classes = ScatterOnceTrainer, st.SentenceTransformerTrainer
-    compared(saved, tmp_path, classes, LOSSES[name], layout, SAME, encoder)
+    compared(saved, tmp_path, LOSSES[name], layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_cross_encoders(saved, tmp_path, name, layout):
-    classes = ScatterOnceCrossEncoderTrainer, st.CrossEncoderTrainer
-    compared(saved, tmp_path, classes, PAIR_LOSSES[name], layout, 1e-6, scorer)
-
-
-def both(saved, folder, loss, rows, **options):
-    """Ours on two replicas with k = 2, and the stock one with the rows of a step in a batch."""
-    ours = trained(
-        ScatterOnceTrainer,
-        saved,
-        folder,
-        loss,
-        rows(),
-        size=3,
-        k=2,
-        device_ids=LAYOUTS["virtual"],
-        **options,
-    )
-    return ours, trained(
-        st.SentenceTransformerTrainer, saved, folder, loss, rows(), size=12, **options
-    )
+    compared(saved, tmp_path, PAIR_LOSSES[name], layout, 1e-6, CROSS_ENCODERS, scorer)
 
 
 def test_no_replica_touches_another_s_memory(saved, tmp_path, monkeypatch):
     model = encoder(saved)
     loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5)
     with guarded(monkeypatch, model):
-        trained(
-            ScatterOnceTrainer,
-            saved,
-            tmp_path,
-            lambda _: loss,
-            PAIRS(),
-            size=3,
-            k=2,
-            model=lambda _: model,
-            device_ids=LAYOUTS["virtual"],
-        )
+        ours(saved, tmp_path, lambda _: loss, PAIRS, model=lambda _: model)
 
 
-@pytest.mark.parametrize("sampler", ["no_duplicates", "group_by_label"])
-def test_samplers_look_at_all_rows_of_a_step(saved, tmp_path, sampler):
-    rows = CLASSES if sampler == "group_by_label" else PAIRS
-    loss = {
-        "group_by_label": losses.BatchAllTripletLoss,
-        "no_duplicates": losses.MultipleNegativesRankingLoss,
-    }
-    assert_same(*both(saved, tmp_path, loss[sampler], rows, options={"batch_sampler": sampler}))
+@pytest.mark.parametrize(
+    ("sampler", "loss", "rows"),
+    [
+        ("no_duplicates", MNRL, PAIRS),
+        ("group_by_label", losses.BatchAllTripletLoss, CLASSES),
+    ],
+)
+def test_samplers_look_at_all_rows_of_a_step(saved, tmp_path, sampler, loss, rows):
+    assert_same(*both(saved, tmp_path, loss, rows, options={"batch_sampler": sampler}))
 
 
 def test_several_data_sets_with_a_loss_each(saved, tmp_path):
     rows = lambda: datasets.DatasetDict(pairs=PAIRS(), scored=SCORED())  # noqa: E731
-    loss = {"pairs": losses.MultipleNegativesRankingLoss, "scored": losses.CoSENTLoss}
+    loss = {"pairs": MNRL, "scored": losses.CoSENTLoss}
     prompts = {"pairs": {"anchor": "7 8 "}, "scored": {"one": "9 "}}
     assert_same(*both(saved, tmp_path, loss, rows, options={"prompts": prompts}))
 
@@ -305,21 +289,18 @@ def test_bags_of_words(saved, tmp_path):
             bags = StaticEmbedding(tokenizer(), embedding_dim=4)
         return SentenceTransformer(modules=[bags], device="cpu").double()
 
-    loss = losses.MultipleNegativesRankingLoss
-    assert_same(*both(saved, tmp_path, loss, PAIRS, model=model))
+    assert_same(*both(saved, tmp_path, MNRL, PAIRS, model=model))
 
 
 def test_without_the_whole_batch_it_is_the_mean_over_batches(saved, tmp_path):
-    loss = losses.MultipleNegativesRankingLoss
     extra = {"device_ids": LAYOUTS["virtual"], "whole_batch": False}
     rows = PAIRS().select(range(24))
-    ours = trained(ScatterOnceTrainer, saved, tmp_path, loss, rows, size=3, k=2, **extra)
-    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, loss, rows, size=3, k=4)
-    assert_same(ours, stock)
+    mine = trained(ScatterOnceTrainer, saved, tmp_path, MNRL, rows, size=3, k=2, **extra)
+    stock = trained(st.SentenceTransformerTrainer, saved, tmp_path, MNRL, rows, size=3, k=4)
+    assert_same(mine, stock)
 
 
 def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
-    loss, rows = losses.MultipleNegativesRankingLoss, PAIRS
     measured = []
 
     class Measures(BaseEvaluator):
@@ -327,11 +308,11 @@ def test_evaluation_and_saving_are_the_stock_trainer_s(saved, tmp_path):
             measured.append(float(model.encode(["1 2", "3"]).sum()))
             return {"measured": measured[-1]}
 
-    trainers = both(saved, tmp_path, loss, rows, eval_dataset=PAIRS(), evaluator=Measures())
+    trainers = both(saved, tmp_path, MNRL, PAIRS, eval_dataset=PAIRS(), evaluator=Measures())
     for trainer in trainers:
         trainer.args.per_device_eval_batch_size = 8
-    ours, stock = (quietly(trainer.evaluate) for trainer in trainers)
-    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-9)
+    mine, stock = (quietly(trainer.evaluate) for trainer in trainers)
+    assert mine["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-9)
     assert measured[0] == pytest.approx(measured[1], rel=1e-6)
     trainers[0].save_model(str(tmp_path / "saved"))
     again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
@@ -360,30 +341,23 @@ class Tokens(nn.Module):
         return sum(self.model(column)["token_embeddings"].mean() for column in features)
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (
-            lambda m: losses.AdaptiveLayerLoss(m, losses.MultipleNegativesRankingLoss(m)),
-            "does not go together with AdaptiveLayerLoss: it needs more of the model",
-        ),
-        (losses.ContrastiveTensionLoss, "does not go together with ContrastiveTensionLoss:"),
-        (
-            losses.ContrastiveTensionLossInBatchNegatives,
-            "does not go together with ContrastiveTensionLossInBatchNegatives: it needs more",
-        ),
-        (
-            lambda m: losses.Matryoshka2dLoss(m, losses.MultipleNegativesRankingLoss(m), [8, 4]),
-            "does not go together with Matryoshka2dLoss: it needs more of the model",
-        ),
-        (
-            type("DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}),  # its own asks a hub
-            "does not go together with DenoisingAutoEncoderLoss: it needs more of the model",
-        ),
-        (Another, "needs a loss that calls the model which is trained.*pass whole_batch=False"),
-        (Tokens, "asks for 'token_embeddings' of the model's outputs"),
-    ],
-)
+NEED_MORE = {
+    "AdaptiveLayerLoss": lambda m: losses.AdaptiveLayerLoss(m, MNRL(m)),
+    "ContrastiveTensionLoss": losses.ContrastiveTensionLoss,
+    "ContrastiveTensionLossInBatchNegatives": losses.ContrastiveTensionLossInBatchNegatives,
+    "Matryoshka2dLoss": lambda m: losses.Matryoshka2dLoss(m, MNRL(m), [8, 4]),
+    # Its own asks a hub.
+    "DenoisingAutoEncoderLoss": type("DenoisingAutoEncoderLoss", (losses.ContrastiveLoss,), {}),
+}
+ANOTHER = "needs a loss that calls the model which is trained.*pass whole_batch=False"
+REFUSED = [
+    *((loss, f"does not go together with {n}: it needs more of") for n, loss in NEED_MORE.items()),
+    (Another, ANOTHER),
+    (Tokens, "asks for 'token_embeddings' of the model's outputs"),
+]
+
+
+@pytest.mark.parametrize(("loss", "words"), REFUSED)
 def test_refused_by_name(saved, tmp_path, loss, words):
     with pytest.raises(ValueError, match=words):
         trained(ScatterOnceTrainer, saved, tmp_path, loss, PAIRS(), size=3, device_ids=["cpu"] * 2)
@@ -396,33 +370,17 @@ def test_pairs_that_are_others_the_second_time_are_refused(saved, tmp_path):
             columns = [[one[i] for i in order] for one in columns]
             return super().forward(columns, labels[torch.tensor(order)], **options)
 
+    how = {"size": 8, "model": scorer, "device_ids": LAYOUTS["shared"]}
     with pytest.raises(ValueError, match="asked for the scores of other pairs the second time"):
-        trained(
-            ScatterOnceCrossEncoderTrainer,
-            saved,
-            tmp_path,
-            Shuffles,
-            BINARY(),
-            size=8,
-            model=scorer,
-            device_ids=["cpu"] * 2,
-        )
+        trained(ScatterOnceCrossEncoderTrainer, saved, tmp_path, Shuffles, BINARY(), **how)
 
 
 def test_the_example(saved, tmp_path):
     script = example("embeddings")
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    trainer = script.trainer_for(
-        encoder(saved),
-        PAIRS(),
-        batch=12,
-        rows=3,
-        device_ids=LAYOUTS["virtual"],
-        output_dir=str(tmp_path),
-        logging_steps=1,
-        max_steps=6,
-        **quiet,
-    )
+    quiet |= {"output_dir": str(tmp_path), "logging_steps": 1, "max_steps": 6}
+    how = {"batch": 12, "rows": 3, "device_ids": LAYOUTS["virtual"]}
+    trainer = script.trainer_for(encoder(saved), PAIRS(), **how, **quiet)
     quietly(trainer.train)
     seen = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(seen) == 6

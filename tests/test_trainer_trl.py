@@ -5,6 +5,8 @@ TRL computes in float32 here and there. Skipped where TRL is not installed.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import transformers
@@ -50,7 +52,7 @@ def _offline(monkeypatch):
     monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **_: None)
 
 
-def words():
+def tokens():
     return tokenizer(eos_token="1", padding_side="left")
 
 
@@ -102,59 +104,51 @@ def length(completions, **_):
     return [float(len(text)) + float(text[:1].strip() or 0) for text in completions]
 
 
+LORA = lambda: adapted(language_model())  # noqa: E731
 CASES = {
-    "SFT": (trl.SFTTrainer, trl.SFTConfig, {}, language_model),
-    "SFT packed": (
-        trl.SFTTrainer,
-        trl.SFTConfig,
-        {"packing": True, "max_length": 12, "packing_strategy": "bfd"},
-        language_model,
-    ),
-    "DPO": (trl.DPOTrainer, trl.DPOConfig, {}, language_model),
-    "DPO LoRA": (trl.DPOTrainer, trl.DPOConfig, {}, lambda: adapted(language_model())),
-    "DPO LoRA recomputed": (
-        trl.DPOTrainer,
-        trl.DPOConfig,
-        {"activation_checkpointing": True},
-        lambda: adapted(language_model()),
-    ),
-    "DPO ipo": (trl.DPOTrainer, trl.DPOConfig, {"loss_type": ["ipo", "hinge"]}, language_model),
+    "SFT": ({}, language_model),
+    "SFT packed": ({"packing": True, "max_length": 12, "packing_strategy": "bfd"}, language_model),
+    "DPO": ({}, language_model),
+    "DPO LoRA": ({}, LORA),
+    "DPO LoRA recomputed": ({"activation_checkpointing": True}, LORA),
+    "DPO ipo": ({"loss_type": ["ipo", "hinge"]}, language_model),
     "DPO exo": (
-        trl.DPOTrainer,
-        trl.DPOConfig,
         {"loss_type": "exo_pair", "label_smoothing": 0.1, "precompute_ref_log_probs": True},
         language_model,
     ),
-    "Reward": (trl.RewardTrainer, trl.RewardConfig, {"center_rewards_coefficient": 0.1}, scorer),
-    "KTO": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}, language_model),
-    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": "grpo"}, language_model),
-    "GRPO dapo": (trl.GRPOTrainer, trl.GRPOConfig, {"num_iterations": 2}, language_model),
-    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {}, language_model),
+    "Reward": ({"center_rewards_coefficient": 0.1}, scorer),
+    "KTO": ({"loss_type": "apo_zero_unpaired"}, language_model),
+    "GRPO": ({"loss_type": "grpo"}, language_model),
+    "GRPO dapo": ({"num_iterations": 2}, language_model),
+    "RLOO": ({}, language_model),
 }
 
 
 def data_of(name):
     if name.startswith("SFT"):
-        return datasets.Dataset.from_list([{"text": text(row)} for row in sentences(ROWS)])
-    if name.startswith("KTO"):
+        rows = [{"text": text(row)} for row in sentences(ROWS)]
+    elif name.startswith("KTO"):
         rows = [
             {"prompt": "3 4", "completion": " " + text(row), "label": i % 3 != 0}
             for i, row in enumerate(sentences(ROWS))
         ]
-        return datasets.Dataset.from_list(rows)
-    if name.startswith(("GRPO", "RLOO")):
-        prompts = [
-            {"prompt": " ".join(map(str, randint(VOCABULARY, 3, seed=i).tolist()))}
-            for i in range(ROWS)
-        ]
-        return datasets.Dataset.from_list(prompts)
-    return preferences(**({"margin": lambda i: i / 10} if name == "Reward" else {}))
+    elif name.startswith(("GRPO", "RLOO")):
+        words = [randint(VOCABULARY, 3, seed=i).tolist() for i in range(ROWS)]
+        rows = [{"prompt": " ".join(map(str, prompt))} for prompt in words]
+    else:
+        return preferences(**({"margin": lambda i: i / 10} if name == "Reward" else {}))
+    return datasets.Dataset.from_list(rows)
+
+
+def mixed(cls):
+    return type("Both", (ScatterOnceMixin, cls), {})
 
 
 def build(name, folder, devices, **changes):
-    cls, config, options, model = CASES[name]
+    kind, (options, model) = name.split()[0], CASES[name]
+    cls, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     size, k, extra = (2, 2, {"device_ids": devices}) if devices else (8, 1, {})
-    if name.startswith(("GRPO", "RLOO")):
+    if kind in ("GRPO", "RLOO"):
         generates = {"num_generations": 2, "max_completion_length": 4, "shuffle_dataset": False}
         options = {**options, **generates, "beta": 0.0}  # else a reference model, from the hub
         extra["reward_funcs"] = length
@@ -168,13 +162,12 @@ def build(name, folder, devices, **changes):
     )
     if name in ("DPO", "DPO ipo", "KTO"):
         extra["ref_model"] = other_language_model()
-    kind = type("Both", (ScatterOnceMixin, cls), {}) if devices else cls
     with seeded():
-        return kind(
+        return (mixed(cls) if devices else cls)(
             model=model(),
             args=args,
             train_dataset=data_of(name),
-            processing_class=words(),
+            processing_class=tokens(),
             **extra,
         )
 
@@ -198,7 +191,7 @@ def test_no_replica_touches_another_s_memory(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", CASES)
 def test_beside_the_stock_trainer(tmp_path, name, layout, recwarn):
     ours, stock = trained(name, tmp_path, LAYOUTS[layout]), trained(name, tmp_path, None)
-    start, parameters = (dict(model.named_parameters()) for model in (CASES[name][3](), ours.model))
+    start, parameters = (dict(model.named_parameters()) for model in (CASES[name][1](), ours.model))
     assert_same_parameters(parameters, dict(stock.model.named_parameters()), 1e-6)
     assert any(not torch.equal(start[key], parameter) for key, parameter in parameters.items())
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
@@ -253,7 +246,7 @@ def test_the_example(tmp_path):
     options = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 2}
     trainer = script.trainer_for(
         language_model(),
-        words(),
+        tokens(),
         preferences(),
         device_ids=LAYOUTS["virtual"],
         rank=2,
@@ -293,38 +286,34 @@ def test_losses_over_a_batch_are_refused_by_name(tmp_path, name, changes, words)
         build(name, tmp_path, ["cpu"] * 2, **changes)
 
 
+def refused(words, cls, config, folder, model, rows):
+    with pytest.raises(ValueError, match=f"{cls.__name__} here: {words}"):
+        mixed(cls)(
+            model=model,
+            args=config(output_dir=str(folder), **COMMON),
+            train_dataset=rows,
+            processing_class=tokens(),
+            device_ids=["cpu"] * 2,
+        )
+
+
 def test_an_auxiliary_loss_of_experts_is_refused_by_name(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY}
     config = transformers.MixtralConfig(
         **sizes, num_local_experts=2, output_router_logits=True, eos_token_id=1
     )
-    told = "SFTTrainer here: the auxiliary loss of a mixture of experts is a term over a batch"
-    with pytest.raises(ValueError, match=told):
-        type("Both", (ScatterOnceMixin, trl.SFTTrainer), {})(
-            model=transformers.MixtralForCausalLM(config),
-            args=trl.SFTConfig(output_dir=str(tmp_path), **COMMON),
-            train_dataset=data_of("SFT"),
-            processing_class=words(),
-            device_ids=["cpu"] * 2,
-        )
+    model = transformers.MixtralForCausalLM(config)
+    told = "the auxiliary loss of a mixture of experts is a term over a batch"
+    refused(told, trl.SFTTrainer, trl.SFTConfig, tmp_path, model, data_of("SFT"))
 
 
-def test_other_trainers_are_refused_by_name(tmp_path):
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    for cls, config in ((CPOTrainer, CPOConfig), (ORPOTrainer, ORPOConfig)):
-        args = config(output_dir=str(tmp_path), **COMMON)
-        told = f"{cls.__name__} here: its loss is not known to be made up of its batches'"
-        with pytest.raises(ValueError, match=told):
-            type("Both", (ScatterOnceMixin, cls), {})(
-                model=language_model(),
-                args=args,
-                train_dataset=preferences(),
-                processing_class=words(),
-                device_ids=["cpu"] * 2,
-            )
+@pytest.mark.parametrize("kind", ["CPO", "ORPO"])
+def test_other_trainers_are_refused_by_name(tmp_path, kind):
+    home = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    cls, config = getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}Config")
+    told = "its loss is not known to be made up of its batches'"
+    refused(told, cls, config, tmp_path, language_model(), preferences())
 
 
 @pytest.mark.slow

@@ -13,13 +13,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import as_bytes, by_dtype, in_memory_order, messages, rounds
-from scatterpar.devices.ledger import DETOURS, Ledger
+from scatterpar.devices.ledger import DETOURS, Ledger, pieces_of
 from scatterpar.devices.verbs import physical
 from scatterpar.report import warn
 
@@ -103,10 +104,18 @@ def _factors(size: int, device: torch.device) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in one memory, not sparse ones, are alike in shape, dtype and bits."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    """Whether two tensors are in one memory, and alike in shape, dtype and bits.
+
+    Sparse ones in each of their pieces. Of quantised ones nothing is known.
+    """
+    if _kind(one) != _kind(other) or one.is_quantized:
         return False
-    return torch.equal(as_bytes(one), as_bytes(other))
+    pairs = zip(pieces_of(one), pieces_of(other), strict=True)
+    return all(torch.equal(as_bytes(mine), as_bytes(its)) for mine, its in pairs)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.device
 
 
 def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:

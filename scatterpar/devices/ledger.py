@@ -24,6 +24,29 @@ Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()
 _STAGED = 2  # parcels that may lie in the host's pinned memory at once
 
 
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is made of indices and values."""
+    return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that one is made of: itself, or a sparse one's indices and values."""
+    if not is_sparse(tensor):
+        return (tensor,)
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+
+
 class Ledger:
     """Copies between memories, and counts what it copied, by phase.
 
@@ -87,8 +110,7 @@ class Ledger:
 
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
-        parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-        for part in parts:
+        for part in pieces_of(tensor):
             self.bytes[phase] += part.numel() * part.element_size()
             self.messages[phase] += 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.chunks import as_bytes
-from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
@@ -90,7 +90,7 @@ class Parcels:
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
         for (at, name, _), values in zip(self._averaged, rows, strict=False):
-            buffers.append((at, name, _mean(values, weights)))
+            buffers.append((at, name, mean_of(values, weights)))
         layers = _pooled(self._layers, rows[len(self._averaged) :])
         return list(zip(self._leaves, given, strict=True)), [*buffers, *self._gone], layers
 
@@ -148,14 +148,6 @@ def _like(total: Tensor, value: Tensor) -> Tensor:
 
 def _has_mean(value: Tensor) -> bool:
     return value.dtype in _SUMMED and not value.is_complex()
-
-
-def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Exactly what all have where they have the same, infinities included."""
-    first, mean = values[0], values[0].clone()
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        mean += torch.where(value == first, 0, value - first) * weight
-    return mean
 
 
 def _moments(layers: Sequence[Layer]) -> list[Tensor]:

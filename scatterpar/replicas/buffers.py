@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from scatterpar.devices.chunks import copy_lists, grouped, has_places
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.kinds import is_sparse, pieces_of
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
@@ -108,7 +107,7 @@ class Writing:
                 self.anew.append((place, name, target))
             elif _can_be_written(target):
                 into[id(target)] = target, value
-            elif not _same(target, value):
+            elif not same_bits(target, value):
                 target = value.detach().clone()
                 self.anew.append((place, name, target))
             if isinstance(place, Registry):
@@ -138,11 +137,12 @@ def _fits(target: Tensor, value: Tensor) -> bool:
     return (target.shape, target.dtype, target.layout) == (value.shape, value.dtype, value.layout)
 
 
-def _same(target: Tensor, value: Tensor) -> bool:
-    """Whether two tensors hold the same bits; sparse ones, in the same pieces."""
-    if not is_sparse(target):
-        return same_bits(target, value)
-    return all(map(same_bits, pieces_of(target), pieces_of(value)))
+def mean_of(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Their weighted mean: exactly what all have where all have the same, infinities included."""
+    first, mean = values[0], values[0].clone()
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean += torch.where(value == first, 0, value - first) * weight
+    return mean
 
 
 class Moments(NamedTuple):

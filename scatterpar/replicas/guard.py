@@ -138,8 +138,7 @@ class Shared:
             for i, (tensor, home) in enumerate(zip(tensors, homes, strict=True)):
                 if not tensor.is_set_to(home):
                     exchanged.add((i, device))
-                    is_same = tensor.device == home.device and same_bits(tensor, home)
-                    written |= set() if is_same else {(i, None)}
+                    written |= set() if same_bits(tensor, home) else {(i, None)}
                 elif now[i] != earlier[i]:
                     moved.add((i, device))
         for device, values in self.memories.items():

@@ -14,13 +14,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from scatterpar.devices import verbs
-
-_COMPRESSED = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
+from scatterpar.devices.ledger import pieces_of
 
 
 def new_like(module: nn.Module) -> nn.Module:
@@ -63,12 +57,7 @@ def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(value for value in values if isinstance(value, types.MemberDescriptorType))
 
 
-def is_sparse(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of indices and values."""
-    return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
-
-
-def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a sparse one is made of, in its own memory.
 
     Raises:
@@ -80,10 +69,7 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
             f"which replicas cannot train; keep its values as a dense parameter and make the "
             f"sparse tensor from them in forward"
         )
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+    return pieces_of(tensor)
 
 
 def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:

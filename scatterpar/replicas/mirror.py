@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.ledger import is_sparse
 from scatterpar.replicas.compiled import Compiler, How, unwrapped
 from scatterpar.replicas.kinds import (
     assembled,
-    is_sparse,
     new_like,
-    pieces_of,
+    pieces_to_copy,
     slots,
 )
 from scatterpar.report import warn
@@ -95,7 +95,7 @@ class Survey:
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_sparse(tensor):
             if id(tensor) not in self.sparse:
-                pieces = pieces_of(tensor)
+                pieces = pieces_to_copy(tensor)
                 self.sparse[id(tensor)] = (tensor, pieces)
                 for piece in pieces:
                     self._visit_tensor(piece)
@@ -125,7 +125,7 @@ class Survey:
             *map(type, self.modules.values()),
             *map(type, tensors),
             *map(_DTYPE, tensors),
-            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_of(t)],
+            *[(p.data_ptr(), p.shape) for t in (*sparse, *copies) for p in pieces_to_copy(t)],
             *[id(contents(cell)) for cell, _ in self.cells.values()],
             *[id(value) for module in self.slotted for _, value in slots(module)],
         ]

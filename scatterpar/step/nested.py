@@ -168,7 +168,7 @@ def join_rows(
 def _have(rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool) -> bool:
     """Whether tensors hold the rows, and not something else that is the same for all."""
     sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
-    if sizes != list(rows) and _same_bits(leaves):
+    if sizes != list(rows) and all(same_bits(leaves[0], other) for other in leaves[1:]):
         return False
     entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
     flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
@@ -180,14 +180,6 @@ def _have(rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool)
             f"rows, cannot be joined along dim={dim}; {_KEEP if strict else _ALONE}"
         )
     return True
-
-
-def _same_bits(leaves: Sequence[Tensor]) -> bool:
-    first, *others = leaves
-    kinds = {(leaf.shape, leaf.dtype, leaf.layout, leaf.device) for leaf in leaves}
-    if len(kinds) > 1 or first.layout != torch.strided or first.is_quantized:
-        return False
-    return all(same_bits(first, other) for other in others)
 
 
 _KEEP = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from scatterpar.devices.chunks import arriving, bring, grouped, in_memory_order, plus, rounds
 from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.buffers import BufferValue, Layer, Moments, pooled
+from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, pooled
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
@@ -200,32 +200,30 @@ def mean_buffers(
 ) -> dict[tuple[int, str], Tensor]:
     """Floating-point buffers, by (module, name), averaged over the replicas, weighted by rows.
 
-    Of those that all have in one shape; where all are equal the mean is exactly that, infinities
-    included.
+    Of those that have it in the first replica's shape.
     """
     first, *others = replicas
     rows = sum(share.rows for share in shares)
-    means = {
-        (m, name): buffer.detach().clone()
+    own = {
+        (m, name): buffer.detach()
         for m, (buffers, _) in enumerate(first.registered)
         for name, buffer in buffers.items()
         if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
     }
+    values, weights = [[buffer] for buffer in own.values()], [[0.0] for _ in own]
     for replica, share in zip(others, shares[1:], strict=True):
         found = {
             number: buffer.detach()
-            for number, (m, name) in enumerate(means)
+            for number, ((m, name), mine) in enumerate(own.items())
             if (buffer := replica.registered[m].buffers.get(name)) is not None
+            and buffer.shape == mine.shape
         }
         if replica.device != first.device:
             found = bring(found, first.device, ledger, "reduce")
-        for number, (m, name) in enumerate(means):
-            own = first.registered[m].buffers[name]
-            assert own is not None
-            if number in found and found[number].shape == own.shape:
-                difference = torch.where(found[number] == own, 0, found[number] - own)
-                means[m, name] += difference * (share.rows / rows)
-    return means
+        for number, buffer in found.items():
+            values[number].append(buffer)
+            weights[number].append(share.rows / rows)
+    return dict(zip(own, map(mean_of, values, weights), strict=True))
 
 
 def collect(

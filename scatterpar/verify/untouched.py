@@ -54,7 +54,7 @@ class untouched:
     def put_back(self) -> None:
         """Make everything what it was."""
         for tensor, value in self._kept:
-            if not _same_bits(tensor.detach(), value):
+            if not same_bits(tensor, value):
                 with torch.no_grad():
                     tensor.detach().copy_(value)
         if not self._snapshot.unchanged():
@@ -119,13 +119,6 @@ class _Reach(Survey):
 
 def _is_foreign(module: Any) -> bool:
     return not isinstance(module, str) or module.split(".")[0] in _FOREIGN
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare all of it: batch normalisation writes statistics that torch counts no version of."""
-    if one.layout == torch.strided:
-        return same_bits(one, other)
-    return one.shape == other.shape and torch.equal(one.to_dense(), other.to_dense())
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -70,6 +70,22 @@ class _Kind:
         same = self.met is not None and len(self.met) == len(ranges)
         self.met = [*map(max, self.met or (), ranges)] if same else ranges
 
+    def disagreed(self, text: str, *, certain: bool) -> None:
+        """Refuse it, from now on in every step; where that is not certain, say so once."""
+        if certain:
+            self.refused = True
+            raise ValueError(text)
+        self.say(text)
+        self.unsure = _OFTEN
+
+    def could_not_tell(self, error: Exception, request: Request) -> None:
+        """Say so, unless later steps may still tell."""
+        self.unsure += 1
+        lasting = not isinstance(error, Unsure) or error.lasting
+        if self.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
+            self.unsure = _OFTEN
+            self.say(_unchecked(request, error))
+
     def say(self, text: str) -> None:
         """Warn, once."""
         if text[:60] not in self.told:
@@ -102,54 +118,41 @@ class Verifier:
         counted = request.count is None and is_counted(criterion, request.reduction)
         if not request.verify or counted or (alone and not may_read(criterion, model)):
             return
-        if len(self._kinds) > _KINDS:
-            self._kinds.clear()
-        asked = (criterion, request.count, request.reduction, request.inputs, request.targets)
-        kind = self._kinds.setdefault(hash((alone, _described(asked, 5))), _Kind())
-        kind.steps += 1
+        kind = self._kind_of(request, alone)
         few = request.of_largest()
         tensors = telling(few)
         ranges = range_of(tensors)
         if not kind.wants(ranges):
             return
+        shared = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
+        if shared is not None:
+            kind.say(_shares(request, shared))
         computes = model.forward if criterion is None else criterion
         ignored = {*ignored_values(computes), *ignored_values(request.count)}
-        name = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
-        if name is not None:
-            kind.say(
-                f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
-                f"the same time, so what the criterion finds there may be another replica's. "
-                f"Return it from forward, and take it from the output that the criterion is given; "
-                f"an engine made with verify=False does not check"
-            )
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
         some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
             found = _rehearsed(attempt.workers, few, tasks, parts, some, 2 * micro)
         except ReadsOld as error:
-            raise ValueError(
-                f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
-                f"the forward pass sets it, on each replica alone: what the criterion finds is "
-                f"old. Return it from forward, and take it from the output that the criterion is "
-                f"given. {_OFF}"
-            ) from None
+            raise ValueError(_reads_old(request, error)) from None
         except Exception as error:  # whatever the user's code makes of rows that it never met
-            kind.unsure += 1
-            lasting = not isinstance(error, Unsure) or error.lasting
-            if kind.unsure >= (2 if lasting else _OFTEN):  # the step itself may fail by it
-                kind.unsure = _OFTEN
-                kind.say(_unchecked(request, error))
+            kind.could_not_tell(error, request)
             return
         if not found.off:
             kind.agreed(ranges)
-            return
-        text = _refusal(request, found, tensors, ignored)
-        if found.certain:
-            kind.refused = True
-            raise ValueError(text)
-        kind.say(text)
-        kind.unsure = _OFTEN
+        else:
+            kind.disagreed(_refusal(request, found, tensors, ignored), certain=found.certain)
+
+    def _kind_of(self, request: Request, alone: bool) -> _Kind:
+        """What is known of the request's kind, of which this is one step more."""
+        if len(self._kinds) > _KINDS:
+            self._kinds.clear()
+        losses = request.criterion, request.count, request.reduction
+        described = _described((*losses, request.inputs, request.targets), 5)
+        kind = self._kinds.setdefault(hash((alone, described)), _Kind())
+        kind.steps += 1
+        return kind
 
 
 def difference(
@@ -243,6 +246,26 @@ def _described(value: Any, depth: int) -> Hashable:
     if isinstance(value, nn.Module):
         own |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
     return name, *((n, _described(v, min(depth - 1, 2))) for n, v in sorted(own.items())[:32])
+
+
+def _shares(request: Request, name: str) -> str:
+    """That replicas at work at the same time fill the same container, of this name."""
+    return (
+        f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
+        f"the same time, so what the criterion finds there may be another replica's. "
+        f"Return it from forward, and take it from the output that the criterion is given; "
+        f"an engine made with verify=False does not check"
+    )
+
+
+def _reads_old(request: Request, error: ReadsOld) -> str:
+    """That the criterion looks at the user's module for what replicas alone have."""
+    return (
+        f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
+        f"the forward pass sets it, on each replica alone: what the criterion finds is "
+        f"old. Return it from forward, and take it from the output that the criterion is "
+        f"given. {_OFF}"
+    )
 
 
 def _refusal(

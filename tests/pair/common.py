@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from scatterpar import DataParallelCriterion, DataParallelModel, gather
 
 
+class Shared:
+    """A list that the replicas share, as in any object that nobody can look into."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+
 class Plain:
     """A model and a criterion on one device."""
 

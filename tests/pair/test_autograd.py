@@ -36,33 +36,100 @@ class TwoHeads(nn.Module):
         return self.first(hidden), self.second(hidden)
 
 
-def test_retain_graph(placed):
-    def program(of):
-        loss = of.loss(*BATCH)
-        loss.backward(retain_graph=True)
-        once = gradients(of.module)
+def retain_graph(of):
+    loss = of.loss(*BATCH)
+    loss.backward(retain_graph=True)
+    once = gradients(of.module)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-        return once.values()
-
-    assert_alike(mlp, program, placed(3))
+    return once.values()
 
 
-def test_autograd_grad_leaves_the_parameters_alone(placed):
-    def program(of):
-        return torch.autograd.grad(of.loss(*BATCH), list(of.module.parameters()))
-
-    assert_alike(mlp, program, placed(3))
+def autograd_grad_leaves_the_parameters_alone(of):
+    return torch.autograd.grad(of.loss(*BATCH), list(of.module.parameters()))
 
 
-def test_some_leaves_alone(placed):
+def some_leaves_alone(of):
     """``backward(inputs=…)``: the others keep what they had."""
+    of.loss(*BATCH).backward(inputs=[of.module[0][0].weight, of.module[5].bias])
 
-    def program(of):
-        of.loss(*BATCH).backward(inputs=[of.module[0][0].weight, of.module[5].bias])
 
-    assert_alike(deep, program, placed(4))
+def a_hook_on_the_node_of_a_parameter_sees_its_gradient(of):
+    """Other libraries put them there; nothing tells but that the node is kept."""
+    weight, seen = of.module[0][0].weight, []
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_hook(lambda *_: seen.append(weight.grad.clone()))
+    of.loss(*BATCH).backward()
+    return seen
+
+
+def a_hook_may_change_the_gradient(of):
+    of.module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    of.loss(*BATCH).backward()
+
+
+def a_penalty_on_the_parameters_beside_the_loss(of):
+    penalty = sum((p**2).sum() for p in of.module.parameters())
+    (of.loss(*BATCH) + penalty).backward()
+
+
+def gradient_penalty(of):
+    """``create_graph``: the gradient of a gradient, with respect to the parameters."""
+    loss = of.loss(*BATCH)
+    found = torch.autograd.grad(loss, list(of.module.parameters()), create_graph=True)
+    total = loss + sum((gradient**2).sum() for gradient in found)
+    total.backward()
+    return [total]
+
+
+def penalty_on_the_gradient_of_the_inputs(of):
+    inputs = BATCH[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(of.outputs(inputs).sum(), inputs, create_graph=True)
+    (slope.norm(2, 1) - 1).pow(2).mean().backward()
+    return [inputs.grad]
+
+
+def inputs_get_their_gradient(of):
+    leaf, base = (BATCH[0].clone().requires_grad_() for _ in range(2))
+    (of.loss(leaf, BATCH[1]) + of.loss(base.exp(), BATCH[1])).backward()
+    return [leaf.grad, base.grad]
+
+
+def a_tensor_left_over_from_a_finished_graph(of):
+    of.module.last = of.module[0].weight.exp()
+    of.module.last.sum().backward()
+    of.module.zero_grad()
+    of.loss(*BATCH).backward()
+
+
+def an_in_place_change_before_backward_is_an_error_as_always(of):
+    loss = of.loss(*BATCH)
+    with torch.no_grad():
+        of.module[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified.* inplace"):
+        loss.backward()
+    of.module.zero_grad()
+
+
+PROGRAMS = {
+    retain_graph: mlp,
+    autograd_grad_leaves_the_parameters_alone: mlp,
+    some_leaves_alone: deep,
+    a_hook_on_the_node_of_a_parameter_sees_its_gradient: deep,
+    a_hook_may_change_the_gradient: mlp,
+    a_penalty_on_the_parameters_beside_the_loss: deep,
+    gradient_penalty: mlp,
+    penalty_on_the_gradient_of_the_inputs: mlp,
+    inputs_get_their_gradient: mlp,
+    a_tensor_left_over_from_a_finished_graph: mlp,
+    an_in_place_change_before_backward_is_an_error_as_always: mlp,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_gives_what_it_gives_in_plain_torch(placed, program):
+    assert_alike(PROGRAMS[program], program, placed(4))
 
 
 def test_hooks_on_parameters_run_once_with_the_whole_gradient(placed):
@@ -82,68 +149,6 @@ def test_hooks_on_parameters_run_once_with_the_whole_gradient(placed):
         return lambda outputs, targets: cross_entropy(outputs[0], targets)
 
     assert_alike(TwoHeads, program, placed(4), criterion)
-
-
-def test_a_hook_on_the_node_of_a_parameter_sees_its_gradient(placed):
-    """Other libraries put them there; nothing tells but that the node is kept."""
-
-    def program(of):
-        weight, seen = of.module[0][0].weight, []
-        node = torch.autograd.graph.get_gradient_edge(weight).node
-        node.register_hook(lambda *_: seen.append(weight.grad.clone()))
-        of.loss(*BATCH).backward()
-        return seen
-
-    assert_alike(deep, program, placed(4))
-
-
-def test_a_hook_may_change_the_gradient(placed):
-    def program(of):
-        of.module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        of.loss(*BATCH).backward()
-
-    assert_alike(mlp, program, placed(3))
-
-
-def test_a_penalty_on_the_parameters_beside_the_loss(placed):
-    def program(of):
-        penalty = sum((p**2).sum() for p in of.module.parameters())
-        (of.loss(*BATCH) + penalty).backward()
-
-    assert_alike(deep, program, placed(4))
-
-
-def test_gradient_penalty(placed):
-    """``create_graph``: the gradient of a gradient, with respect to the parameters."""
-
-    def program(of):
-        loss = of.loss(*BATCH)
-        found = torch.autograd.grad(loss, list(of.module.parameters()), create_graph=True)
-        total = loss + sum((gradient**2).sum() for gradient in found)
-        total.backward()
-        return [total]
-
-    assert_alike(mlp, program, placed(3))
-
-
-def test_penalty_on_the_gradient_of_the_inputs(placed):
-    def program(of):
-        inputs = BATCH[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(of.outputs(inputs).sum(), inputs, create_graph=True)
-        (slope.norm(2, 1) - 1).pow(2).mean().backward()
-        return [inputs.grad]
-
-    assert_alike(mlp, program, placed(4))
-
-
-@pytest.mark.parametrize("leaf", [True, False])
-def test_inputs_get_their_gradient(placed, leaf):
-    def program(of):
-        inputs = BATCH[0].clone().requires_grad_()
-        of.loss(inputs if leaf else inputs.exp(), BATCH[1]).backward()
-        return [inputs.grad]
-
-    assert_alike(mlp, program, placed(4))
 
 
 def test_targets_may_be_another_network_s_output(placed):
@@ -194,28 +199,6 @@ def test_weights_that_another_network_computes(placed):
         return [made_of.grad]
 
     assert_alike(Hypernetwork, program, placed(3))
-
-
-def test_a_tensor_left_over_from_a_finished_graph(placed):
-    def program(of):
-        of.module.last = of.module[0].weight.exp()
-        of.module.last.sum().backward()
-        of.module.zero_grad()
-        of.loss(*BATCH).backward()
-
-    assert_alike(mlp, program, placed(3))
-
-
-def test_an_in_place_change_before_backward_is_an_error_as_always(placed):
-    def program(of):
-        loss = of.loss(*BATCH)
-        with torch.no_grad():
-            of.module[2].weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"modified.* inplace"):
-            loss.backward()
-        of.module.zero_grad()
-
-    assert_alike(mlp, program, placed(2))
 
 
 def test_a_backward_that_fails_leaves_gradients_alone_and_the_next_one_works(placed):

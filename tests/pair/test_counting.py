@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
+from helpers.models import CLASSES, FEATURES, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -91,35 +91,25 @@ def test_targets_without_rows_go_to_every_replica(placed, target):
 
 
 def test_several_outputs_reach_the_criterion_together(placed):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, inputs):
-            output = self.net(inputs)
-            return {"main": output, "side": [output * 2]}
+    model = build(lambda: Returns(lambda output, _: {"main": output, "side": [output * 2]}))
 
     def criterion(outputs, targets):
         side = cross_entropy(outputs["side"][0], targets)
         return cross_entropy(outputs["main"], targets) + 0.4 * side
 
-    assert_pair(build(Two), INPUTS, randint(CLASSES, 9), criterion, placed(4))
+    assert_pair(model, INPUTS, randint(CLASSES, 9), criterion, placed(4))
 
 
 def test_losses_that_the_module_computes(placed):
     """The outputs are 0-dim losses; the criterion picks them up."""
 
-    class Lossy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
+    class Lossy(nn.Linear):
         def forward(self, inputs, labels):
-            return {"loss": cross_entropy(self.net(inputs), labels)}
+            return {"loss": cross_entropy(super().forward(inputs), labels)}
 
     labels = randint(CLASSES, 9)
-    assert_pair(build(Lossy), (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4))
+    model = build(lambda: Lossy(FEATURES, CLASSES))
+    assert_pair(model, (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4))
 
 
 def test_more_outputs_than_before_are_no_problem():

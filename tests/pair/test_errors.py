@@ -11,7 +11,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import randint, randn
 from torch import nn
 
-from pair.common import Pair
+from pair.common import Shared
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
@@ -30,7 +30,7 @@ class Fails(nn.Module):
 
     def __init__(self, *rows):
         super().__init__()
-        self.rows, self.raised = {float(INPUTS[row, 0]): row for row in rows}, Raised()
+        self.rows, self.raised = {float(INPUTS[row, 0]): row for row in rows}, Shared()
 
     def forward(self, output, targets=None):
         if float(output.flatten()[0]) in self.rows:
@@ -39,13 +39,8 @@ class Fails(nn.Module):
 
     def fail(self):
         error = Unusual(42, "a reason")
-        self.raised.errors.append(error)
+        self.raised.found.append(error)
         raise error
-
-
-class Raised:
-    def __init__(self):
-        self.errors = []
 
 
 def run(part, module, device_ids):
@@ -62,79 +57,58 @@ def test_the_user_s_exception_object_traceback_and_a_note(placed, part, replicas
     devices = placed(replicas)
     with pytest.raises(Unusual) as caught:
         run(part, module, devices)
-    assert caught.value is module.raised.errors[0]
+    assert caught.value is module.raised.found[0]
     assert caught.value.code == 42
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-2:] == ["forward", "fail"]
     assert caught.value.__notes__[0].startswith(f"in replica {replica} on {devices[replica]}")
 
 
-def test_the_lowest_replica_s_error_and_a_note_of_the_others(placed):
+def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works(placed):
     module = Fails(3, 7)
+    model = DataParallelModel(module, placed(4))
     with pytest.raises(Unusual) as caught:
-        run("model", module, placed(4))
+        model(INPUTS)
     assert caught.value.__notes__[0].startswith("in replica 1 on ")
     assert len(caught.value.__notes__) == 1 or "replica 3 failed too" in caught.value.__notes__[1]
+    module.rows.clear()
+    assert len(model(INPUTS)) == 4
 
 
-def test_the_next_call_works(placed):
-    model = Fails(5)
-    pair = Pair(model, nn.L1Loss(), placed(4))
-    with pytest.raises(Unusual):
-        pair.model(INPUTS)
-    model.rows.clear()
-    assert len(pair.model(INPUTS)) == 4
+def no_tuple(name):
+    return rf"outputs must be the tuple that DataParallelModel returns, .* got {name}$"
 
 
-@pytest.mark.parametrize("given", [torch.zeros(9, CLASSES), {"a": torch.zeros(3)}, None])
-def test_outputs_that_are_no_tuple(placed, given):
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(3))
-    name = type(given).__name__
-    words = rf"outputs must be the tuple that DataParallelModel returns, .* got {name}$"
-    with pytest.raises(TypeError, match=words):
-        criterion(given, TARGETS)
+ROWS_DIFFER = r"output 1 has 2 rows along dim=0, but .* targets has 3: .*one\s+batch"
+MIXED = TARGETS, TARGETS[:8]
+WRONG = [  # what is made of four outputs, with which targets
+    (lambda o: o[:3], TARGETS, ValueError, "outputs have 3 shares, but 9 rows .* 4 devices make 4"),
+    (lambda o: o, TARGETS[:3], ValueError, "outputs have 4 shares, but 3 rows .* 4 devices make 3"),
+    (lambda o: (), TARGETS, ValueError, "outputs have 0 shares, but 9 rows"),
+    (lambda o: o, randint(CLASSES, 11), ValueError, ROWS_DIFFER),
+    (lambda o: o[::-1], TARGETS, ValueError, "output 0 has 2 rows .* its share .* has 3"),
+    (lambda o: o, MIXED, ValueError, "disagrees in its rows along dim=0: targets with 9 .* 8"),
+    (lambda o: o, TARGETS[:0], ValueError, "the batch is empty: targets with 0"),
+    (lambda o: torch.zeros(9, CLASSES), TARGETS, TypeError, no_tuple("Tensor")),
+    (lambda o: {"a": torch.zeros(3)}, TARGETS, TypeError, no_tuple("dict")),
+    (lambda o: None, TARGETS, TypeError, no_tuple("NoneType")),
+    (lambda o: (o[0], "text"), TARGETS, TypeError, "output 1 has no tensor in it: got str"),
+]
 
 
-def test_outputs_without_tensors(placed):
-    with pytest.raises(TypeError, match="output 1 has no tensor in it: got str"):
-        DataParallelCriterion(nn.L1Loss(), placed(2))((torch.zeros(2), "text"), torch.zeros(3))
+@pytest.mark.parametrize(("change", "targets", "error", "words"), WRONG)
+def test_outputs_and_targets_that_do_not_belong_together(placed, change, targets, error, words):
+    outputs = change(DataParallelModel(mlp(), placed(4))(INPUTS))
+    with pytest.raises(error, match=words):
+        DataParallelCriterion(nn.CrossEntropyLoss(), placed(4))(outputs, targets)
 
 
-def test_another_number_of_shares(placed):
-    outputs = DataParallelModel(mlp(), placed(4))(INPUTS)
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(4))
-    with pytest.raises(ValueError, match=r"outputs have 3 shares, but 9 rows .* 4 devices make 4"):
-        criterion(outputs[:3], TARGETS)
-    with pytest.raises(ValueError, match=r"outputs have 4 shares, but 3 rows .* 4 devices make 3"):
-        criterion(outputs, TARGETS[:3])
-    with pytest.raises(ValueError, match="outputs have 0 shares, but 9 rows"):
-        criterion((), TARGETS)
+def test_a_criterion_without_devices_goes_by_the_outputs():
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match=r"outputs have 0 shares.* 0 devices make 0"):
-        DataParallelCriterion(nn.CrossEntropyLoss())((), TARGETS)
-
-
-def test_another_number_of_rows(placed):
-    outputs = DataParallelModel(mlp(), placed(4))(INPUTS)
-    for criterion in (
-        DataParallelCriterion(nn.CrossEntropyLoss(), placed(4)),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-    ):
-        with pytest.raises(
-            ValueError,
-            match=r"output 1 has 2 rows along dim=0, but .* targets has 3: .*one\s+batch",
-        ):
-            criterion(outputs, randint(CLASSES, 11))
-        with pytest.raises(ValueError, match=r"output 0 has 2 rows .* its share .* has 3"):
-            criterion(outputs[::-1], TARGETS)
-
-
-def test_targets_that_disagree_or_are_empty(placed):
-    outputs = DataParallelModel(mlp(), placed(2))(INPUTS)
-    criterion = DataParallelCriterion(lambda o, t: o.mean(), placed(2))
-    with pytest.raises(ValueError, match=r"disagrees in its rows along dim=0: targets with 9 .* 8"):
-        criterion(outputs, (TARGETS, TARGETS[:8]))
-    with pytest.raises(ValueError, match=r"the batch is empty: targets with 0"):
-        criterion(outputs, TARGETS[:0])
+        criterion((), TARGETS)
+    with pytest.raises(ValueError, match=ROWS_DIFFER):
+        criterion(DataParallelModel(mlp(), ["cpu"] * 4)(INPUTS), randint(CLASSES, 11))
 
 
 def test_outputs_on_another_device_than_device_ids():
@@ -150,54 +124,53 @@ def test_inputs_without_rows_or_that_disagree(placed):
         model(INPUTS[:0])
     with pytest.raises(ValueError, match=r"disagrees in its rows .* keyword inputs with 4"):
         model(INPUTS, mask=torch.zeros(4))
-    with pytest.raises(ValueError, match="the batch has no tensor with rows"):
-        model(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="the batch has no tensor with rows"):
-        model()
+    for inputs in ((), (torch.tensor(1.0),)):
+        with pytest.raises(ValueError, match="the batch has no tensor with rows"):
+            model(*inputs)
+    with pytest.raises(RuntimeError, match="uninitialised lazy parameter, 'weight': call the"):
+        DataParallelModel(nn.LazyLinear(3), placed(2))(INPUTS)
 
 
-@pytest.mark.parametrize(
-    ("criterion", "error", "words"),
-    [
-        (nn.CrossEntropyLoss(reduction="none"), ValueError, r'reduction="none" gives one loss per'),
-        (lambda o, t: o, ValueError, r"the criterion must give a 0-dim loss, got shape \(\d, 4\)"),
-        (lambda o, t: o.mean() * 1j, ValueError, r"must give a real loss, got torch.complex128"),
-        (lambda o, t: 1.0, TypeError, r"the criterion must give the loss as a 0-dim .* got float"),
-    ],
-)
-def test_losses_that_are_none(placed, criterion, error, words):
+CROSS = nn.CrossEntropyLoss()
+LOSSES = [
+    (nn.CrossEntropyLoss(reduction="none"), {}, ValueError, 'reduction="none" gives one loss per'),
+    (lambda o, t: o, {}, ValueError, r"the criterion must give a 0-dim loss, got shape \(\d, 4\)"),
+    (lambda o, t: o.mean() * 1j, {}, ValueError, "must give a real loss, got torch.complex128"),
+    (lambda o, t: 1.0, {}, TypeError, "the criterion must give the loss as a 0-dim .* got float"),
+    (CROSS, {"reduction": "median"}, ValueError, "reduction must be"),
+    (CROSS, {"count": lambda o, t: "many"}, TypeError, "count must return a number or a 0-dim te"),
+    (CROSS, {"count": lambda o, t: -1}, ValueError, "not negative"),
+    (CROSS, {"count": 3}, TypeError, "count must be callable, got 3"),
+]
+
+
+@pytest.mark.parametrize(("criterion", "options", "error", "words"), LOSSES)
+def test_losses_reductions_and_counts_that_are_none(placed, criterion, options, error, words):
     outputs = DataParallelModel(mlp(), placed(3))(INPUTS)
     with pytest.raises(error, match=words):
-        DataParallelCriterion(criterion, placed(3))(outputs, TARGETS)
+        DataParallelCriterion(criterion, placed(3))(outputs, TARGETS, **options)
 
 
-def test_unknown_reductions_and_counts(placed):
-    outputs = DataParallelModel(mlp(), placed(3))(INPUTS)
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), placed(3))
-    with pytest.raises(ValueError, match="reduction must be"):
-        criterion(outputs, TARGETS, reduction="median")
-    with pytest.raises(TypeError, match="count must return a number or a 0-dim tensor"):
-        criterion(outputs, TARGETS, count=lambda o, t: "many")
-    with pytest.raises(ValueError, match="not negative"):
-        criterion(outputs, TARGETS, count=lambda o, t: -1)
-    with pytest.raises(TypeError, match="count must be callable, got 3"):
-        criterion(outputs, TARGETS, count=3)
+ELSEWHERE = nn.Sequential(mlp(), nn.Linear(2, 2, device="meta"))
+CONSTRUCTED = [
+    (DataParallelModel, (lambda x: x,), TypeError, "module must be an nn.Module, got function"),
+    (DataParallelCriterion, ("mse",), TypeError, "criterion must be callable, got 'mse'"),
+    (
+        DataParallelCriterion,
+        (nn.MSELoss,),
+        TypeError,
+        "is the class MSELoss; pass an instance, MSE",
+    ),
+    (DataParallelModel, (mlp(), "cpu"), TypeError, "device_ids must be a list"),
+    (DataParallelCriterion, (nn.MSELoss(), []), ValueError, "device_ids is empty"),
+    (DataParallelModel, (ELSEWHERE, ["cpu"]), ValueError, "its parameter '1.weight' is on meta"),
+]
 
 
-def test_constructors():
-    with pytest.raises(TypeError, match=r"module must be an nn.Module, got function"):
-        DataParallelModel(lambda x: x)
-    with pytest.raises(TypeError, match="criterion must be callable, got 'mse'"):
-        DataParallelCriterion("mse")
-    with pytest.raises(TypeError, match="criterion is the class MSELoss; pass an instance, MSE"):
-        DataParallelCriterion(nn.MSELoss)
-    with pytest.raises(TypeError, match="device_ids must be a list"):
-        DataParallelModel(mlp(), "cpu")
-    with pytest.raises(ValueError, match="device_ids is empty"):
-        DataParallelCriterion(nn.MSELoss(), [])
-    model = nn.Sequential(mlp(), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match=r"its parameter '1.weight' is on meta"):
-        DataParallelModel(model, ["cpu"])
+@pytest.mark.parametrize(("kind", "given", "error", "words"), CONSTRUCTED)
+def test_constructors(kind, given, error, words):
+    with pytest.raises(error, match=words):
+        kind(*given)
 
 
 @pytest.mark.parametrize("wrapper", [DataParallelModel, ScatterOnceParallel])
@@ -239,10 +212,7 @@ def test_a_call_from_another_thread_meanwhile(placed):
 
     pair = DataParallelModel(Waits(), placed(2))
 
-    def first():
-        found.append(pair(INPUTS))
-
-    thread = threading.Thread(target=first)
+    thread = threading.Thread(target=lambda: found.append(pair(INPUTS)))
     thread.start()
     assert inside.wait(120)
     with pytest.raises(RuntimeError, match="nor from a second thread"):
@@ -250,9 +220,3 @@ def test_a_call_from_another_thread_meanwhile(placed):
     done.set()
     thread.join()
     assert len(found[0]) == 2
-
-
-def test_a_lazy_module_that_was_never_called(placed):
-    model = DataParallelModel(nn.LazyLinear(3), placed(2))
-    with pytest.raises(RuntimeError, match="uninitialised lazy parameter, 'weight': call the"):
-        model(INPUTS)

@@ -92,10 +92,13 @@ def test_as_a_child_of_another_module(devices, wrapper, make):
 
     bare, nested = parent(make(seed=1)), parent(wrapper(make(), device_ids=devices(2)))
     assert list(nested.state_dict()) == list(bare.state_dict())
-    for state in (bare.state_dict(), nested.state_dict()):
-        load(nested, state)
-    assert same(nested.state_dict(), bare.state_dict())
-    load(bare, nested.state_dict())
+    # One that was saved with ``nn.DataParallel`` there has keys ``backbone.module.…``.
+    for saved in (bare, parent(nn.DataParallel(make(seed=1)))):
+        nested["backbone"].module.load_state_dict(make(seed=2).state_dict())
+        load(nested, saved.state_dict())
+        assert same(nested.state_dict(), bare.state_dict())
+    for module in (nested, bare):
+        load(module, nested.state_dict())
 
 
 @each_wrapper

@@ -212,9 +212,11 @@ def test_of_a_step_that_fails_and_of_a_check_they_keep_nothing(devices, net, see
         with pytest.raises(ValueError, match="boom"):
             engine.forward_backward(INPUTS, TARGETS, failing)
         assert engine.check(INPUTS, TARGETS, loss).passed
-    kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
-    assert kept == (before and [before])
-    assert seen == []
+        kept = None if net.weight.grad is None else net.weight.grad.unique().tolist()
+        assert kept == (before and [before])
+        assert seen == []
+        engine.forward_backward(INPUTS, TARGETS, loss)
+        assert len(seen) == 1, "the user's hook is there, and runs once"
 
 
 class OutOfMemory(nn.Linear):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,48 +40,6 @@ def pairs(outputs, _):
     """A loss of all pairs of rows: no micro-batch's is any part of it."""
     z = normalize(outputs, dim=1)
     return (z @ z.T).exp().mean().log() + outputs.square().mean()
-
-
-def program(module, plan, inputs, targets, criterion):
-    """What the engine computes, in plain torch: forward in micro-batches, join, criterion, back.
-
-    Every share starts from the state that the module has now. The twin, after its backward, and
-    with the state that the first share left.
-    """
-    twin = copy.deepcopy(module)
-    twin.zero_grad()
-    start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-    pieces, rows, end = [], [], {}
-    for share in plan.shares:
-        set_buffers(twin, start)
-        vars(twin).update(calls=getattr(module, "calls", None))
-        for low, high in share.micro_batches:
-            pieces.append(twin(inputs[low:high]))
-            rows.append(high - low)
-        if share.replica == 0:
-            end = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-    loss = criterion(join_rows(pieces, 0, rows), targets)
-    loss.backward()
-    set_buffers(twin, end)
-    return loss.detach(), twin
-
-
-def set_buffers(module, values):
-    for name, value in values.items():
-        path, _, last = name.rpartition(".")
-        module.get_submodule(path)._buffers[last] = value.clone()
-
-
-def assert_program(engine, inputs, targets=None, criterion=pairs):
-    """One step is that program: the loss, every gradient, every buffer."""
-    model = engine.module
-    model.zero_grad()
-    expected, twin = program(model, engine.plan(len(inputs)), inputs, targets, criterion)
-    loss = engine.forward_backward(inputs, targets, criterion, whole_batch=True)
-    assert_close(loss, expected, "loss")
-    assert_gradients(model, gradients(twin))
-    for name, buffer in twin.named_buffers():
-        assert_close(dict(model.named_buffers())[name].double(), buffer.double(), name)
 
 
 @pairwise(loss=LOSSES, replicas=[1, 2, 4], accum=[1, 3, 16])
@@ -184,16 +143,18 @@ def noisy():
 
 @pytest.mark.draws
 def test_one_replica_draws_what_a_plain_loop_draws():
-    with ScatterOnceParallel(noisy(), 3, ["cpu"]) as engine:
+    model, twin, inputs = noisy(), noisy(), randn(11, 5)
+    with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
         torch.manual_seed(5)
-        before = torch.get_rng_state()
-        expected, twin = program(engine.module, engine.plan(11), randn(11, 5), None, pairs)
+        loss = engine.forward_backward(inputs, None, pairs, whole_batch=True)
         after = torch.get_rng_state()
-        torch.set_rng_state(before)
-        loss = engine.forward_backward(randn(11, 5), None, pairs, whole_batch=True)
-        assert_close(loss, expected, "loss")
-        assert_gradients(engine.module, gradients(twin))
-        assert torch.equal(torch.get_rng_state(), after)
+        torch.manual_seed(5)
+        cuts = engine.last_step.plan.shares[0].micro_batches
+    expected = pairs(torch.cat([twin(inputs[start:stop]) for start, stop in cuts]), None)
+    expected.backward()
+    assert_close(loss, expected.detach(), "loss")
+    assert_gradients(model, gradients(twin))
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 @pytest.mark.draws
@@ -303,35 +264,6 @@ class Counted(nn.Module):
         return outputs + self.seen
 
 
-STATEFUL = {
-    "batch norm": lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh()),
-    "spectral norm": lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh()),
-    "counters": Counted,
-}
-
-
-@pytest.mark.draws
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_state_moves_once_and_is_the_same_in_both_passes(devices, kind, replicas, accum):
-    with ScatterOnceParallel(build(STATEFUL[kind]), accum, devices(replicas)) as engine:
-        for step in range(2):
-            assert_program(engine, randn(19, FEATURES, seed=step))
-
-
-def test_mean_buffers_are_those_of_an_ordinary_step(devices):
-    found = []
-    for whole in (True, False):
-        model = build(STATEFUL["batch norm"])
-        with ScatterOnceParallel(model, 3, devices(3), buffers="mean", verify=False) as engine:
-            engine.forward_backward(randn(19, FEATURES), None, pairs, whole_batch=whole)
-        found.append(model[1])
-    # Two passes work on copies of the rows: they lie elsewhere, and kernels round by that.
-    assert_close(found[0].running_var, found[1].running_var, "variance")
-    assert_close(found[0].running_mean, found[1].running_mean, "mean")
-
-
 class Queued(nn.Module):
     """A criterion that is a method of the model, and writes to a buffer of the model's."""
 
@@ -351,26 +283,41 @@ class Queued(nn.Module):
         return cross_entropy(logits, torch.arange(len(outputs)))
 
 
-def test_a_criterion_that_belongs_to_the_model(devices):
-    model = build(Queued)
-    with ScatterOnceParallel(model, 3, devices(2)) as engine:
-        for step in range(2):
-            inputs = randn(13, FEATURES, seed=step)
-            model.zero_grad()
-            twin = copy.deepcopy(model)
-            pieces, start = [], dict(twin.norm.named_buffers())
-            for share in engine.plan(13).shares:
-                set_buffers(twin.norm, start)
-                pieces += [twin(inputs[low:high]) for low, high in share.micro_batches]
-                if share.replica == 0:
-                    end = {name: buffer.clone() for name, buffer in twin.norm.named_buffers()}
-            twin.loss(torch.cat(pieces), None).backward()
-            engine.forward_backward(inputs, None, model.loss, whole_batch=True)
-            assert_gradients(model, gradients(twin))
-            assert_close(model.queue, twin.queue, "queue")
-            for name, buffer in end.items():
-                found = dict(model.norm.named_buffers())[name]
-                assert_close(found.double(), buffer.double(), name)
+def normed():
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+
+def stateful(make, criterion=lambda _: pairs):
+    return Case(make, (randn(19, FEATURES), None), criterion, by_share=True)
+
+
+STATEFUL = {
+    "batch norm": stateful(normed),
+    "spectral norm": stateful(
+        lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh())
+    ),
+    "counters": stateful(Counted),
+    "a criterion that belongs to the model": stateful(Queued, lambda model: model.loss),
+}
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_state_moves_once_and_is_the_same_in_both_passes(devices, kind, replicas, accum):
+    agree(replace(STATEFUL[kind], accum=accum), "whole batch", devices(replicas))
+
+
+def test_mean_buffers_are_those_of_an_ordinary_step(devices):
+    found = []
+    for whole in (True, False):
+        model = build(normed)
+        with ScatterOnceParallel(model, 3, devices(3), buffers="mean", verify=False) as engine:
+            engine.forward_backward(randn(19, FEATURES), None, pairs, whole_batch=whole)
+        found.append(model[1])
+    # Two passes work on copies of the rows: they lie elsewhere, and kernels round by that.
+    assert_close(found[0].running_var, found[1].running_var, "variance")
+    assert_close(found[0].running_mean, found[1].running_mean, "mean")
 
 
 class Tempered(nn.Module):

@@ -75,6 +75,17 @@ class WritesWithTheLastRow(Writer):
         return (inputs == ROWS[-1]).all(1).any()
 
 
+class WritesTheSecondTime(Writer):
+    """Of two passes this is in the second alone."""
+
+    seen: set = set()  # noqa: RUF012 - shared by the replicas
+
+    def writes(self, inputs):
+        known = set(inputs[:, 0].tolist()) <= self.seen
+        self.seen.update(inputs[:, 0].tolist())
+        return known
+
+
 class FunctionalTable(nn.Module):
     """torch renormalises what is looked up, and no attribute says so."""
 
@@ -155,6 +166,20 @@ def test_it_is_refused_every_time(devices, way, case, replicas):
         for _ in range(2):
             with refused(name, model):
                 run(inputs)
+
+
+@pytest.mark.parametrize("write", [clip, exchange, decay])
+def test_a_write_in_the_second_pass_alone_is_told_and_adds_no_gradient(devices, write):
+    """What is written elsewhere leaves nothing behind, and only the outputs tell."""
+    how = "the second forward pass gave other" if write is exchange else "parameter 'head.weight'"
+    model = build(lambda: WritesTheSecondTime(write))
+    before = capture(model)
+    with by_engine(model, devices(2), whole_batch=True) as run:
+        WritesTheSecondTime.seen.clear()
+        with pytest.raises((ValueError, RuntimeError), match=how):
+            run(ROWS)
+    written = set() if write is exchange else {"head._parameters['weight']"}
+    assert set(differences(before, capture(model))) <= written
 
 
 @pytest.mark.parametrize("case", MODELS)

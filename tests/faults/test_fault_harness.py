@@ -50,24 +50,23 @@ def test_an_honest_engine_passes(bench):
     assert bench.good_step(PLACE, True) == []
 
 
-def test_buffers_committed_first(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: engine.module.norm.running_mean.add_(1))
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: norm._buffers['running_mean']"]
+def exchange(engine):
+    engine.module.leave.bias.grad = engine.module.leave.bias.grad.clone()
 
 
-def test_gradients_committed_first(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: engine.module.leave.bias.grad.add_(1))
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: leave.bias.grad"]
+CHANGES = {
+    "norm._buffers['running_mean']": lambda engine: engine.module.norm.running_mean.add_(1),
+    "leave.bias.grad": lambda engine: engine.module.leave.bias.grad.add_(1),
+    "leave.bias.grad (another object)": exchange,
+    "torch's generator": lambda engine: torch.rand(()),
+    "root.calls (another object)": lambda engine: setattr(engine.module, "calls", 99),
+}
 
 
-def test_a_gradient_exchanged_for_its_copy(bench, monkeypatch):
-    def exchange(engine):
-        engine.module.leave.bias.grad = engine.module.leave.bias.grad.clone()
-
-    sabotage(monkeypatch, exchange)
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == [
-        "changed: leave.bias.grad (another object)"
-    ]
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_failed_step_changes_is_named(bench, monkeypatch, what):
+    sabotage(monkeypatch, CHANGES[what])
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == [f"changed: {what}"]
 
 
 def test_a_gradient_from_nothing(bench, monkeypatch):
@@ -78,16 +77,6 @@ def test_a_gradient_from_nothing(bench, monkeypatch):
     assert "changed: unused.bias.grad (another object)" in bench.bad_step(
         PLACE, "ValueError", **LAST
     )
-
-
-def test_random_numbers_drawn(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: torch.rand(()))
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: torch's generator"]
-
-
-def test_an_attribute_moved(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: setattr(engine.module, "calls", 99))
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: root.calls (another object)"]
 
 
 def test_a_hook_left_behind(bench, monkeypatch):
@@ -105,26 +94,30 @@ def test_a_global_left_behind(bench, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_another_error(bench, monkeypatch):
-    sabotage(monkeypatch, after=lambda engine, error: type(error)(*error.args))
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["another error: ValueError"]
+def another(engine, error):
+    return type(error)(*error.args)
 
 
-def test_a_traceback_lost(bench, monkeypatch):
-    def cut(engine, error):
-        raise error.with_traceback(None)
-
-    sabotage(monkeypatch, after=cut)
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["the traceback ends in cut"]
+def cut(engine, error):
+    raise error.with_traceback(None)
 
 
-def test_a_note_lost(bench, monkeypatch):
-    def forget(engine, error):
-        error.__notes__.clear()
-        return error
+def forget(engine, error):
+    error.__notes__.clear()
+    return error
 
-    sabotage(monkeypatch, after=forget)
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["notes: []"]
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (another, "another error: ValueError"),
+        (cut, "the traceback ends in cut"),
+        (forget, "notes: []"),
+    ],
+)
+def test_what_becomes_of_the_error_is_said(bench, monkeypatch, after, words):
+    sabotage(monkeypatch, after=after)
+    assert bench.bad_step(PLACE, "ValueError", **LAST) == [words]
 
 
 def test_activations_kept(bench, monkeypatch):

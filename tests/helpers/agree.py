@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.models import CLASSES, FEATURES
-from helpers.oracle import RELATIVE, assert_close, build, call, randint, randn, seeded
+from helpers.oracle import RELATIVE, assert_close, build, call, loss_of, randint, randn, seeded
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.plan import Plan, make_plan
+from scatterpar.plan import Plan, Share, make_plan
 from scatterpar.step import nested
 
 BATCH = randn(9, FEATURES), randint(CLASSES, 9)
@@ -36,11 +36,12 @@ class Case:
     Attributes:
         model: makes the module, the same one each time.
         batch: inputs and targets.
-        criterion: makes the criterion for a module.
+        criterion: makes the criterion for a module; ``None`` where that computes the loss.
         changes: what a user does to the module before the second step, the third, …
         accum: sub-steps. A model that reads what its forward pass has written takes 1: plain torch
             runs one.
-        by_share: each micro-batch is normalised on its own, so plain torch takes them in turn.
+        by_share: each micro-batch is normalised on its own, or changes the state that the next one
+            finds, so plain torch takes them in turn, and begins each share with the same state.
         relative: how far rounding may go.
         keep_dtypes: the parameters stay in the dtypes that ``model`` gives them, not float64.
         options: further ones of ``forward_backward``, or of the pair's criterion.
@@ -140,9 +141,19 @@ def agree(case: Case, runner: str, devices: list[str], group: Any = None) -> lis
                 for one in (module, twin, first):
                     case.changes[number - 1](one)
             children = list(module.modules())
-            expected = _plain_step(case, twin, plain_criterion, plan(case.count))
-            for start, stop in plan(parts[0][1]).shares[0].micro_batches:
-                call(first, case.rows(start, stop)[0])
+            start = buffers_of(first)
+            outputs_of(case, first, plan(parts[0][1]).shares[0])
+            if case.by_share:
+                shares = plan(case.count).shares
+                pieces = [each for share in shares for each in outputs_of(case, twin, share, start)]
+                put_buffers(twin, buffers_of(first))
+            else:
+                pieces = [(0, case.count, call(twin, case.rows(0, case.count)[0]))]
+            if runner == "whole batch":
+                pieces = [(0, case.count, _joined(pieces))]
+            expected = _plain_step(case, twin, pieces, plain_criterion)
+            if case.by_share:  # to which the criterion may have written
+                put_buffers(first, buffers_of(twin))
             loss = step()
             assert_close(loss, expected, "loss", case.relative)
             assert not loss.requires_grad
@@ -172,14 +183,46 @@ def _agree_in_inference(case: Case, devices: list[str]) -> None:
             assert_close(call(engine, inputs), call(twin, inputs), "output", case.relative)
 
 
-def _plain_step(case: Case, twin: Any, criterion: Any, plan: Plan) -> Tensor:
-    spans = [(0, plan.rows)]
-    if case.by_share:
-        spans = [span for share in plan.shares for span in share.micro_batches]
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of them, by name."""
+    owners = [(f"{path}.".lstrip("."), owner) for path, owner in module.named_modules()]
+    found = {prefix + name: b for prefix, one in owners for name, b in one._buffers.items()}
+    return {name: None if b is None else b.detach().clone() for name, b in found.items()}
+
+
+def put_buffers(module: nn.Module, values: dict[str, Tensor | None]) -> None:
+    """Rebind them to copies: what a graph has saved is not written."""
+    for name, value in values.items():
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path)._buffers[last] = None if value is None else value.clone()
+
+
+def outputs_of(
+    case: Case, module: nn.Module, share: Share, start: dict[str, Tensor | None] | None = None
+) -> list[tuple[int, int, Any]]:
+    """Start, stop and output of each micro-batch of a share, from these buffers on.
+
+    Attributes that a forward pass rebinds are what they were afterwards: replicas have their own.
+    """
+    put_buffers(module, start or {})
+    attributes = [(one, dict(vars(one))) for one in module.modules()]
+    found = [(*span, call(module, case.rows(*span)[0])) for span in share.micro_batches]
+    for one, own in attributes:
+        vars(one).update(own)
+    return found
+
+
+def _joined(pieces: list[tuple[int, int, Any]]) -> Any:
+    starts, stops, outputs = zip(*pieces, strict=True)
+    rows = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    return nested.join_rows(list(outputs), 0, rows) if len(rows) > 1 else outputs[0]
+
+
+def _plain_step(case: Case, twin: Any, pieces: Any, criterion: Any) -> Tensor:
     total = 0
-    for start, stop in spans:
-        inputs, targets = case.rows(start, stop)
-        total += criterion(call(twin, inputs), targets) * ((stop - start) / plan.rows)
+    for start, stop, output in pieces:
+        loss = loss_of(output, case.rows(start, stop)[1], criterion)
+        total += loss * ((stop - start) / case.count)
     before = [(tensor, tensor.grad) for _, tensor in _trained(twin)]
     for tensor, _ in before:
         tensor.grad = None

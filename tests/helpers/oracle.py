@@ -59,13 +59,16 @@ def whole_batch(
     """The loss and the gradients of one whole-batch backward through a copy of ``module``."""
     twin = copy.deepcopy(module)
     twin.zero_grad()
-    output = call(twin, inputs)
-    if criterion is not None:
-        loss = criterion(output, targets)
-    else:
-        loss = output if isinstance(output, Tensor) else output["loss"]
+    loss = loss_of(call(twin, inputs), targets, criterion)
     loss.backward()
     return loss.detach(), gradients(twin)
+
+
+def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | None) -> Any:
+    """The criterion's; without one, what the module has computed."""
+    if criterion is not None:
+        return criterion(output, targets)
+    return output if isinstance(output, Tensor) else output["loss"]
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, relative: float = RELATIVE) -> None:

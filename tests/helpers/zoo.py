@@ -815,7 +815,7 @@ class Head(nn.Module):
 # --- all of them ---
 
 ONCE = {"accum": 1}  # it reads what its forward pass has written
-BY_SHARE = {"by_share": True, "unless": ("whole batch",)}
+BY_SHARE = {"by_share": True, "accum": 1}
 TOKENS = randint(11, 9, 3), randint(CLASSES, 9, 3)
 
 MODELS = {
@@ -926,10 +926,8 @@ CASES = {
     "a penalty, and an optimizer in the backward pass": Case(
         trained_in_backward, criterion=penalised, keep_dtypes=True, unless=("pair",)
     ),
-    "batch norm": Case(
-        lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), accum=1, **BY_SHARE
-    ),
-    "batch norm with another forward": Case(with_another_forward, accum=1, **BY_SHARE),
+    "batch norm": Case(lambda: nn.Sequential(linear(), nn.BatchNorm1d(CLASSES)), **BY_SHARE),
+    "batch norm with another forward": Case(with_another_forward, **BY_SHARE),
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(Rebinds),

@@ -20,13 +20,9 @@ def normalised():
     return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
 
 
-def norm():
-    return build(normalised)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_running_statistics_without_grad(placed, mode):
-    model, twin = norm(), norm()
+    model, twin = build(normalised), build(normalised)
     with mode():
         DataParallelModel(model, placed(4))(INPUTS)
         twin(INPUTS[:3])
@@ -35,7 +31,7 @@ def test_running_statistics_without_grad(placed, mode):
 
 def test_no_change_in_eval(placed):
     """Nor are they written with what they had: a graph of the user's own may need them."""
-    model = norm().eval()
+    model = build(normalised).eval()
     before = copy.deepcopy(model.state_dict())
     loss = model(INPUTS).square().sum()
     DataParallelModel(model, placed(4))(INPUTS)
@@ -44,7 +40,7 @@ def test_no_change_in_eval(placed):
 
 
 def test_a_layer_left_in_training_inside_a_model_in_eval(placed):
-    model = norm().eval()
+    model = build(normalised).eval()
     model[1].train()
     DataParallelModel(model, placed(4))(INPUTS)
     assert model[1].num_batches_tracked == 1
@@ -78,18 +74,14 @@ def test_buffers_of_the_criterion(placed):
 
 
 def test_a_failed_forward_leaves_them_as_they_were(placed):
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(FEATURES).double()
-
+    class Fails(nn.BatchNorm1d):
         def forward(self, inputs):
-            output = self.norm(inputs)
+            output = super().forward(inputs)
             if inputs[0, 0] == INPUTS[-2, 0]:
                 raise ArithmeticError("no")
             return output
 
-    model = Fails()
+    model = build(lambda: Fails(FEATURES))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ArithmeticError):
         DataParallelModel(model, placed(4))(INPUTS)

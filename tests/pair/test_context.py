@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.freed import in_time
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, randint, randn
+from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 
 from pair.common import Pair, Shared, assert_alike
@@ -129,18 +129,13 @@ def test_nothing_of_a_forward_survives_its_outputs(placed):
     """Replicas are not kept, and go with the graph, without waiting for the collector."""
     alive = []
 
-    class Remembers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
+    class Remembers(nn.Linear):
         def forward(self, inputs):
-            alive.append(weakref.ref(self))
-            output = self.net(inputs)
-            alive.append(weakref.ref(output))
+            output = super().forward(inputs)
+            alive.extend(map(weakref.ref, (self, output)))
             return output
 
-    pair = Pair(Remembers(), nn.CrossEntropyLoss(), placed(3))
+    pair = Pair(build(lambda: Remembers(FEATURES, CLASSES)), nn.CrossEntropyLoss(), placed(3))
     gc.collect()
     gc.disable()
     try:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, randint, randn
+from helpers.models import CLASSES, FEATURES, Returns, mlp
+from helpers.oracle import assert_close, build, randint, randn
 from torch import Tensor, nn
 
 from pair.common import Pair, assert_alike
@@ -19,19 +19,9 @@ from scatterpar import DataParallelCriterion, DataParallelModel, gather
 INPUTS = randn(9, FEATURES)
 
 
-class Returns(nn.Module):
-    """An MLP that packs its logits in some way."""
-
-    def __init__(self, pack):
-        super().__init__()
-        self.net, self.pack = mlp(), pack
-
-    def forward(self, inputs):
-        return self.pack(self.net(inputs))
-
-
 def run(pack: Any, device_ids: list[str], rows: int = 9):
-    model = Returns(pack)
+    """The outputs of a model that packs its logits in some way, by the pair and as they are."""
+    model = build(lambda: Returns(lambda logits, _: pack(logits)))
     return DataParallelModel(model, device_ids)(INPUTS[:rows]), model(INPUTS[:rows])
 
 
@@ -79,18 +69,14 @@ def test_model_outputs_of_transformers(placed):
 
 
 def test_keyword_inputs_and_parts_without_rows(placed):
-    class Call(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
+    class Call(nn.Linear):
         def forward(self, inputs, *, scale, extra, flag, options):
             assert flag is True
             assert scale.ndim == 0
-            output = self.net(inputs) * scale + extra["deep"][0] * options["factor"]
+            output = super().forward(inputs) * scale + extra["deep"][0] * options["factor"]
             return output, len(inputs)
 
-    model = Call()
+    model = build(lambda: Call(FEATURES, CLASSES))
     call = {
         "scale": torch.tensor(2.0).double(),
         "extra": {"deep": [randn(9, CLASSES)]},
@@ -127,15 +113,11 @@ def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):
 
 @pytest.mark.parametrize("dim", [1, -1])
 def test_rows_along_another_dimension(placed, dim):
-    class Columns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
+    class Columns(nn.Linear):
         def forward(self, inputs):
-            return self.net(inputs.T).T
+            return super().forward(inputs.T).T
 
-    model = Columns()
+    model = build(lambda: Columns(FEATURES, CLASSES))
     inputs, targets = INPUTS.T.contiguous(), randn(CLASSES, 9, seed=4)
     expected = model(inputs)
     outputs = DataParallelModel(model, placed(4), dim)(inputs)
@@ -156,7 +138,7 @@ def test_gather_to_a_device_and_back_to_the_parameters(placed, device):
     assert_alike(mlp, program, placed(4))
 
 
-def test_gather_averages_what_has_no_rows():
+def test_gather_of_lists_along_any_dimension_and_of_what_has_no_rows():
     mixed = tuple({"y": torch.ones(n, 2), "loss": torch.tensor(float(n))} for n in (3, 1))
     assert gather(mixed, "cpu")["loss"] == 2.5
     numbers = tuple(torch.tensor(float(n), requires_grad=True) for n in (3, 1))
@@ -164,14 +146,10 @@ def test_gather_averages_what_has_no_rows():
     mean.backward()
     assert mean == 2.0
     assert [number.grad for number in numbers] == [0.5, 0.5]
-    assert (
-        gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1).tolist() == [[1, 1, 1, 0]] * 2
-    )
+    columns = gather((torch.ones(2, 3), torch.zeros(2, 1)), "cpu", dim=1)
+    assert columns.tolist() == [[1, 1, 1, 0]] * 2
     deep = tuple({"row": torch.ones(4), "y": torch.ones(2, n)} for n in (3, 1))
     assert gather([entry["y"] for entry in deep], "cpu", dim=-1).shape == (2, 4)
-
-
-def test_gather_of_a_list():
     assert gather([torch.zeros(2), torch.ones(1)], "cpu").tolist() == [0, 0, 1]
 
 

@@ -27,6 +27,8 @@ from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
+HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
+
 
 class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
@@ -56,6 +58,7 @@ for _why, _names in {
     "to capture sub-steps": "_foreach_zero_",
     "to see what was written": "Tensor._version",
     "to see who keeps a parameter's node": "Tensor._use_count",
+    "to see which dictionaries were written": "_C._dynamo.guards.dict_version",
     "to make replicas": "nn.Module._replicate_for_data_parallel",
     "to step": "optim.Optimizer.profile_hook_step",
     "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
@@ -122,19 +125,37 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+_USE_COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
+_BEFORE = attrgetter("_backward_hooks")
+_AFTER = attrgetter("_post_accumulate_grad_hooks")
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether hooks run after the gradient of a leaf was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
-def is_observed(leaf: Tensor) -> bool:
-    """Whether anything may run when a leaf gets its gradient, on the leaf or on a node of a graph.
+def are_observed(leaves: Sequence[Tensor]) -> bool:
+    """Whether anything may run when leaves get gradients, on one of them or on a node of a graph.
 
     A node that accumulates its gradient may have hooks; it refers to the leaf, and ends when nobody
     keeps it.
     """
-    references: int = leaf._use_count()  # type: ignore[attr-defined]  # torch's stubs lack it
-    return references > 1 or bool(leaf._backward_hooks) or has_gradient_hooks(leaf)
+    return (
+        max(map(_USE_COUNT, leaves), default=0) > 1
+        or any(map(_BEFORE, leaves))
+        or any(map(_AFTER, leaves))
+    )
+
+
+def writes_of(dicts: Iterable[dict[Any, Any]]) -> list[object]:
+    """Of each dictionary that is not empty something that is another one after each write.
+
+    torch's compiler asks so. Where no lock keeps threads from writing at once, it cannot be asked.
+    """
+    if not HAS_LOCK:
+        return [object() for _ in dicts]
+    return list(map(torch._C._dynamo.guards.dict_version, dicts))
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

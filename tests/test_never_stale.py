@@ -330,6 +330,30 @@ def hook(module):
     module.handle = module[0].register_forward_hook(lambda module, args, output: output * 2)
 
 
+def hooks(module):
+    for factor, shift in ((2, 1), (3, 5)):
+        module[0].register_forward_hook(lambda m, args, output, f=factor, s=shift: output * f + s)
+
+
+def turn_hooks(module):
+    order = module[0]._forward_hooks
+    order.move_to_end(next(iter(order)))
+
+
+def rename(module):
+    """The same values in the same order, and the last name stays."""
+    module[0]._last = None
+    names = vars(module[0])
+    again = {"_first" if name == "_new" else name: value for name, value in names.items()}
+    names.clear()
+    names.update(again)
+
+
+class Named(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs) * (2 if "_first" in vars(self) else 1)
+
+
 def attribute(name, value):
     return lambda module: setattr(module, name, value)
 
@@ -341,6 +365,11 @@ FOLLOWED = {
         lambda: Scales(FEATURES, CLASSES), changes=[attribute("scale", s) for s in SCALES]
     ),
     "a hook, taken off": Case(mlp, changes=[hook, lambda module: module.handle.remove()]),
+    "hooks in another order": Case(mlp, changes=[hooks, turn_hooks, turn_hooks]),
+    "an attribute by another name": Case(
+        lambda: nn.Sequential(Named(FEATURES, CLASSES)),
+        changes=[lambda m: setattr(m[0], "_new", None), rename],
+    ),
     "storage set": Case(lambda: Flattens(set_storage)),
     "storage rebound": Case(lambda: Flattens(rebind_data_of)),
     "a buffer that grows": Case(Grows, accum=1),

@@ -15,11 +15,12 @@ import torch
 from faults.forked import run_forked
 from helpers.gang import gang
 from helpers.torchrun import Small, assert_same_run, flat, records, steps
+from test_train_loop import toy_data
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.train.checkpoint import FILE, Progress, collect, find, load, restore, save
-from scatterpar.train.data import Split, UsageError, make_dataset
+from scatterpar.train.data import UsageError
 from scatterpar.train.feed import Feed
 from scatterpar.train.machines import Machines
 from scatterpar.train.models import OnPixels
@@ -74,13 +75,6 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_executed(
     with pytest.raises(UsageError, match=f"checkpoint.pt is not {words}"):
         load(path)
     assert "executed" not in capsys.readouterr().out
-
-
-def toy_data(rows=10):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (rows, 1, 2, 2), generator=generator, dtype=torch.uint8)
-    split = Split(images, torch.arange(rows) % 2)
-    return make_dataset("toy", split, split, ("even", "odd"))
 
 
 def toy_training(machines, seed, dropout=0.3):

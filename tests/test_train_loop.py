@@ -1,5 +1,6 @@
 """The loop's order, evaluation, records and curves."""
 
+import copy
 import json
 import re
 
@@ -29,6 +30,14 @@ def toy_model(*layers):
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 3), *layers, nn.Linear(3, 2))
 
 
+def toy_training(model, data, accum=1):
+    """Of ten rows in batches of four, at a rate of 0.5, on two replicas."""
+    engine = ScatterOnceParallel(OnPixels(model, data.mean, data.std), accum, VIRTUAL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return Training(engine, optimizer, scheduler, Batches(rows=10, batch=4, seed=0))
+
+
 def test_an_epoch_uses_every_row_once_and_epochs_differ():
     batches = Batches(rows=10, batch=4, seed=3)
     first, second = [torch.cat(list(torch.split(batches.order(e), 4))) for e in (0, 1)]
@@ -47,16 +56,11 @@ def test_the_order_goes_on_from_the_samples_consumed():
 
 
 def test_training_is_that_of_a_plain_loop():
-    data = toy_data()
-    plain = toy_model()
-    model = toy_model()
-    model.load_state_dict(plain.state_dict())
-    criterion = nn.CrossEntropyLoss()
-    batches = Batches(rows=10, batch=4, seed=0)
-
+    data, plain, criterion = toy_data(), toy_model(), nn.CrossEntropyLoss()
+    model = copy.deepcopy(plain)
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     losses = []
-    for rows in batches.rest_of_epoch():
+    for rows in Batches(rows=10, batch=4, seed=0).rest_of_epoch():
         images = data.standardise(data.train.images[rows])
         loss = criterion(plain(images), data.train.labels[rows])
         reference.zero_grad()
@@ -64,11 +68,9 @@ def test_training_is_that_of_a_plain_loop():
         reference.step()
         losses.append(loss.item())
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    on_pixels = OnPixels(model, data.mean, data.std)
-    with ScatterOnceParallel(on_pixels, accum=2, device_ids=VIRTUAL) as engine:
-        training = Training(engine, optimizer, scheduler, batches)
+    training = toy_training(model, data, accum=2)
+    batches = training.batches
+    with training.engine:
         wanted = foresee(batches, 0, 1, 10, 4, training.machines)
         steps = list(train_epoch(training, Feed(data, wanted), criterion))
     assert [report.loss for report, _ in steps] == pytest.approx(losses, rel=1e-5)
@@ -81,11 +83,8 @@ def test_training_is_that_of_a_plain_loop():
 
 def test_evaluation_counts_every_row_the_same_in_uneven_batches():
     data, model, criterion = toy_data(), toy_model(), nn.CrossEntropyLoss()
-    on_pixels = OnPixels(model, data.mean, data.std)
-    with ScatterOnceParallel(on_pixels, device_ids=VIRTUAL) as engine:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-        training = Training(engine, optimizer, scheduler, Batches(10, 4, 0))
+    training = toy_training(model, data)
+    with training.engine:
         wanted = [Request(TEST, rows) for rows in torch.arange(10).split(4)]
         found = evaluate(training, Feed(data, wanted))
     scores = model(data.standardise(data.test.images))

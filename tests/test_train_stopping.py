@@ -21,7 +21,6 @@ from faults.processes import SILENCE, finish
 from helpers.pictures import needs_torchvision, write_folder
 from helpers.torchrun import Small, assert_same_run, environment, launched, steps, wait_until
 from helpers.torchrun import finish as finish_launched
-from torch import nn
 
 from scatterpar.__main__ import main as command
 
@@ -32,17 +31,12 @@ OPTIONS += ["--accum", "2", "--ema", "0.9", "--model", "test_train_stopping:Drop
 STEPS = 4 * 5
 
 
-class Dropping(nn.Module):
-    """Takes its time, so that a test can interrupt it where it likes."""
-
-    def __init__(self, num_classes):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 8), nn.BatchNorm1d(8))
-        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(8, num_classes))
+class Dropping(Small):
+    """Takes its time, so that a test can interrupt it where it likes; of one colour."""
 
     def forward(self, images):
         time.sleep(0.01 * self.training)
-        return self.head(self.body(images[:, :1]))
+        return super().forward(images[:, :1])
 
 
 class Stuck(Small):

@@ -17,8 +17,8 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from itertools import chain, starmap
-from operator import attrgetter, is_
+from itertools import chain, compress, starmap
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from scatterpar.replicas.kinds import (
     slots,
 )
 from scatterpar.report import warn
-from scatterpar.torch_private import is_compiled_module
+from scatterpar.torch_private import is_compiled_module, writes_of
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
@@ -141,7 +141,8 @@ class Survey:
 class Snapshot:
     """What was in some containers, by identity, and whether it still is; and ``facts`` beside it.
 
-    The comparison runs in C loops: a tree of 287 modules has eight thousand entries.
+    Of dictionaries only those are compared that were written since: a tree of 287 modules has eight
+    thousand entries.
     """
 
     def __init__(
@@ -156,39 +157,32 @@ class Snapshot:
         self._remember()
 
     def _remember(self) -> None:
-        filled = [pair for pair in self._pairs if pair[1]]
-        dicts = [pair for pair in filled if isinstance(pair[1], dict)]
         self._empty = [container for container, saved in self._pairs if not saved]
-        self._others = [pair for pair in filled if not isinstance(pair[1], dict)]
-        self._dicts = [container for container, _ in dicts]
-        self._sizes = [len(saved) for _, saved in dicts]
-        self._keys = [key for _, saved in dicts for key in saved]
-        self._are_names = {str}.issuperset(map(type, self._keys))
-        self._values = [value for _, saved in dicts for value in saved.values()]
+        filled = [pair for pair in self._pairs if pair[1]]
+        self._dicts = [pair for pair in filled if type(pair[0]) is dict]
+        self._others = [pair for pair in filled if type(pair[0]) is not dict]
+        self._writes = writes_of([now for now, _ in self._dicts])
         vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        now = self._dicts
-        return (
-            self._facts() == self._known
-            and not any(self._empty)
-            and list(map(len, now)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
-            and self._keys_unchanged()
-            and all(starmap(_is_same, self._others))
-        )
-
-    def _keys_unchanged(self) -> bool:
-        keys = chain.from_iterable(self._dicts)
-        if self._are_names:  # whose comparison is quick, and calls nobody else's
-            return list(keys) == self._keys
-        return all(map(is_, keys, self._keys))
+        writes = writes_of([now for now, _ in self._dicts])
+        written = compress(self._dicts, map(ne, writes, self._writes))
+        if (
+            any(self._empty)
+            or self._facts() != self._known
+            or not all(starmap(_is_same, chain(written, self._others)))
+        ):
+            return False
+        self._writes = writes
+        return True
 
     @functools.cached_property
     def flags(self) -> tuple[Any, ...]:
         """The values that may be switches, in order: plain ones that are no numbers."""
-        return tuple(value for value in self._values if type(value) in _SWITCHES)
+        dicts = (saved for _, saved in self._pairs if isinstance(saved, dict))
+        values = chain.from_iterable(map(dict.values, dicts))
+        return tuple(value for value in values if type(value) in _SWITCHES)
 
     def restore(self) -> None:
         """Put back whatever the containers held, but for what torch's compiler notes there."""
@@ -219,7 +213,7 @@ class Snapshot:
         for i, key, value in found:
             for one in self._pairs[i]:
                 one[key] = value
-        self._remember()
+        vars(self).pop("flags", None)
 
 
 def _is_same(container: Any, saved: Any) -> bool:

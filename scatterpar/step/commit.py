@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from scatterpar.replicas.buffers import Writing, running
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import Attempt
-from scatterpar.torch_private import backward, has_gradient_hooks, is_observed
+from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
+_DTYPE, _GRAD_DTYPE, _LAYOUT = map(attrgetter, ("dtype", "grad_dtype", "layout"))
 
 
 def commit(outcome: Outcome) -> None:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. A parameter without a gradient takes the one that came, if it
-    fits and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
+    What takes memory is made first. Parameters without a gradient take those that came, if all fit
+    and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
     run as under a plain ``backward()``, once and on the whole gradient; if one fails, the
     attempt puts all back. The rest takes no memory, and runs no code of the user's.
     """
@@ -30,41 +31,47 @@ def commit(outcome: Outcome) -> None:
     moments = [value for layer in outcome.layers for value in running(layer)]
     unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
     writings = [*outcome.writings, Writing(unplanned)]
-    observed = any(is_observed(leaf) for leaf, _ in pairs)
-    _remember(pairs, observed, outcome.attempt)
-    taken = [not observed and _is_taken(leaf, gradient) for leaf, gradient in pairs]
-    others = [pair for pair, is_taken in zip(pairs, taken, strict=True) if not is_taken]
+    leaves = [leaf for leaf, _ in pairs]
+    earlier, observed = [(leaf, leaf.grad) for leaf in leaves], are_observed(leaves)
+    _remember(pairs, earlier, observed, outcome.attempt)
+    are_first = not observed and all(was is None for _, was in earlier) and _all_fit(pairs)
     outcome.attempt.generators.commit()  # before hooks, which may draw
-    for leaf, gradient in compress(pairs, taken):
-        leaf.grad = gradient
-    pairs.clear()
-    _hand_over(others)
+    if are_first:
+        for leaf, gradient in pairs:
+            leaf.grad = gradient
+        pairs.clear()
+    _hand_over(pairs)
     for write in writings:
         write()
 
 
-def _remember(pairs: Sequence[_Pair], observed: bool, attempt: Attempt) -> None:
+def _remember(
+    pairs: Sequence[_Pair],
+    earlier: Sequence[tuple[Tensor, Tensor | None]],
+    observed: bool,
+    attempt: Attempt,
+) -> None:
     """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
-    leaves = [leaf for leaf, _ in pairs]
-    old = [(leaf.grad, g) for leaf, g in pairs if leaf.grad is not None]
+    both = zip(earlier, pairs, strict=True)
+    old = [(was, gradient) for (_, was), (_, gradient) in both if was is not None]
     may_fail = observed or any(
         was.layout != torch.strided or was.dtype != g.dtype for was, g in old
     )
     written = [was for was, _ in old if may_fail]
-    written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
-    attempt.keep(written, leaves)
+    written += [leaf for leaf, _ in pairs if observed and has_gradient_hooks(leaf)]
+    attempt.keep(written, earlier)
 
 
-def _is_taken(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether autograd would make this very gradient the one of a leaf on which nothing hangs."""
+def _all_fit(pairs: Sequence[_Pair]) -> bool:
+    """Whether autograd would make these very gradients the first ones of the leaves."""
+    leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
     return (
-        leaf.grad is None
-        and type(leaf) in (nn.Parameter, Tensor)
-        and type(gradient) is Tensor
-        and gradient.layout == torch.strided
-        and gradient.dtype == leaf.grad_dtype
-        and gradient.stride() == leaf.stride()
-        and gradient.untyped_storage().nbytes() == gradient.nbytes
+        {nn.Parameter, Tensor}.issuperset(map(type, leaves))
+        and {Tensor}.issuperset(map(type, gradients))
+        and {torch.strided}.issuperset(map(_LAYOUT, gradients))
+        and list(map(_DTYPE, gradients)) == list(map(_GRAD_DTYPE, leaves))
+        and list(map(Tensor.stride, gradients)) == list(map(Tensor.stride, leaves))
+        and all(g.untyped_storage().nbytes() == g.nbytes for g in gradients)
     )
 
 

@@ -61,8 +61,10 @@ def counts_of(
     if not all(isinstance(targets, Tensor) for targets in labels):  # as entries of a list are
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
-    terms = [_terms_of_rows(request.criterion, targets, request.dim) for targets in labels]
-    rows = torch.cat([each.double() for each in on_the_host(terms)])
+    terms = on_the_host([_terms_of_rows(request.criterion, t, request.dim) for t in labels])
+    if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
+        return [float(stop - start) for start, stop in spans]
+    rows = torch.cat([each.double() for each in terms])
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
     sums = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
     found = dict(zip(sorted(spans), sums, strict=True))

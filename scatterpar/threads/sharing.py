@@ -18,13 +18,12 @@ from torch import Tensor
 from scatterpar.devices.chunks import plus
 from scatterpar.devices.verbs import launches, physical
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.torch_private import edges_to_leaves, hooks_taken_off
+from scatterpar.torch_private import HAS_LOCK, edges_to_leaves, hooks_taken_off
 
 _CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
 _PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
 _LOOKING = threading.Lock()  # of all engines: whoever looks has switched collection off
-_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Turn:
@@ -182,7 +181,7 @@ class Stash:
         operator. Where operators compute before they return, where there is no such lock, and
         where there is one replica, all go at once.
         """
-        if _HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
+        if HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
             return self._launching.taken()
         return contextlib.nullcontext()
 

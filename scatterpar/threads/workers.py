@@ -421,13 +421,15 @@ class Attempt:
         if error is not None:
             self.undo(error)
 
-    def keep(self, tensors: Iterable[Tensor], leaves: Iterable[Tensor] = ()) -> None:
+    def keep(
+        self, tensors: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]] = ()
+    ) -> None:
         """Keep the values of tensors, and what is ``.grad`` of leaves, to be put back by ``undo``.
 
         That is what code of the user's may write before a step is whole.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
-        self._gradients += [(leaf, leaf.grad) for leaf in leaves]
+        self._gradients += gradients
 
     def undo(self, error: BaseException | None = None) -> None:
         """Leave no trace, because of an ``error``; what is copied may be written again.

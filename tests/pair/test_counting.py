@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Returns, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -12,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from pair.common import Pair, assert_pair
 from scatterpar import DataParallelCriterion, DataParallelModel
 
-INPUTS = randn(9, FEATURES)
+INPUTS, TARGETS = randn(9, FEATURES), randint(CLASSES, 9)
 
 
 def test_uneven_shares_are_no_mean_of_means(placed):
@@ -36,16 +38,15 @@ def test_the_criterion_gets_each_output_with_its_own_targets(placed):
 
 def test_the_criterion_finds_its_devices_in_the_outputs():
     model = mlp()
-    targets = randint(CLASSES, 9)
     outputs = DataParallelModel(model, ["cpu"] * 4)(INPUTS)
-    loss = DataParallelCriterion(cross_entropy)(outputs, targets)
-    assert_close(loss, cross_entropy(model(INPUTS), targets), "loss")
+    loss = DataParallelCriterion(cross_entropy)(outputs, TARGETS)
+    assert_close(loss, cross_entropy(model(INPUTS), TARGETS), "loss")
 
 
 @pytest.mark.parametrize("share", [slice(0, 3), slice(3, 5), slice(7, 9)])
 def test_a_share_that_is_all_ignored_adds_nothing(placed, share):
     """Its own mean is 0 / 0: weight zero takes out even NaN, from the gradients too."""
-    targets = randint(CLASSES, 9)
+    targets = TARGETS.clone()
     targets[share] = -100
     loss = assert_pair(mlp(), INPUTS, targets, nn.CrossEntropyLoss(), placed(4))
     assert torch.isfinite(loss)
@@ -66,50 +67,47 @@ def test_a_batch_that_is_all_ignored_is_no_nan(placed):
         assert not pair.loss(INPUTS, torch.full((9,), -100)).requires_grad
 
 
-def test_nested_targets(placed):
-    def criterion(output, targets):
-        classes, (soft,) = targets["classes"], targets["soft"]
-        return cross_entropy(output, classes) + targets["factor"] * cross_entropy(output, soft)
-
-    targets = {
-        "classes": randint(CLASSES, 9),
-        "soft": (randn(9, CLASSES).softmax(1),),
-        "factor": torch.tensor(0.5).double(),
-        "names": "not a tensor",
-    }
-    assert_pair(mlp(), INPUTS, targets, criterion, placed(4))
+def nested(output, targets):
+    classes, (soft,) = targets["classes"], targets["soft"]
+    return cross_entropy(output, classes) + targets["factor"] * cross_entropy(output, soft)
 
 
-@pytest.mark.parametrize("target", [1.0, torch.tensor(1.0).double(), None])
-def test_targets_without_rows_go_to_every_replica(placed, target):
-    """One label for all, as a discriminator gets: the rows are those of the outputs."""
-
-    def criterion(output, target):
-        return (output - (1.0 if target is None else target)).square().mean()
-
-    assert_pair(mlp(), INPUTS, target, criterion, placed(4))
+def without_rows(output, target):
+    return (output - (1.0 if target is None else target)).square().mean()
 
 
-def test_several_outputs_reach_the_criterion_together(placed):
-    model = build(lambda: Returns(lambda output, _: {"main": output, "side": [output * 2]}))
-
-    def criterion(outputs, targets):
-        side = cross_entropy(outputs["side"][0], targets)
-        return cross_entropy(outputs["main"], targets) + 0.4 * side
-
-    assert_pair(model, INPUTS, randint(CLASSES, 9), criterion, placed(4))
+def of_two_heads(outputs, targets):
+    side = cross_entropy(outputs["side"][0], targets)
+    return cross_entropy(outputs["main"], targets) + 0.4 * side
 
 
-def test_losses_that_the_module_computes(placed):
-    """The outputs are 0-dim losses; the criterion picks them up."""
+class Lossy(Classifier):
+    def forward(self, inputs, labels):
+        return {"loss": cross_entropy(self.linear(inputs), labels)}
 
-    class Lossy(nn.Linear):
-        def forward(self, inputs, labels):
-            return {"loss": cross_entropy(super().forward(inputs), labels)}
 
-    labels = randint(CLASSES, 9)
-    model = build(lambda: Lossy(FEATURES, CLASSES))
-    assert_pair(model, (INPUTS, labels), labels, lambda output, _: output["loss"], placed(4))
+NESTED = {
+    "classes": TARGETS,
+    "soft": (randn(9, CLASSES).softmax(1),),
+    "factor": torch.tensor(0.5).double(),
+    "names": "not a tensor",
+}
+HEADS = partial(Returns, lambda out, _: {"main": out, "side": [out * 2]})
+CASES = {
+    "nested targets": (mlp, INPUTS, NESTED, nested),
+    # One label for all, as a discriminator gets: the rows are those of the outputs.
+    "a number for all": (mlp, INPUTS, 1.0, without_rows),
+    "a 0-dim tensor for all": (mlp, INPUTS, torch.tensor(1.0).double(), without_rows),
+    "no targets": (mlp, INPUTS, None, without_rows),
+    "several outputs": (HEADS, INPUTS, TARGETS, of_two_heads),
+    "the module's own losses": (Lossy, (INPUTS, TARGETS), TARGETS, lambda out, _: out["loss"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_targets_of_any_kind(placed, case):
+    make, *given = CASES[case]
+    assert_pair(build(make), *given, placed(4))
 
 
 def test_more_outputs_than_before_are_no_problem():

@@ -21,11 +21,7 @@ from pair.common import Pair
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from scatterpar import (
-    Replicated,
-    Rows,
-    ScatterOnceParallel,
-)
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 ROWS = randn(7, FEATURES)
 LABELS = randint(CLASSES, 7)

@@ -71,7 +71,7 @@ class Broadcast:
 
     def fits(self) -> bool:
         """Whether the tensors have the shapes that they had, wherever they lie now."""
-        if all(map(Tensor.is_set_to, self._tensors, self._places)):
+        if all(map(Tensor.is_set_to, self._tensors, self.places)):
             return True
         self._find_places()
         return self._have_kinds()
@@ -140,9 +140,9 @@ class Broadcast:
 
     def _find_places(self) -> None:
         """Look where the master's tensors lie, and their elements there, 1-D."""
-        self._places = [tensor.detach() for tensor in self._tensors]
+        self.places = [tensor.detach() for tensor in self._tensors]
         if self._arrivals:
-            self._flats[self.memories[0]] = list(map(in_memory_order, self._places))
+            self._flats[self.memories[0]] = list(map(in_memory_order, self.places))
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
         """The elements of a tensor in that memory, 1-D, in the order that all others have them."""

@@ -33,6 +33,7 @@ class Shared:
 
     Attributes:
         proven: modes in which a pass has written none.
+        stay: whether the last pass left each where it lay.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Shared:
     ) -> None:
         self._roots, self._broadcast = roots, broadcast
         self.proven: set[Hashable] = set()
+        self.stay = False
         at = broadcast.parameters
         self.memories = {  # the master's first
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
@@ -131,10 +133,12 @@ class Shared:
         moved: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
+        self.stay = True
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             now, homes = versions(tensors), self.memories[device]
             if now == earlier and (tensors is homes or all(map(Tensor.is_set_to, tensors, homes))):
                 continue
+            self.stay = False
             for i, (tensor, home) in enumerate(zip(tensors, homes, strict=True)):
                 if not tensor.is_set_to(home):
                     exchanged.add((i, device))

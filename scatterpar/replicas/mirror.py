@@ -213,7 +213,7 @@ class Snapshot:
         for i, key, value in found:
             for one in self._pairs[i]:
                 one[key] = value
-        self._remember()
+        vars(self).pop("flags", None)
 
 
 def _is_same(container: Any, saved: Any) -> bool:

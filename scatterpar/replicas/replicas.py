@@ -115,7 +115,7 @@ class Replicas:
             for part, its in zip(self.parts, asked, strict=True):
                 part._broadcast.send(ledger, list(islice(values, len(its))))
                 for replica in part.replicas:
-                    replica.refresh()
+                    replica.refresh(part._broadcast.places)
 
     def let_go(self) -> None:
         """Let go of what the replicas computed, and of the user's criterion."""
@@ -263,8 +263,10 @@ class Replicas:
 
     def writing(self) -> Writing | None:
         """What brings all buffers of replica 0 to the master, unless any is another tensor now."""
-        stay = self._registered.unchanged() and self.replicas[0].states_are_home()
-        return self._writing if stay else None
+        home = [replica.states_are_home() for replica in self.replicas]
+        for replica, is_home in zip(self.replicas, home, strict=True):
+            replica.at_home = self._broadcast.places if is_home and self.shared.stay else None
+        return self._writing if home[0] and self._registered.unchanged() else None
 
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
@@ -344,18 +346,21 @@ class Replica(Mirror):
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
+        self.at_home: object = None  # where the master's tensors lay when each of these was there
 
-    def refresh(self) -> None:
+    def refresh(self, places: object = None) -> None:
         """Undo what a forward pass rebound, and copy in the sources' buffers: without grad mode.
 
         A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
-        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home. A leaf requires
+        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home, unless that was
+        seen since the last pass, and the master's still lie in these ``places``. A leaf requires
         grad as the master's does, whatever a forward pass did to it.
         """
         if not self.state.unchanged():
             self.state.restore()
         self.rebind()
-        if not self._is_home():
+        at_home, self.at_home = self.at_home, None
+        if (at_home is None or at_home is not places) and not self._is_home():
             for tensor, home in zip(self.tensors, self._homes, strict=True):
                 if not tensor.is_set_to(home):
                     tensor.data = home

@@ -276,16 +276,6 @@ class Graph(nn.Module):
         return self.head((self.adjacency @ inputs.T).T)
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.head = linear()
-
-    def forward(self, inputs):
-        return self.head(self.norm(inputs))
-
-
 class Parts(nn.Module):
     """What has no dictionary that tells of changes: slots, sparse values."""
 

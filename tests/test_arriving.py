@@ -5,14 +5,21 @@ The virtual devices here refuse to take more than ``room`` rows in one copy.
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 
 import pytest
 import torch
 from faults.state import capture, differences
-from helpers.oracle import build, randint, randn
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    randint,
+    randn,
+    whole_batch,
+)
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
@@ -56,18 +63,6 @@ def batch(rows=ROWS):
     return randn(rows, FEATURES), randint(CLASSES, rows)
 
 
-def plain(model, inputs, targets, criterion=LOSS):
-    twin = copy.deepcopy(model)
-    loss = criterion(twin(inputs), targets)
-    loss.backward()
-    return loss.detach(), [p.grad for p in twin.parameters()]
-
-
-def assert_gradients(model, expected):
-    found = [p.grad for p in model.parameters()]
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
 def crossed(*tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -77,12 +72,9 @@ def test_shares_need_no_more_room_than_their_sub_steps(room, accum):
     """They were scattered whole, whatever a fixed accum was."""
     model = net()
     inputs, targets = batch()
-    loss, expected = plain(model, inputs, targets)
     with ScatterOnceParallel(model, accum, VIRTUAL) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = engine.forward_backward(inputs, targets, LOSS)
-        torch.testing.assert_close(found, loss)
-        assert_gradients(model, expected)
+        assert_step(engine, inputs, targets, LOSS)
         report = engine.last_step
         assert (report.retries > 0) == (accum == "auto")
         assert report.retries <= room.refused  # a try ends when all replicas have
@@ -123,12 +115,9 @@ def test_what_a_module_gets_is_its_own_and_begins_where_memory_does(names, whole
     model = build(lambda: Writes(FEATURES, CLASSES))
     inputs, targets = batch(21)
     before = inputs.clone()
-    loss, expected = plain(model, inputs.clone(), targets)
-    offsets.clear()
     with ScatterOnceParallel(model, 3, names, verify=False) as engine:
-        found = engine.forward_backward(inputs, targets, LOSS, whole_batch=whole_batch)
-    torch.testing.assert_close(found, loss)
-    assert_gradients(model, expected)
+        plain = inputs.clone(), targets
+        assert_step(engine, inputs, targets, LOSS, plain=plain, whole_batch=whole_batch)
     assert torch.equal(inputs, before)
     assert set(offsets) == {0}
 
@@ -153,13 +142,10 @@ def test_what_has_no_rows_arrives_once(room):
     table, scale = randn(FEATURES, FEATURES, seed=5), torch.tensor(0.5, dtype=torch.float64)
     entries = [randn(1 + i % 3, seed=i) for i in range(24)]
     inputs = {"rows": rows, "table": table, "scale": scale, "entries": entries, "mode": "sum"}
-    loss = LOSS(model(**inputs), targets)
-    expected = list(torch.autograd.grad(loss, list(model.parameters())))
     marked = inputs | {"table": Replicated(table), "entries": Rows(entries)}
     room.rows = 12  # numbers, where entries travel together
     with ScatterOnceParallel(model, 2, ["cpu:1", "cpu:2"]) as engine:
-        engine.forward_backward(marked, targets, LOSS)
-        assert_gradients(model, expected)
+        assert_step(engine, marked, targets, LOSS, plain=(inputs, targets))
         everything = crossed(rows, targets, *entries) + 2 * crossed(table, scale)
         assert engine.last_step.bytes["scatter"] == everything
 
@@ -170,14 +156,10 @@ def of_pairs(outputs, _):
 
 def test_a_loss_of_the_whole_batch_keeps_what_has_arrived(room):
     """Its second pass needs most of the rows again."""
-    model = net()
     inputs, _ = batch(24)
-    loss, expected = plain(model, inputs, None, of_pairs)
-    with ScatterOnceParallel(model, 4, VIRTUAL) as engine:
-        found = engine.forward_backward(inputs, None, of_pairs, whole_batch=True)
+    with ScatterOnceParallel(net(), 4, VIRTUAL) as engine:
+        assert_step(engine, inputs, None, of_pairs, whole_batch=True)
         assert engine.last_step.bytes["scatter"] == crossed(inputs)
-    torch.testing.assert_close(found, loss)
-    assert_gradients(model, expected)
 
 
 def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeypatch):
@@ -198,12 +180,10 @@ def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeyp
     monkeypatch.setattr(Ledger, "copy", refusing)
     model = build(lambda: Wide(FEATURES, CLASSES))
     inputs, targets = batch(24)
-    _, expected = plain(model, inputs, targets)
     with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
         with pytest.warns(UserWarning, match="accum=4 is the smallest that fits, and is kept"):
-            engine.forward_backward(inputs, targets, LOSS, whole_batch=True)
+            assert_step(engine, inputs, targets, LOSS, whole_batch=True)
         assert engine.last_step.retries > 0
-    assert_gradients(model, expected)
 
 
 @pytest.fixture
@@ -234,7 +214,7 @@ def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(rows_there, 
     plain_now = True
     model = build(lambda: Narrow(FEATURES, CLASSES))
     inputs, _ = batch(24)
-    loss, expected = plain(model, inputs, None, of_pairs)
+    loss, expected = whole_batch(model, inputs, None, of_pairs)
     plain_now = False
 
     def no_room(*_):
@@ -253,8 +233,8 @@ def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(rows_there, 
             assert len(engine.last_step.plan.shares[0].micro_batches) == 4
             sent = engine.last_step.bytes["scatter"]
             assert 18 * FEATURES * 8 <= sent - crossed(inputs) <= 24 * FEATURES * 8
-    torch.testing.assert_close(found, loss)
-    assert_gradients(model, [2 * g for g in expected])
+    assert_close(found, loss, "loss")
+    assert_gradients(model, {name: 2 * g for name, g in expected.items()})
 
 
 @pytest.mark.parametrize("accum", [2, "auto"])
@@ -296,9 +276,7 @@ def test_one_row_that_does_not_fit_changes_nothing(room):
 def test_what_compiled_replicas_rehearse_with_does_not_cross_again(room):
     model = net()
     inputs, targets = batch(22)
-    _, expected = plain(model, inputs, targets)
     with ScatterOnceParallel(model, 2, VIRTUAL, compile={"backend": "eager"}) as engine:
-        for times in (1, 2):
-            engine.forward_backward(inputs, targets, LOSS)
-            assert_gradients(model, [times * g for g in expected])
+        for _ in range(2):
+            assert_step(engine, inputs, targets, LOSS)
             assert engine.last_step.bytes["scatter"] == crossed(inputs, targets)

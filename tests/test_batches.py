@@ -21,11 +21,7 @@ from pair.common import Pair
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from scatterpar import (
-    Replicated,
-    Rows,
-    ScatterOnceParallel,
-)
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 ROWS = randn(7, FEATURES)
 LABELS = randint(CLASSES, 7)
@@ -342,6 +338,11 @@ def test_return_outputs_keeps_what_a_function_makes_of_them(devices):
 
 
 REFUSED = {
+    "a marker in an entry": (  # which stayed behind where the entries went to another device
+        Rows([{"mask": Replicated(torch.ones(3))}] * 4),
+        TypeError,
+        r"Rows\(4 x dict\) has Replicated\(Tensor of shape \(3,\)\) in it; give the two side by",
+    ),
     "images in a list": (
         [randn(3, 8, 8)] * 4,
         ValueError,
@@ -433,7 +434,7 @@ def test_what_does_not_fit_is_refused_in_words(devices, case):
         (lambda: Rows([1], collate=3), "collate must be callable, got 3"),
         (lambda: Rows.from_batches(ROWS), "takes a list of batches, got Tensor"),
         (lambda: Rows.from_batches({"a": ROWS}), "got dict"),
-        (lambda: Replicated([Rows([1])]), r"got Rows\(1 x int\) in it"),
+        (lambda: Replicated([Rows([1])]), r"Replicated\(list\) has Rows\(1 x int\) in it"),
         (
             lambda: ScatterOnceParallel(build(mlp)).forward_backward(
                 ROWS, LABELS, LOSS, return_outputs=3

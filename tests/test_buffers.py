@@ -7,13 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier
-from helpers.oracle import (
-    assert_close,
-    assert_step,
-    build,
-    randint,
-    randn,
-)
+from helpers.oracle import assert_close, assert_step, build, randint, randn
 from helpers.zoo import CASES, Constants, Registers
 from torch import nn
 

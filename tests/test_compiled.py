@@ -16,6 +16,7 @@ import torch
 from helpers.oracle import (
     assert_close,
     assert_gradients,
+    assert_step,
     build,
     gradients,
     randint,
@@ -81,17 +82,18 @@ def network():
     return nn.Sequential(nn.Linear(6, 6), Block(), nn.Linear(6, 3))
 
 
-def compiled(way, graphs, device_ids, make=network, **options):
-    """The module and an engine whose replicas run compiled."""
+def compiled(way, how, device_ids, make=network, **options):
+    """The module and an engine whose replicas run compiled, with a backend or these keywords."""
     model = given = build(make)
+    how = how if isinstance(how, dict) else {"backend": how}
     if way == "option":
-        options["compile"] = {"backend": graphs}
+        options["compile"] = how
     elif way == "torch.compile":
-        given = torch.compile(model, backend=graphs)
+        given = torch.compile(model, **how)
     elif way == "method":
-        model.compile(backend=graphs)
+        model.compile(**how)
     else:
-        model[1].compile(backend=graphs)
+        model[1].compile(**how)
     return model, ScatterOnceParallel(given, 3, device_ids, **options)
 
 
@@ -109,8 +111,7 @@ def assert_same(model, other):
         model.state_dict().items(), other.state_dict().values(), strict=True
     ):
         assert_close(ours.double(), theirs.double(), name, 1e-12)
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad, name, 1e-12)
+    assert_gradients(model, gradients(other), 1e-12)
 
 
 @pytest.mark.parametrize("device_ids", DEVICES, ids=str)
@@ -203,21 +204,17 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
     model, engine = compiled("option", graphs, ["cpu"] * 2)
     twin, other = eager_twin(["cpu"] * 2)
     with engine, other:
-        engine.forward_backward(*batch(), CRITERION)
-        other.forward_backward(*batch(), CRITERION)
-        count = graphs.count
-        for each in (model, twin):
-            with torch.no_grad():
-                each[0].weight.mul_(2)
-        engine.forward_backward(*batch(), CRITERION)
-        other.forward_backward(*batch(), CRITERION)
-        assert graphs.count == count
-        for each in (model, twin):
-            each[1].scale = 3.0
-            each[0].weight.requires_grad_(False)
-        engine.forward_backward(*batch(), CRITERION)
-        other.forward_backward(*batch(), CRITERION)
-        assert graphs.count > count
+
+        def graphs_after(change):
+            for each in (engine, other):
+                change(each.module)
+                each.forward_backward(*batch(), CRITERION)
+            return graphs.count
+
+        count = graphs_after(lambda module: None)
+        assert graphs_after(torch.no_grad()(lambda module: module[0].weight.mul_(2))) == count
+        assert graphs_after(lambda module: setattr(module[1], "scale", 3.0)) > count
+        graphs_after(lambda module: module[0].weight.requires_grad_(False))
         assert_same(model, twin)
 
 
@@ -239,7 +236,7 @@ def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, gr
             CRITERION(twin(inputs), targets).backward()
             model.zero_grad()
             engine.forward_backward(inputs, targets, CRITERION)
-            assert_gradients(model, {name: p.grad for name, p in twin.named_parameters()})
+            assert_gradients(model, gradients(twin))
             marks = [name for name in vars(engine.replicas[0].bias) if name.startswith("_dynamo")]
             assert marks
     assert graphs.count == 2
@@ -304,11 +301,9 @@ def test_a_whole_batch_loss(graphs):
     def spread(outputs, _):
         return (outputs @ outputs.T).logsumexp(1).mean()
 
-    model, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
-    _, expected = whole_batch(model, batch()[0], None, spread)
+    _, engine = compiled("option", graphs, ["cpu"] * 2, lambda: nn.Linear(6, 3))
     with engine:
-        engine.forward_backward(batch()[0], None, spread, whole_batch=True)
-        assert_gradients(model, expected)
+        assert_step(engine, batch()[0], None, spread, whole_batch=True)
         assert 1 <= graphs.count <= 2
 
 
@@ -472,16 +467,9 @@ def test_what_is_refused(compile, error, words):
 @pytest.mark.parametrize("way", ["torch.compile", "method", "a block"])
 def test_cuda_graphs_are_refused_however_the_module_was_compiled(way, monkeypatch):
     """They went through where they were not asked for by ``compile=``."""
-    model = given = build(network)
-    asked = {"options": {"triton.cudagraphs": True}}
-    if way == "torch.compile":
-        given = torch.compile(model, **asked)
-    elif way == "method":
-        model.compile(**asked)
-    else:
-        model[1].compile(**asked)
+    model, engine = compiled(way, {"options": {"triton.cudagraphs": True}}, ["cpu"] * 2)
     name = "Block" if way == "a block" else "Sequential"
-    with ScatterOnceParallel(given, 3, ["cpu"] * 2) as engine:
+    with engine:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         with pytest.raises(ValueError, match=f"{name} was compiled with CUDA graphs, which repl"):
             engine.forward_backward(*batch(), CRITERION)
@@ -508,8 +496,7 @@ def test_with_torchs_own_compiler(device_ids, monkeypatch, tmp_path):
         with ScatterOnceParallel(each, 3, device_ids, compile=compiles) as engine:
             for _ in range(3):
                 engine.forward_backward(*batch(), CRITERION)
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(ours.grad, theirs.grad, name, 1e-12)
+    assert_gradients(model, gradients(twin), 1e-12)
 
 
 def test_inference_leaves_gradients_alone(devices):

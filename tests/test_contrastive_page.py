@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
-from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
+from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.pages import assert_whole_batch, blocks, read
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 
-PAGE = (Path(__file__).parent.parent / "docs" / "contrastive.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = blocks(read("docs/contrastive.md"), "python")
 
 
 class Views(nn.Module):
@@ -66,11 +63,8 @@ def run(*parts, dtype=torch.float64):
 def test_the_first_example():
     names = run("def nt_xent", "for (one, other), labels in loader")
     names["engine"].close()
-    expected, gradients = whole_batch(
-        names["encoder"], (names["one"], names["other"]), None, names["nt_xent"]
-    )
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(names["encoder"], gradients)
+    views = names["one"], names["other"]
+    assert_whole_batch(names, names["encoder"], views, None, names["nt_xent"])
 
 
 def test_texts_of_other_lengths():
@@ -86,22 +80,13 @@ def test_pytorch_metric_learning():
     names = run("pytorch_metric_learning", dtype=torch.float32)  # as its own proxies
     engine, batch = names["engine"], (names["images"], names["labels"])
     for criterion in (names["criterion"], names["batch_hard"]):
-        expected, gradients = whole_batch(engine.module, *batch, criterion)
-        engine.module.zero_grad()
-        loss = engine.forward_backward(*batch, criterion, whole_batch=True)
-        assert_close(loss, expected, "loss", relative=1e-5)
-        assert_gradients(engine.module, gradients, relative=1e-4)
+        assert_step(engine, *batch, criterion, whole_batch=True, relative=1e-4)
     assert names["proxies"].proxies.grad is not None
 
 
 def test_info_nce():
     pytest.importorskip("info_nce")
     names = run("InfoNCE")
-    expected, gradients = whole_batch(
-        names["encoder"],
-        (names["one"], names["other"]),
-        None,
-        lambda outputs, _: names["info_nce"](*outputs),
-    )
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(names["encoder"], gradients)
+    views = names["one"], names["other"]
+    loss = lambda outputs, _: names["info_nce"](*outputs)  # noqa: E731
+    assert_whole_batch(names, names["encoder"], views, None, loss)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.oracle import assert_close, assert_gradients, build, randint, randn, whole_batch
-from helpers.pages import blocks, namespace, read, run
+from helpers.oracle import (
+    assert_gradients,
+    build,
+    gradients,
+    randint,
+    randn,
+)
+from helpers.pages import assert_whole_batch, blocks, namespace, read, run
 from torch import nn
 from torch.nn.functional import normalize
 
@@ -45,8 +51,7 @@ def test_loops_with_one_process(number, monkeypatch, tmp_path, capsys):
     names = answered(number)
     plain = namespace()
     plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
-    for ours, theirs in zip(names["model"].parameters(), plain["model"].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    assert_gradients(names["model"], gradients(plain["model"]))
     if number == 0:
         assert names["engine"].last_step.messages["reduce"] == 1
         assert "'replicate': " in capsys.readouterr().out
@@ -61,9 +66,7 @@ def test_tokens():
     )
     padded = words.masked_fill(torch.arange(6) >= torch.arange(1, 10)[:, None], -100)
     names = answered(2, language_model=model, words=words, padded=padded)
-    expected, gradients = whole_batch(model, words, padded, names["token_loss"])
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(model, gradients)
+    assert_whole_batch(names, model, words, padded, names["token_loss"])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +79,7 @@ def test_tokens():
 def test_contrastive_losses(number, made, name, loss):
     model, columns = build(made), (randn(ROWS, 4), randn(ROWS, 4, seed=2))
     names = answered(number, anchors=columns[0], positives=columns[1], **{name: model})
-    expected, gradients = whole_batch(model, columns, None, names[loss])
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(model, gradients)
+    assert_whole_batch(names, model, columns, None, names[loss])
 
 
 def test_no_answer_goes_untested():

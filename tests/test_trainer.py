@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from helpers import oracle
 from helpers.isolation import guarded
 from helpers.oracle import assert_close, seeded
 from helpers.trainers import (
@@ -513,23 +514,18 @@ def test_an_evaluation_looks_once_at_its_turn(tmp_path):
 def test_where_nothing_fits_it_is_the_mean_never_the_nearest(tmp_path):
     """In-batch negatives are nearer to a sum: 12.5 was logged where the batches had 4.5 each."""
 
-    class Ranks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            with seeded():
-                self.words = nn.Embedding(VOCABULARY, 4).double()
-
+    class Ranks(nn.Embedding):
         def forward(self, input_ids, attention_mask):
-            rows = (self.words(input_ids) * attention_mask[..., None]).sum(1)
+            rows = (super().forward(input_ids) * attention_mask[..., None]).sum(1)
             negatives = torch.cat([rows.roll(1, 0), rows.roll(2, 1)]).detach()
-            return {
-                "loss": nn.functional.cross_entropy(rows @ negatives.T, torch.arange(len(rows)))
-            }
+            own = torch.arange(len(rows))
+            return {"loss": nn.functional.cross_entropy(rows @ negatives.T, own)}
 
     def unlabelled(rows):
         return {name: value for name, value in padded(rows).items() if name != "labels"}
 
-    case = Ranks, lambda count: sentences(count // 16 * 16), unlabelled
+    model = oracle.build(lambda: Ranks(VOCABULARY, 4))
+    case = lambda: model, lambda count: sentences(count // 16 * 16), unlabelled
     with pytest.warns(UserWarning, match="is not known: .* loss that compares rows"):
         both = beside(tmp_path, case, own=(4,), whole=(4, 2), max_steps=2)
     assert_same(*both)
@@ -626,23 +622,18 @@ def flat(rows):
     }
 
 
-class Packed(nn.Module):
+class Packed(nn.Embedding):
     """Its loss is told by batches which have no rows in common."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded():
-            self.words = nn.Embedding(VOCABULARY, VOCABULARY).double()
 
     def forward(self, input_ids, attention_mask, labels, cu_seq_lens=None, longest=0, **kwargs):
         assert cu_seq_lens is None or int(cu_seq_lens[-1]) == input_ids.numel()
-        logits = self.words(input_ids)[:, :-1].movedim(-1, 1)
+        logits = super().forward(input_ids)[:, :-1].movedim(-1, 1)
         return {"loss": nn.functional.cross_entropy(logits, labels[:, 1:])}
 
 
 def test_packed_batches_are_dealt_out_whole(tmp_path):
     """They have one row each: all of them ran on the first replica, or "disagreed in rows"."""
-    model, plans = Packed(), []
+    model, plans = oracle.build(lambda: Packed(VOCABULARY, VOCABULARY)), []
     model.loss_type = "ForCausalLM"
 
     class Looks(ScatterOnceTrainer):
@@ -789,18 +780,14 @@ def test_resuming_warns_of_another_batch_alone(tmp_path, monkeypatch, size):
 def test_out_of_memory_finds_a_smaller_batch(tmp_path, recwarn):
     """``auto_find_batch_size`` is the Trainer's own."""
 
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = language_model()
+    def small(module, args, kwargs):
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. simulated")
 
-        def forward(self, input_ids, attention_mask, labels):
-            if len(input_ids) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. simulated")
-            return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
-
+    model = language_model()
+    model.register_forward_pre_hook(small, with_kwargs=True)
     options = {**sizes(4), "auto_find_batch_size": True, "max_steps": 2}
-    trainer = ours(tmp_path, LANGUAGE, LAYOUTS["shared"], model=Small(), **options)
+    trainer = ours(tmp_path, LANGUAGE, LAYOUTS["shared"], model=model, **options)
     quietly(trainer.train)
     assert trainer._train_batch_size == 2
     assert not [str(w.message) for w in recwarn.list]

@@ -22,17 +22,7 @@ from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
-from test_verify import (
-    INPUTS,
-    ROWS,
-    VALUES,
-    Calls,
-    assert_agreed,
-    counted,
-    in_a_def,
-    squares,
-    step,
-)
+from test_verify import INPUTS, ROWS, VALUES, Calls, assert_agreed, counted, in_a_def, squares, step
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,7 +8,15 @@ from functools import partial
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
-from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.oracle import (
+    assert_close,
+    assert_gradients,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+)
 from helpers.weighted import (
     CASES,
     CLASS_WEIGHTS,
@@ -94,8 +102,7 @@ def test_oracle_from_the_definition(devices, targets, ignored, weight, smoothing
     with ScatterOnceParallel(model, 2, devices(4)) as engine:
         loss = engine.forward_backward(inputs, wanted, criterion)
     assert_close(loss, expected.detach(), "loss")
-    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(mine.grad, its.grad, name)
+    assert_gradients(model, gradients(twin))
 
 
 @pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
@@ -123,8 +130,7 @@ def test_oracle_of_one_row_at_a_time(devices, weight):
             divisor += 1.0 if weight is None else weight[target].item()
     with ScatterOnceParallel(model, 2, devices(4)) as engine:
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
-    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert_close(mine.grad, its.grad / divisor, name)
+    assert_gradients(model, {name: g / divisor for name, g in gradients(twin).items()})
 
 
 def masked_mean(output, targets):

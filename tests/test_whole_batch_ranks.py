@@ -9,7 +9,7 @@ from helpers.gang import Counted, gang
 from helpers.oracle import assert_close, gradients, randint, randn, whole_batch
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import Replicated, ScatterOnceParallel
 
 ROWS = {2: (9, 4), 3: (7, 1, 5)}  # uneven, and rank 1 has fewer than it has replicas
 
@@ -63,6 +63,34 @@ def test_there_are_four_collectives(devices):
     data = rows * (2 * EMBEDDING + 1) * 8 + 2 * 8  # two embeddings and a label; a scale each
     header = 2 * 8 * (2 + 2 + 2 + 1)
     assert sizes[1] == data + header
+
+
+def beside_a_table(outputs, targets):
+    labels, table = targets
+    return nn.functional.cross_entropy(outputs["one"] @ table["centres"].T, labels)
+
+
+def step_beside_a_table(group, devices):
+    inputs, labels = part_of(group)
+    table = Replicated({"centres": TABLE if group.rank() == 0 else TABLE * 2})
+    model = two_views()
+    with ScatterOnceParallel(model, 2, devices, process_group=group, verify=False) as engine:
+        loss = engine.forward_backward(inputs, (labels, table), beside_a_table, whole_batch=True)
+    return loss, gradients(model)
+
+
+TABLE = randn(4, EMBEDDING, seed=9)
+
+
+def test_targets_without_rows_are_rank_0_s(devices):
+    """A table that was marked ``Replicated`` was joined with the other ranks', row after row."""
+    (one, other), labels = batch(sum(ROWS[2]))
+    targets = labels, {"centres": TABLE}
+    expected, its = whole_batch(two_views(), (one, other), targets, beside_a_table)
+    for loss, found in gang()(2, step_beside_a_table, devices(2)):
+        assert_close(loss, expected, "loss")
+        for name in ("first.weight", "last.weight"):
+            assert_close(found[name], its[name], name)
 
 
 class Learned(nn.Module):

@@ -154,7 +154,8 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """
     memories = list(dict.fromkeys(device_ids))
     ways = [(memories[0], other) for other in memories[1:]]
-    for places in (memories, device_ids):  # the trees of parameters, and of gradients
+    # The trees of gradients, and of parameters: from the master, or another that owns some.
+    for places in (device_ids, *(memories[k:] + memories[:k] for k in range(len(memories)))):
         ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
     with torch.inference_mode(False), torch.no_grad():
         for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):

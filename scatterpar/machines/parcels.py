@@ -129,7 +129,7 @@ def _kind(leaf: Any, dim: int) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
     others = list(leaf.shape)
-    if others:
+    if -len(others) <= dim < len(others):
         others[dim] = -1
     return f"{leaf.dtype}{others}"
 

@@ -28,6 +28,7 @@ from scatterpar.machines.parcels import Parcels, kind_of, pack, unpack
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.markers import opened
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.step.substeps import kept
@@ -151,11 +152,12 @@ class Ranks:
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
         """The outputs and targets of all ranks, for a criterion that sees them all.
 
-        Pieces are in rank order, this rank's own as they are; then their rows, all targets, and
-        rank 0's seed for what the criterion draws. ``RuntimeError`` on every rank alike: one
-        failed, or has outputs or targets of another kind.
+        Pieces are in rank order, this rank's own as they are; then their rows, all targets (rank
+        0's of what is ``Replicated``), and rank 0's seed for what the criterion draws.
+        ``RuntimeError`` on every rank alike: one failed, or has outputs or targets of another kind.
         """
-        own = join_rows([kept(piece, True) for piece in pieces], dim, rows, rows), targets
+        output = join_rows([kept(piece, True) for piece in pieces], dim, rows, rows)
+        own = output, opened(targets)
         tensors = [*nested.tensors(own)]
         numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
         parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own, dim)}")
@@ -169,10 +171,11 @@ class Ranks:
         outputs[self.rank], counts[self.rank] = list(pieces), list(rows)
 
         def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
-            has_rows = isinstance(leaves[0], Tensor) and leaves[0].ndim
-            return torch.cat(leaves, dim) if has_rows else leaves[0]
+            mine, *of_ranks = leaves
+            has_rows = isinstance(mine, Tensor) and mine.ndim
+            return torch.cat(of_ranks, dim) if has_rows else of_ranks[0]
 
-        joined = nested.merge(join, [its for (_, its), _ in found])
+        joined = nested.merge(join, [targets, *(its for (_, its), _ in found)])
         return ([*chain(*outputs)], [*chain(*counts)], joined), found[0][1][0]
 
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor) -> Tensor | None:

@@ -112,13 +112,13 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
-    is_shared = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
+    is_marked = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         here = nested.transform(partial(delivery.bring_rowless, share.device), batch)
         rows = take(here, share.start, share.stop, dim)  # what has no rows is each share's own
         rows = nested.transform(partial(bring_rows, crossing, share.device), rows)
-        shares.append(opened(rows, copy=is_shared or share.device in came_from))
+        shares.append(opened(rows, copy=is_marked or share.device in came_from))
     return shares
 
 

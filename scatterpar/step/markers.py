@@ -40,13 +40,9 @@ class Replicated:
     """
 
     def __init__(self, value: Any) -> None:
-        for leaf in nested.leaves(value):
-            if isinstance(leaf, (Replicated, Rows, Batches)):
-                raise TypeError(
-                    f"Replicated holds what has no rows, got {leaf!r} in it; give the two side by "
-                    f"side"
-                )
         self.value = value
+        for _ in _inside(self):
+            pass
 
     def __repr__(self) -> str:
         shape = f" of shape {tuple(self.value.shape)}" if isinstance(self.value, Tensor) else ""
@@ -174,10 +170,17 @@ def has_entries(value: Any) -> bool:
 def all_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor of ``value``, those in markers too."""
     for leaf in nested.leaves(value):
-        if isinstance(leaf, (Rows, Replicated)):
-            yield from nested.tensors(leaf.entries if isinstance(leaf, Rows) else leaf.value)
-        elif isinstance(leaf, Tensor):
-            yield leaf
+        for one in _inside(leaf) if isinstance(leaf, (Rows, Replicated)) else (leaf,):
+            if isinstance(one, Tensor):
+                yield one
+
+
+def _inside(marker: Rows | Replicated) -> Iterator[Any]:
+    """Every leaf that is marked; no marker is in another."""
+    for leaf in nested.leaves(marker.entries if isinstance(marker, Rows) else marker.value):
+        if isinstance(leaf, (Replicated, Rows, Batches)):
+            raise TypeError(f"{marker!r} has {leaf!r} in it; give the two side by side")
+        yield leaf
 
 
 def take(value: Any, start: int, stop: int, dim: int) -> Any:

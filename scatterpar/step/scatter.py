@@ -47,8 +47,8 @@ def scatter(batch: Batch, plan: Plan, dim: int, ledger: Ledger) -> list[Arrival]
         ledger.follow(ahead)
         here = nested.transform(partial(delivery.bring_rowless, share.device), batch)
         marked = any(isinstance(leaf, (Rows, Replicated)) for leaf in nested.leaves(batch))
-        shared = marked or share.device in sources
-        arrivals.append(Arrival(here, share, dim, ahead, shared=shared))
+        copies = marked or share.device in sources
+        arrivals.append(Arrival(here, share, dim, ahead, copies=copies))
     return arrivals
 
 
@@ -56,16 +56,16 @@ class Arrival:
     """The rows of one share, which come to its device as they are asked for.
 
     Each micro-batch is the sub-step's own: it begins where its memory does, and may be written.
-    What is ``shared`` is copied for that, and opened: some of it was here before, or has markers,
+    With ``copies`` it is copied for that, and opened: some of it was here before, or has markers,
     or entries that travelled together begin anywhere in one memory. Without ``ahead`` all of it is
     here.
     """
 
     def __init__(
-        self, batch: Batch, share: Share, dim: int, ahead: Ahead | None = None, shared: bool = True
+        self, batch: Batch, share: Share, dim: int, ahead: Ahead | None = None, copies: bool = True
     ) -> None:
         self._batch, self._share, self._dim = batch, share, dim
-        self._ahead, self._shared = ahead, shared
+        self._ahead, self._copies = ahead, copies
         self._arrived: dict[int, Any] = {}
 
     @property
@@ -102,7 +102,7 @@ class Arrival:
             if coming == number:
                 self._ahead.arrive(number)
         rows = self._arrived[number] if keep else self._arrived.pop(number)
-        return opened(rows, copy=True) if keep or self._shared else rows
+        return opened(rows, copy=True) if keep or self._copies else rows
 
     def let_go(self) -> None:
         """Keep no rows; they come again if they are asked for."""

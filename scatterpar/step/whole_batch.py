@@ -36,7 +36,7 @@ from scatterpar.plan import Share
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.step import nested
 from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import Replicated, Rows, all_tensors, has_entries, opened
+from scatterpar.step.markers import Replicated, Rows, all_tensors, has_entries, opened, unmarked
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
@@ -159,7 +159,7 @@ class WholeBatch:
         try:
             joined = self._joined()
             nodes = nodes_of(nested.tensors(joined))
-            loss = scalar_loss(criterion(joined, self._targets), "the criterion")
+            loss = scalar_loss(criterion(joined, opened(self._targets)), "the criterion")
             reach(loss, nodes)
             if self._request.check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
@@ -193,7 +193,7 @@ class WholeBatch:
         return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
-        """All targets, for the criterion to write to if it likes."""
+        """All targets, for the criterion to write to if it likes; what has no rows is marked so."""
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
@@ -204,7 +204,11 @@ class WholeBatch:
                 return Rows([*chain(*(leaf.entries for leaf in leaves))], leaves[0].collate)
             return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
 
-        return opened(nested.merge(one, here), copy=is_home)
+        def own(leaf: Any) -> Any:
+            value = unmarked(leaf, copy=is_home)
+            return Replicated(value) if isinstance(leaf, Replicated) else value
+
+        return nested.transform(own, nested.merge(one, here))
 
 
 def train_whole(

@@ -270,7 +270,7 @@ class Rehearsal:
             return [1.0] * len(parts)
         whole = request.inputs, request.targets
         each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
-        _, targets = opened(pick(whole, [*chain(*parts)], request.dim))
+        targets = pick(request.targets, [*chain(*parts)], request.dim)
         spans = [*pairwise([0, *accumulate(map(len, parts))])]
         counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
@@ -396,7 +396,8 @@ class _SameNumbers(TorchDispatchMode):
         if name == "native_dropout":
             return own[0] / (1 - own[1]), torch.ones_like(own[0], dtype=torch.bool)
         if name in ("bernoulli", "bernoulli_"):  # the chances themselves
-            given, chance = own[0], torch.as_tensor([*own, 0.5 if name[-1] == "_" else own[0]][1])
+            given, default = own[0], 0.5 if name[-1] == "_" else own[0]
+            chance = torch.as_tensor(own[1] if len(own) > 1 else default)
             return given.copy_(chance) if name[-1] == "_" else chance.expand_as(given).clone()
         sizes = [k for k, value in enumerate(own) if isinstance(value, (list, tuple))]
         if not sizes and not name.endswith(("_", "_like")):

@@ -79,13 +79,22 @@ class World(dict[str, Any]):
         run(self._snippets[title][number], self)
         return self
 
-    def assert_whole_batch(
-        self, model: nn.Module, inputs: Any, targets: Any = None, criterion: Any = None
-    ) -> None:
-        """What the snippet has computed for ``model`` is what plain torch does."""
-        expected, gradients = whole_batch(model, inputs, targets, criterion)
-        assert_close(self["loss"], expected, "loss")
-        assert_gradients(model, gradients)
+    def assert_whole_batch(self, *given: Any) -> None:
+        """What the snippet has computed for a model is what plain torch does."""
+        assert_whole_batch(self, *given)
+
+
+def assert_whole_batch(
+    names: dict[str, Any],
+    model: nn.Module,
+    inputs: Any,
+    targets: Any = None,
+    criterion: Any = None,
+) -> None:
+    """What a snippet has computed for ``model`` is what plain torch does."""
+    expected, gradients = whole_batch(model, inputs, targets, criterion)
+    assert_close(names["loss"], expected, "loss")
+    assert_gradients(model, gradients)
 
 
 def run(code: str, names: dict[str, Any]) -> None:

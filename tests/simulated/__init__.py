@@ -13,8 +13,8 @@ and the CPU's are refused. It is as harsh as CUDA where code could lean on luck:
 - What goes wrong in a kernel is raised at the next synchronisation.
 - A stream that captures a graph runs nothing; the host and other streams must not wait for it.
 
-`control` switches each of these and counts what happens. As a pytest plugin (``-p simulated``)
-it is there for a whole run: a process cannot get rid of it again.
+`control` switches each of these and counts what happens. As a pytest plugin (``-p simulated``,
+with ``PYTHONPATH=tests``) it is there for a whole run: a process cannot get rid of it again.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
+_MOST_REPLICAS = 2**16  # of one rank: how far its random numbers are from the next one's
+
 
 class ScatterOnceParallel(Wrapper):
     """Train on very large batches with all the devices of one machine, in one process.
@@ -303,7 +305,7 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
-        earlier = self._ranks.rank * len(self.device_ids) if self._ranks else None
+        earlier = self._ranks.rank * _MOST_REPLICAS if self._ranks else None
         try:
             with Attempt(self._workers, plan, earlier) as attempt:
                 yield attempt

@@ -105,20 +105,6 @@ def test_what_a_criterion_closes_over_gets_the_same_bits_every_time():
     assert torch.allclose(table.weight.grad.to_dense(), expected[1].to_dense(), rtol=1e-4)
 
 
-def test_a_bound_parameter_of_the_model_is_the_replica_s_own(devices):
-    def decayed(output, targets, weight):
-        return F.cross_entropy(output, targets) + weight.pow(2).sum()
-
-    model = mlp()
-    with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        loss = engine.forward_backward(*BATCH, functools.partial(decayed, weight=model[0].weight))
-    expected = decayed(model(BATCH[0]), BATCH[1], model[0].weight)
-    mine = model[0].weight.grad
-    (its,) = torch.autograd.grad(expected, [model[0].weight])
-    assert_close(loss, expected.detach(), "loss")
-    assert_close(mine, its, "weight")
-
-
 def test_what_a_closure_brings_along_is_named(devices):
     """It cannot be moved; so the error says what it is, where it is, and what to write instead."""
     weight = CLASS_WEIGHTS.to("meta")

@@ -84,25 +84,3 @@ def test_a_gradient_handed_out_is_not_written_by_the_next_step(devices):
         engine.forward_backward(randn(9, FEATURES), randint(CLASSES, 9), nn.CrossEntropyLoss())
     for gradient, before in zip(kept, copies, strict=True):
         assert torch.equal(gradient, before)
-
-
-def test_0_dim_inputs_are_fresh_in_every_sub_step(devices):
-    """A module may write to one in place; the next sub-step must get the caller's number again."""
-
-    class Doubles(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.classify = mlp()
-
-        def forward(self, inputs, number):
-            return self.classify(inputs) * number.mul_(2)
-
-    number = torch.tensor(1.5, dtype=torch.float64)
-    batch, targets = randn(12, FEATURES), randint(CLASSES, 12)
-    with ScatterOnceParallel(Doubles(), 3, devices(2)) as engine:
-        expected, _ = whole_batch(
-            engine.module, (batch, number.clone()), targets, nn.CrossEntropyLoss()
-        )
-        loss = engine.forward_backward((batch, number), targets, nn.CrossEntropyLoss())
-    assert_close(loss, expected, "loss")
-    assert number == 1.5

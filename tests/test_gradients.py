@@ -184,22 +184,6 @@ def test_gradients_that_share_memory_and_arrive_late(devices):
             assert_close(gradient, sum(parts) / 16, name)
 
 
-def test_a_sparse_gradient_and_a_dense_one_from_a_closure(devices):
-    """A penalty on the weight of a sparse embedding, in a criterion over the user's own model."""
-    model = build(lambda: nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 3)))
-    ids, targets = randint(10, 8), randn(8, 3)
-
-    def criterion(outputs, targets):
-        return nn.functional.mse_loss(outputs, targets) + model[0].weight.pow(2).mean()
-
-    criterion(model(ids), targets).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    with ScatterOnceParallel(model, 1, devices(2)) as engine:
-        engine.forward_backward(ids, targets, criterion)
-    assert_gradients(model, expected)
-
-
 class Keeps(nn.Module):
     """Uses its weights, and what it made of them when it was built."""
 

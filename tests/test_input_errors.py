@@ -115,18 +115,6 @@ def test_a_buffer_elsewhere_is_named_too(devices):
         ScatterOnceParallel(model, 1, devices(2))
 
 
-def test_0_dim_tensors_and_non_tensors_go_to_every_replica(devices):
-    class Takes(Classifier):
-        def forward(self, inputs, scale, name, flags):
-            assert scale.shape == ()
-            assert (name, flags) == ("n", [True, None])
-            return self.linear(inputs) * scale
-
-    inputs = (ROWS, torch.tensor(3.0).double(), "n", [True, None])
-    with ScatterOnceParallel(build(Takes), 2, devices(3)) as engine:
-        assert_step(engine, inputs, LABELS, LOSS)
-
-
 def test_a_list_is_one_argument_and_a_tuple_several(devices):
     class Pair(Classifier):
         def forward(self, first, second=None):

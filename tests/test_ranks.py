@@ -192,6 +192,8 @@ class Masks(nn.Module):
 
 def masks(group, replicas):
     torch.manual_seed(7)
+    if replicas is None:  # of each rank others
+        replicas = 3 - group.rank()
     options = {"process_group": group, "verify": False}  # a sum, taken for a mean
     with ScatterOnceParallel(Masks(), 1, ["cpu"] * replicas, **options) as engine:
         seen = []
@@ -203,11 +205,11 @@ def masks(group, replicas):
     return seen
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, None])
 def test_every_replica_of_every_rank_draws_masks_of_its_own(replicas):
     found = gang()(3, masks, replicas)
     drawn = [tuple(mask) for seen in found for mask in seen]
-    assert len(set(drawn)) == len(drawn) == 3 * 2 * replicas
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * (replicas or 2)
     assert found == gang()(3, masks, replicas)
 
 

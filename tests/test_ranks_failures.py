@@ -201,6 +201,7 @@ def test_ranks_that_fail_together_name_each_other():
 
 def disagree(group, how):
     module = Troubled()
+    module.twins = nn.ParameterList([torch.ones(2), torch.ones(2)])
     batch = randn(4, FEATURES), randint(CLASSES, 4)
 
     def criterion(outputs, targets):
@@ -212,7 +213,12 @@ def disagree(group, how):
         replicas = engine.replicas
         if group.rank() == 1 and how == "trained":
             module.body[0].weight.requires_grad_(False)
+        if how == "frozen":
+            module.twins[group.rank()].requires_grad_(False)
         options = {"reduction": "sum"} if group.rank() == 1 and how == "reduction" else {}
+        if how == "scale":
+            scale = 8.0 * (1 + group.rank())
+            options = {"scaler": torch.amp.GradScaler("cpu", init_scale=scale)}
         if how == "labels" or (how == "call" and group.rank() == 1):
             options = {"whole_batch": True}
         if how == "labels" and group.rank() == 1:
@@ -220,8 +226,11 @@ def disagree(group, how):
         return failure(engine.forward_backward, *batch, criterion, **options)
 
 
-@pytest.mark.parametrize("how", ["trained", "reduction", "shape", "call", "labels"])
+@pytest.mark.parametrize(
+    "how", ["trained", "frozen", "reduction", "scale", "shape", "call", "labels"]
+)
 def test_ranks_that_disagree_are_told_so(how):
+    """Of weights with equal shapes, one got the other's gradient; scaled ones were added up."""
     for kind, words in gang()(2, disagree, how):
         assert kind == "RuntimeError"
         assert "the ranks disagree on " in words

@@ -209,9 +209,8 @@ def test_what_is_not_a_group_is_refused(group):
 
 def taken_over(group):
     torch.manual_seed(group.rank())
-    module = nn.Sequential(
-        nn.Linear(2, 3), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
-    )
+    module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
+    module.to(memory_format=torch.channels_last)  # the last one's kernel is contiguous in both ways
     module.register_buffer("table", torch.randn(1, 3).expand(2, 3))
     ScatterOnceParallel(module, process_group=group).close()
     assert module[1].weight.is_contiguous(memory_format=torch.channels_last)
@@ -221,7 +220,7 @@ def taken_over(group):
 
 def test_the_first_ranks_parameters_are_taken_over():
     with seeded(0):
-        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2))
+        module = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 2, 2), nn.Conv2d(2, 3, 1))
         table = torch.randn(1, 3).expand(2, 3)
     for found in gang()(3, taken_over):
         assert all(map(torch.equal, found, [*module.parameters(), table]))

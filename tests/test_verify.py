@@ -14,9 +14,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from faults.state import capture, differences
-from helpers.agree import Case, agree
+from helpers.agree import Case
 from helpers.models import CLASSES, FEATURES, Classifier, mlp, token_classifier
-from helpers.oracle import build, gradients, randint, randn, whole_batch
+from helpers.oracle import assert_gradients, build, call, gradients, randint, randn, whole_batch
+from helpers.oracle import loss_of as loss_of_plain
 from helpers.weighted import CLASS_WEIGHTS, classes, padded
 from torch import nn
 from torch.nn import functional as F
@@ -465,11 +466,15 @@ def test_a_wrong_gradient_is_told_before_anything_changes(name):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_one_is_verified_once_and_exact(devices, name):
-    with warnings.catch_warnings():
+    case = RIGHT[name]
+    model, twin, (inputs, targets) = case.build(), case.build(), case.rows(0, case.count)
+    loss_of_plain(call(twin, inputs), targets, case.criterion(twin)).backward()
+    with warnings.catch_warnings(), ScatterOnceParallel(model, case.accum, devices(2)) as engine:
         warnings.simplefilter("error")
-        agree(RIGHT[name], "engine", devices(2))
-        with ScatterOnceParallel(RIGHT[name].build(), RIGHT[name].accum, devices(2)) as engine:
-            assert_agreed(engine, functools.partial(train, engine, RIGHT[name]))
+        assert_agreed(engine, functools.partial(train, engine, case))
+        model.zero_grad()
+        train(engine, case)
+    assert_gradients(model, gradients(twin))
 
 
 def test_the_numbers_are_those_of_the_labels():

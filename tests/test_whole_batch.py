@@ -287,8 +287,8 @@ def normed():
     return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh())
 
 
-def stateful(make, criterion=lambda _: pairs):
-    return Case(make, (randn(19, FEATURES), None), criterion, by_share=True)
+def stateful(make):
+    return Case(make, (randn(19, FEATURES), None), lambda _: pairs, by_share=True)
 
 
 STATEFUL = {
@@ -297,7 +297,6 @@ STATEFUL = {
         lambda: nn.Sequential(spectral_norm(nn.Linear(FEATURES, 6)), nn.Tanh())
     ),
     "counters": stateful(Counted),
-    "a criterion that belongs to the model": stateful(Queued, lambda model: model.loss),
 }
 
 
@@ -488,6 +487,9 @@ CASES = {
     },
     "a criterion with parameters and a queue": Case(
         three_layers, ROWS, lambda _: build(Tempered), accum=3
+    ),
+    "a criterion that belongs to the model": Case(
+        Queued, ROWS, lambda model: model.loss, accum=3, by_share=True
     ),
     "a criterion that shares a layer": Case(
         three_layers, ROWS, lambda model: build(lambda: Tempered(model[2])), accum=3

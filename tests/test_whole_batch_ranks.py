@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.contrastive import EMBEDDING, FEATURES, LOSSES, two_views
-from helpers.gang import Counted, gang
+from helpers.gang import Counted, failure, gang
 from helpers.oracle import assert_close, gradients, randint, randn, whole_batch
 from torch import nn
 
-from scatterpar import Replicated, ScatterOnceParallel
+from scatterpar import Replicated, Rows, ScatterOnceParallel
 
 ROWS = {2: (9, 4), 3: (7, 1, 5)}  # uneven, and rank 1 has fewer than it has replicas
 
@@ -91,6 +91,58 @@ def test_targets_without_rows_are_rank_0_s(devices):
         assert_close(loss, expected, "loss")
         for name in ("first.weight", "last.weight"):
             assert_close(found[name], its[name], name)
+
+
+class OneByOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 2).double()
+
+    def forward(self, rows):
+        return [self.linear(row) for row in rows]
+
+
+def lists_of(group, where):
+    """As many rows on every rank, so that entry by entry all shapes are alike."""
+    rows = randn(2, FEATURES, seed=group.rank())
+    targets = {
+        "outputs": None,
+        "tensors": Rows(list(rows)),
+        "texts": Rows(["a", "b"]),
+        "collated": Rows(list(rows), set),
+        "joined": Rows(list(rows), torch.stack),
+    }[where]
+    model = OneByOne() if where == "outputs" else nn.Linear(FEATURES, 2).double()
+    inputs = Rows(list(rows)) if where == "outputs" else rows
+
+    def criterion(outputs, _):
+        return torch.stack(list(outputs)).sum()
+
+    with ScatterOnceParallel(model, process_group=group) as engine:
+        raised = failure(engine.forward_backward, inputs, targets, criterion, whole_batch=True)
+    return raised, gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("outputs", "the module's outputs are a list with one entry per row; return tensors"),
+        *((each, "Rows in the targets are no tensors") for each in ("tensors", "texts")),
+        ("collated", "pass Rows(entries, collate) whose collate makes tensors"),
+    ],
+)
+def test_lists_are_refused_that_ranks_cannot_join(where, words):
+    """They were joined entry by entry, or rank 0's texts were taken for all rows' ones."""
+    for (kind, text), found in gang()(2, lists_of, where):
+        assert kind == "ValueError"
+        assert words in text
+        assert all(gradient is None for gradient in found.values())
+
+
+def test_lists_that_become_tensors_are_joined():
+    (raised, first), (_, second) = gang()(2, lists_of, "joined")
+    assert raised is None
+    assert torch.equal(first["weight"], second["weight"])
 
 
 class Learned(nn.Module):

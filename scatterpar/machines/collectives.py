@@ -68,6 +68,8 @@ class Collectives:
             values = as_bytes(tensor)
             with self._waiting_for("rank 0's parameters and buffers") as group:
                 dist.broadcast(values, group=group, group_src=0)
+            if values.data_ptr() == tensor.data_ptr():  # they are the tensor's own
+                continue
             place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
             with torch.no_grad():  # of an expanded one, each place once, or torch refuses
                 tensor[place].copy_(values.view(tensor.dtype).view(tensor.shape)[place])

@@ -38,7 +38,9 @@ from scatterpar.threads.workers import note
 # and a checksum of all shapes.
 _Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
 
-_OTHER_TENSORS = "which tensors are trained, on their shapes, or on reduction="
+_OTHER_TENSORS = (
+    "which tensors are trained, on their shapes, on reduction=, or on the scale of scaler="
+)
 _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or targets"
 
 
@@ -144,7 +146,9 @@ class Ranks:
             mean=self._mean,
             wide=self._wide,
         )
-        kind = [(tuple(g.shape), g.dtype) for _, g in sparse]
+        numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
+        trained = [numbers.get(id(leaf)) for leaf, _ in (*dense, *sparse)]
+        kind = [(tuple(g.shape), g.dtype) for _, g in sparse], trained, outcome.scale
         return parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}")
 
     def outputs_of_all(

@@ -160,13 +160,14 @@ class Snapshot:
         self._empty = [container for container, saved in self._pairs if not saved]
         filled = [pair for pair in self._pairs if pair[1]]
         self._dicts = [pair for pair in filled if type(pair[0]) is dict]
+        self._now = [container for container, _ in self._dicts]
         self._others = [pair for pair in filled if type(pair[0]) is not dict]
-        self._writes = writes_of([now for now, _ in self._dicts])
+        self._writes = writes_of(self._now)
         vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        writes = writes_of([now for now, _ in self._dicts])
+        writes = writes_of(self._now)
         written = compress(self._dicts, map(ne, writes, self._writes))
         if (
             any(self._empty)

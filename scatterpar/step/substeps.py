@@ -189,9 +189,9 @@ def train(
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
             weights = task.weights[: request.most]
             joined = join_rows(outputs, request.dim, weights, rows, strict=True)
-        together = torch.stack(losses)  # one transfer
+        together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
         finish(together.device)  # what went wrong there is known by then
-        values = together.cpu().double().tolist()
+        values = together.tolist()
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
         if not weight:  # takes out even NaN

@@ -62,7 +62,8 @@ def counts_of(
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
     terms = on_the_host([_terms_of_rows(request.criterion, t, request.dim) for t in labels])
-    if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
+    complete = [each.dtype == torch.bool and bool(each.all()) for each in terms]
+    if all(complete):
         return [float(stop - start) for start, stop in spans]
     rows = torch.cat([each.double() for each in terms])
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")

@@ -141,13 +141,32 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
+        self._entries: list[Any] = []  # what became of the lists in the targets
         self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
+        self._require_tensors()
         own = self._pieces, self._rows, self._targets, self._request.dim
         (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*own, seed)
         return seed
+
+    def _require_tensors(self) -> None:
+        """Refuse lists with one entry per row, which processes cannot join as they do tensors."""
+        dim, rows = self._request.dim, sum(self._rows)
+        pairs = zip(self._pieces, self._rows, strict=True)
+        listed = all(isinstance(piece, list) and len(piece) == n for piece, n in pairs)
+        if listed and has_entries(self._request.batch):
+            what = "the module's outputs are a list with one entry per row"
+        elif not all(_have_rows(value, rows, dim) for value in self._entries):
+            what = "Rows in the targets are no tensors with all rows along that dimension"
+        else:
+            return
+        raise ValueError(
+            f"whole_batch=True with a process_group joins what ranks have as tensors, along "
+            f"dim={dim}, and {what}; return tensors from the module, and pass Rows(entries, "
+            f"collate) whose collate makes tensors of entries, padded to one length on all ranks"
+        )
 
     def backward(
         self, criterion: Callable[..., Any], reach: Callable[[Tensor, Sequence[Any]], None]
@@ -206,9 +225,18 @@ class WholeBatch:
 
         def own(leaf: Any) -> Any:
             value = unmarked(leaf, copy=is_home)
+            if isinstance(leaf, Rows):
+                self._entries.append(value if leaf.collate else None)
             return Replicated(value) if isinstance(leaf, Replicated) else value
 
         return nested.transform(own, nested.merge(one, here))
+
+
+def _have_rows(value: Any, rows: int, dim: int) -> bool:
+    return all(
+        isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim and leaf.size(dim) == rows
+        for leaf in nested.leaves(value)
+    )
 
 
 def train_whole(

@@ -73,7 +73,9 @@ class Case:
         """Copies of these rows of inputs and targets."""
 
         def take(leaf: Any) -> Any:
-            return leaf[start:stop].clone() if isinstance(leaf, Tensor) and leaf.ndim else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf[start:stop].clone() if leaf.ndim else leaf.clone()
 
         return nested.transform(take, self.batch)
 

@@ -196,6 +196,15 @@ class TakesNothing(Classifier):
         return self.linear(rows)
 
 
+class TakesANumber(Classifier):
+    """A 0-dim tensor, which each sub-step gets anew and may write, and what is no tensor."""
+
+    def forward(self, rows, number, name, flags):
+        assert number.shape == ()
+        assert (name, flags) == ("n", [True, None])
+        return self.linear(rows) * number.mul_(2)
+
+
 class ComputesItsOwnGradient(nn.Module):
     """Forces: the gradient of an energy is part of the output (double backward)."""
 
@@ -759,6 +768,15 @@ def penalised(model):
     return lambda output, targets: F.cross_entropy(output, targets) + model.weight.square().sum()
 
 
+def decayed(model):
+    """A criterion to which a parameter of the model is bound."""
+
+    def loss(output, targets, weight):
+        return F.cross_entropy(output, targets) + weight.pow(2).sum()
+
+    return functools.partial(loss, weight=model.weight)
+
+
 def hooked():
     """A hook that scales the gradient once scaled parts of it twice."""
     model = linear()
@@ -837,6 +855,10 @@ CASES = {
     "empty inputs": Case(
         TakesNothing, batch=({"rows": BATCH[0], "unused": [[], {}, ()]}, BATCH[1])
     ),
+    "a number, and no tensors": Case(
+        TakesANumber,
+        batch=((BATCH[0], torch.tensor(1.5, dtype=torch.float64), "n", [True, None]), BATCH[1]),
+    ),
     "spectral norm, old": Case(lambda: nn.utils.spectral_norm(linear()), **ONCE),
     "spectral norm": Case(lambda: parametrizations.spectral_norm(linear()), **ONCE),
     "checkpointing": Case(lambda: Blocks(use_reentrant=False)),
@@ -912,6 +934,13 @@ CASES = {
         ],
     ),
     "a penalty on the model": Case(linear, criterion=penalised, unless=("pair",)),
+    "a parameter that is bound": Case(linear, criterion=decayed, unless=("pair",)),
+    "a penalty on a sparse table": Case(
+        lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True), nn.Linear(6, CLASSES)),
+        batch=(randint(11, 9), BATCH[1]),
+        criterion=lambda model: penalised(model[0]),
+        unless=("pair",),
+    ),
     "a penalty, and a hook": Case(hooked, criterion=penalised, unless=("pair",)),
     "a penalty, and an optimizer in the backward pass": Case(
         trained_in_backward, criterion=penalised, keep_dtypes=True, unless=("pair",)

@@ -159,7 +159,7 @@ class Ahead(Ledger):
     def settle(self) -> None:
         """Wait until nothing that was copied is read any more."""
         super().settle()
-        if self._stream is not None and not self._stream.query():
+        if self._stream is not None:
             device = self._stream.device
             # The device first: else torch, leaving the stream, enters the caller's own card.
             with self._asking, on(device, ()), self._stream:

@@ -7,12 +7,14 @@ inputs where those require grad.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar.devices.chunks import room_like
 from scatterpar.devices.ledger import Ledger
@@ -30,9 +32,11 @@ from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Delivery, bring_rows
 from scatterpar.step.substeps import noted
 from scatterpar.threads.workers import Attempt, Workers
-from scatterpar.torch_private import is_compiled_module
+from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
+
+_SECONDS = 1.0  # how often a replica that waits for its turn looks whether another has failed
 
 
 class PassingReplica:
@@ -147,12 +151,25 @@ def run_each(
     calls: Sequence[Any],
     guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
-    """Call each share's function on its device, all at once; what is raised leaves no trace."""
+    """Call each share's function on its device, all at once; what is raised leaves no trace.
+
+    Inside of a checkpoint one after another: it tells the tensors that it computes again by the
+    order in which they were saved.
+    """
+    hooks = saved_tensors_hooks()
+    is_in_order = hooks is not None and hooks[0].__module__ == checkpoint.__module__
+    done = [threading.Event() for _ in plan.shares]
 
     def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
         args, kwargs = call.inputs
-        with noted(call.share):
-            return call.function(*args, **kwargs)
+        number = call.share.replica
+        try:
+            while is_in_order and number and not done[number - 1].wait(_SECONDS):
+                proceed()
+            with noted(call.share):
+                return call.function(*args, **kwargs)
+        finally:
+            done[number].set()
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     with Attempt(workers, plan) as attempt, guard:

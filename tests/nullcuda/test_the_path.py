@@ -187,7 +187,7 @@ def test_the_host_sleeps_until_the_losses_are_there():
     """A copy to the host waits, too, but awake: that keeps a core from launching."""
     with ScatterOnceParallel(network(), 2, [0, 1], verify=False) as engine:
         each = settled(engine)[:2]
-    assert all(counts["event_sync"] for counts in each), "the host waits awake"
+    assert all(counts["event_sync"] >= 2 for counts in each), "the host waits awake"
 
 
 def written(tensors):

@@ -12,6 +12,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_gradients, gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from pair.common import Pair, Plain, assert_alike
 
@@ -112,6 +113,12 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     of.module.zero_grad()
 
 
+def a_checkpoint_around_all_of_it(of):
+    """It tells what it computes again by the order in which tensors were saved."""
+    for _ in range(8):
+        checkpoint(of.loss, *BATCH, use_reentrant=False).backward()
+
+
 PROGRAMS = {
     retain_graph: mlp,
     autograd_grad_leaves_the_parameters_alone: mlp,
@@ -124,6 +131,7 @@ PROGRAMS = {
     inputs_get_their_gradient: mlp,
     a_tensor_left_over_from_a_finished_graph: mlp,
     an_in_place_change_before_backward_is_an_error_as_always: mlp,
+    a_checkpoint_around_all_of_it: deep,
 }
 
 

@@ -202,11 +202,15 @@ def test_ranks_that_fail_together_name_each_other():
 def disagree(group, how):
     module = Troubled()
     module.twins = nn.ParameterList([torch.ones(2), torch.ones(2)])
+    module.register_buffer("first", torch.ones(2))
+    module.register_buffer("second", torch.ones(2))
     batch = randn(4, FEATURES), randint(CLASSES, 4)
 
     def criterion(outputs, targets):
         if how == "shape" and group.rank() == 1:
             replicas[0]._buffers["calls"] = torch.zeros(3, dtype=torch.long)
+        if how == "buffer":
+            replicas[0]._buffers["first" if group.rank() else "second"] = None
         return CRITERION(outputs, targets)
 
     with ScatterOnceParallel(module, process_group=group, verify=False) as engine:
@@ -227,7 +231,7 @@ def disagree(group, how):
 
 
 @pytest.mark.parametrize(
-    "how", ["trained", "frozen", "reduction", "scale", "shape", "call", "labels"]
+    "how", ["trained", "frozen", "reduction", "scale", "shape", "buffer", "call", "labels"]
 )
 def test_ranks_that_disagree_are_told_so(how):
     """Of weights with equal shapes, one got the other's gradient; scaled ones were added up."""

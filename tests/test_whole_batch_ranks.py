@@ -187,3 +187,29 @@ def test_the_criterion_counts_once_and_draws_alike(noise):
         for _ in "ab":
             criterion(model(one, other), labels).backward()
         assert_close(found["scale"], criterion.scale.grad, "scale")
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(EMBEDDING).double()
+
+    def forward(self, outputs, _):
+        return self.norm(outputs["one"]).pow(3).mean()
+
+
+def normalise(group):
+    criterion = Normalised()
+    options = {"process_group": group, "buffers": "batch"}
+    with ScatterOnceParallel(two_views(), 2, ["cpu"] * 2, **options) as engine:
+        engine.forward_backward(*part_of(group), criterion, whole_batch=True)
+    return dict(criterion.named_buffers())
+
+
+def test_statistics_of_the_criterion_move_once():
+    """Each rank had seen all rows, and so the variance was that of more rows than there are."""
+    (inputs, _), criterion = batch(sum(ROWS[2])), Normalised()
+    criterion(two_views()(*inputs), None)
+    for found in gang()(2, normalise):
+        for name, buffer in criterion.named_buffers():
+            assert_close(found[name].double(), buffer.double(), name)

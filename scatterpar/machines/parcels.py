@@ -61,7 +61,8 @@ class Parcels:
         for value in map(_summable, self._rows):
             pieces.append((value.dtype, torch.Size([size, *value.shape]), rank, value))
         tensors = (*self._leaves, *(value for *_, value in self._first), *self._rows)
-        self.kind = str([piece[:2] for piece in pieces])
+        names = [(name, value is None) for _, name, value in buffers]
+        self.kind = str([names, *(piece[:2] for piece in pieces)])
         self.flats: list[Tensor] = []
         self._views = [torch.empty(0)] * len(pieces)
         for dtype in dict.fromkeys(dtype for dtype, *_ in pieces):

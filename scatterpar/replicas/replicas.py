@@ -280,13 +280,16 @@ class Replicas:
 
 
 @contextlib.contextmanager
-def guarded(parts: Sequence[Replicas]) -> Iterator[None]:
-    """Refuse forward passes in the body that write parameters or make some."""
+def guarded(parts: Sequence[Replicas], *, again: bool = False) -> Iterator[None]:
+    """Refuse forward passes in the body that write parameters or make some.
+
+    Those that come ``again``, after the criterion, prove themselves.
+    """
     with contextlib.ExitStack() as stack:
-        unproven = [part for part in parts if part.flags not in part.shared.proven]
+        unproven = [part for part in parts if (part.flags, again) not in part.shared.proven]
         for part in parts:
             if part.shared.originals:
-                stack.enter_context(part.shared.read_only(part.flags))
+                stack.enter_context(part.shared.read_only((part.flags, again)))
         yield
         for part in unproven:
             part.refuse_made()

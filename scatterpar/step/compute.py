@@ -75,7 +75,7 @@ def compute(
         if whole:
             peers = None if request.most else peers  # a trial is this process's own
             criterion = copies.criteria[0]
-            with guarded(parts):  # anew: the second pass undoes what the first one rebound
+            with guarded(parts, again=True):  # the second pass undoes what the first one rebound
                 results = train_whole(attempt, request, tasks, seen, parts, criterion, peers)
         attempt.ledger.settle()
         return Computed(results, stash.gradients())

@@ -267,6 +267,8 @@ def train_whole(
             stash.forget()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
+            for replica in chain(*(part.replicas for part in parts[1:])):
+                replica.seen.update({m: [] for m in replica.seen})
         second = partial(second_pass, seen=seen, gradients=batch.gradients(), attempt=attempt)
         attempt.run(partial(second, most=request.most), tasks)
     except BaseException as error:

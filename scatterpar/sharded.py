@@ -255,10 +255,11 @@ class ShardedOptimizer(Optimizer):
             plain.load_state_dict(loaded | {"state": state})
 
     def _moved(self, state: Any, device: torch.device) -> Any:
-        """A copy of tensors in that memory; numbers stay where they are."""
+        """A copy of tensors in that memory; the host's numbers, such as counts, stay there."""
 
         def one(tensor: Tensor) -> Tensor:
-            return self._ledger.copy(tensor, device, "reduce") if tensor.ndim else tensor.clone()
+            stays = not tensor.ndim and tensor.device == _HOST
+            return tensor.clone() if stays else self._ledger.copy(tensor, device, "reduce")
 
         return nested.on_tensors(one, state)
 

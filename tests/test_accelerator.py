@@ -711,6 +711,40 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
                     assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
+class Numbers(nn.Module):
+    """0-dim parameters; the optimizer's state of each is 0-dim, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.tensor(float(n))) for n in range(1, 6)])
+
+    def forward(self, inputs):
+        for number in self.all:
+            inputs = inputs * number
+        return inputs
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_sharded_optimizer_of_numbers(device_ids, make):
+    model = Numbers().to(torch.device(kind(), 0))
+    twin = copy.deepcopy(model)
+    plain = make(twin.parameters())
+    with ScatterOnceParallel(model, 1, device_ids) as engine:
+        sharded = ShardedOptimizer(engine, make)
+        for _ in range(2):
+            engine.forward_backward(torch.ones(8, 2), None, lambda output, _: output.mean())
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                other.grad = one.grad.clone()
+            sharded.step()
+            plain.step()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one.cpu(), other.cpu())
+            saved = sharded.state_dict()
+            for kept in saved["state"].values():
+                assert all(value.device.type == "cpu" for value in kept.values())
+            sharded.load_state_dict(saved)
+
+
 class Together(torch.optim.AdamW):
     """Sums tensors of all parameters."""
 

@@ -341,7 +341,7 @@ class ScatterOnceParallel(Wrapper):
         Returns:
             The module's output for the whole batch, in the same nested types, on the
             master, rows in order. 0-dim tensors in it are averaged over the rows. Where the
-            inputs have ``Rows``, an output that is a list with one entry per row stays one.
+            inputs have ``Rows``, lists in it with one entry per row stay that.
 
         Raises:
             ValueError: outputs that cannot be joined, several batches.

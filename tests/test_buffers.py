@@ -129,6 +129,17 @@ def test_forward_in_training_mode_updates_statistics_as_a_module_does(devices):
         assert torch.equal(buffer, expected[name]), name
 
 
+def test_a_layer_left_in_training_inside_a_model_in_eval_counts_too(devices):
+    model = normalised().eval()
+    layer = next(m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    layer.train()
+    expected = after_share(model, SHARES[0], 1)
+    with ScatterOnceParallel(model, 1, devices(3)) as engine:
+        engine(BATCH[0])
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
 def test_a_buffer_written_after_another_was_used_in_the_graph(devices):
     """Buffers of a replica once shared one version counter, so that autograd refused this."""
 

@@ -12,8 +12,9 @@ import torch
 from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelModel, Rows, ScatterOnceParallel, gather
 
 INPUTS = randn(11, FEATURES)
 
@@ -154,3 +155,43 @@ def test_errors_arrive_as_they_are(devices):
         assert note == f"in replica 2 on {devices(3)[2]}, sub-step 1 of 2, counted from 0"
         model.row = None
         assert_close(engine(INPUTS), model(INPUTS).detach(), "output")
+
+
+@pytest.mark.parametrize("accum", [1, 2, 5])
+def test_lists_of_rows_anywhere_in_an_output(devices, accum):
+    """Where the inputs have ``Rows``; a list of tensors that hold the rows is joined as ever."""
+
+    class Finds(nn.Module):
+        def forward(self, images):
+            whole = torch.stack([image.sum() for image in images])
+            scores, names = [image.sum() for image in images], [str(len(i)) for i in images]
+            return {"scores": scores, "more": (names, [whole, whole * 2]), "boxes": images}
+
+    images = [randn(1 + n % 4, seed=n) for n in range(11)]
+    expected = Finds()(images)
+    with ScatterOnceParallel(Finds().eval(), accum, devices(3)) as engine:
+        output = engine(Rows(images))
+    assert output["more"][0] == expected["more"][0]
+    for key in ("scores", "boxes"):
+        for mine, its in zip(output[key], expected[key], strict=True):
+            assert_close(mine, its, key)
+    for mine, its in zip(output["more"][1], expected["more"][1], strict=True):
+        assert_close(mine, its, "whole")
+
+
+def test_outputs_that_know_how_many_rows_they_are_of(devices):
+    def packs(output, _):
+        return pack_sequence([*output.unsqueeze(1)])
+
+    model = build(lambda: Returns(packs)).eval()
+    told = pytest.raises(ValueError, match="return what pad_packed_sequence")
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, told:
+        engine(INPUTS)
+    pair = DataParallelModel(model, devices(2))
+    with pytest.raises(ValueError, match="return what pad_packed_sequence"):
+        gather(pair(INPUTS), "cpu")
+    shapes = build(lambda: Returns(lambda y, _: (y, y.shape, y.shape[1:])))
+    with ScatterOnceParallel(shapes.eval(), 1, devices(3)) as engine:
+        _, each, same = engine(INPUTS)
+    assert each == [(4, CLASSES), (4, CLASSES), (3, CLASSES)]
+    assert same == (CLASSES,)

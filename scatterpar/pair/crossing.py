@@ -27,7 +27,7 @@ from scatterpar.replicas.kinds import check_placement
 from scatterpar.replicas.mirror import Mirror, Survey
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, all_tensors, opened, take
+from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, take
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import Delivery, bring_rows
 from scatterpar.step.substeps import noted
@@ -116,7 +116,7 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
-    is_marked = any(isinstance(leaf, Replicated) for leaf in nested.leaves(batch))
+    is_marked = any(isinstance(leaf, (Replicated, Rows)) for leaf in nested.leaves(batch))
     delivery, shares = Delivery(crossing), []
     for share in plan.shares:
         here = nested.transform(partial(delivery.bring_rowless, share.device), batch)

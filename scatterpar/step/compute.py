@@ -98,7 +98,7 @@ def infer(
         outputs = attempt.run(partial(_infer_share, dim=request.dim, lists=lists), tasks)
     output = collect(outputs, plan, request.dim, ledger, lists=lists)
     ledger.settle()
-    if module.training:
+    if any(part.training for part in module.modules()):
         buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
         for layer in reduce_moments(parts, len(outputs), ledger):
             buffers += running(layer)

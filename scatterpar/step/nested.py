@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.devices.fingerprints import same_bits
 
@@ -38,18 +39,24 @@ def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return transform(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def merge(function: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
+def merge(
+    function: Callable[[list[Any]], Any],
+    values: Sequence[Any],
+    is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
+) -> Any:
     """One value out of several of the same structure: ``function`` gets the leaves of a place.
+
+    Where ``is_leaf(values)``, the values of a place are its leaves.
 
     >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
     {'a': 11, 'b': (22, 33)}
     """
     first = values[0]
-    _, make = _parts(first, first) if _alike(values) else ((), None)
+    _, make = _parts(first, first) if not is_leaf(values) and _alike(values) else ((), None)
     if make is None:
         return function(list(values))
     each = [_parts(value, first)[0] for value in values]
-    return make([merge(function, children) for children in zip(*each, strict=True)])
+    return make([merge(function, children, is_leaf) for children in zip(*each, strict=True)])
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -73,7 +80,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     """
     if type(value) in (tuple, list):
         return value, type(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, torch.Size)):
         return (), None
     if isinstance(value, (tuple, list)):
         is_named = isinstance(value, tuple) and hasattr(value, "_fields")
@@ -149,12 +156,25 @@ def join_rows(
     """
     if len(pieces) == 1:
         return pieces[0]
-    if lists and all(
-        isinstance(p, list) and len(p) == n for p, n in zip(pieces, rows or (), strict=True)
-    ):
+
+    if lists and rows and _are_entries(pieces, rows):
         return [entry for piece in pieces for entry in piece]
 
+    def are_entries(values: Sequence[Any]) -> bool:
+        """Inside of an output, where a list may be one of tensors that have the rows, too."""
+        if not (lists and rows and _are_entries(values, rows)):
+            return False
+        found = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
+        return not found or any(t.shape[dim:][:1] != (n,) for t, n in found)
+
     def one(leaves: list[Any]) -> Any:
+        if isinstance(leaves[0], PackedSequence):
+            raise ValueError(
+                "outputs that are PackedSequences cannot be joined, since entries of all rows lie "
+                "among each other; return what pad_packed_sequence(output, batch_first=True) gives"
+            )
+        if are_entries(leaves):
+            return [entry for piece in leaves for entry in piece]
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
@@ -162,7 +182,12 @@ def join_rows(
         has_rows = rows is None or _have(rows, leaves, dim, strict)
         return torch.cat(leaves, dim) if has_rows else leaves[0]
 
-    return merge(one, pieces)
+    return merge(one, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+
+
+def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether these are lists with one entry per row."""
+    return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
 
 
 def _have(rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool) -> bool:
@@ -191,7 +216,7 @@ _ALONE = "return the rows along that dimension, or call engine.module itself"
 
 def _all_same(leaves: list[Any]) -> bool:
     first = leaves[0]
-    is_plain = isinstance(first, (bool, int, float, complex, str, bytes))
+    is_plain = isinstance(first, (bool, int, float, complex, str, bytes, torch.Size))
     return all(
         leaf is first or (is_plain and type(leaf) is type(first) and leaf == first)
         for leaf in leaves

@@ -14,7 +14,7 @@ from helpers.oracle import assert_close, build, randint, randn
 from torch import Tensor, nn
 
 from pair.common import Pair, assert_alike
-from scatterpar import DataParallelCriterion, DataParallelModel, gather
+from scatterpar import DataParallelCriterion, DataParallelModel, Rows, gather
 
 INPUTS = randn(9, FEATURES)
 
@@ -88,6 +88,21 @@ def test_keyword_inputs_and_parts_without_rows(placed):
     output, rows = gather(outputs, "cpu")
     assert_close(output, expected, "outputs")
     assert rows == [3, 2, 2, 2]
+
+
+def test_an_entry_of_rows_may_be_written(placed):
+    """Entries that travel together were views of one memory, and so of one version."""
+
+    class Writes(nn.Linear):
+        def forward(self, entries):
+            first = super().forward(entries[0]).tanh().sum()
+            return torch.stack([first, *(entry.relu_().sum() for entry in entries[1:])])
+
+    model, leaf = build(lambda: Writes(FEATURES, CLASSES)), INPUTS.clone().requires_grad_()
+    for entries in (INPUTS, leaf * 1):
+        outputs = DataParallelModel(model, placed(2))(Rows([*(entries * 1).unbind()]))
+        gather(outputs, "cpu").sum().backward()
+    assert_close(leaf.grad[1], (leaf[1] > 0).double(), "an entry's gradient")
 
 
 def test_what_has_no_rows_crosses_once_to_each_memory(monkeypatch):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from scatterpar.devices.chunks import bring
+from scatterpar.devices.chunks import bring, copy_each
 from scatterpar.devices.ledger import Ledger
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.replicas.replicas import Lent, parameter_like
@@ -181,11 +181,14 @@ class ShardedOptimizer(Optimizer):
     def _undone(self, moving: Sequence[Tensor], lent: Lent) -> Iterator[None]:
         """What the body does to the state and to the master's own parameters, if it fails.
 
-        The other owners write to their copies only.
+        The other owners write to their copies only. Some classes write ``.grad``, too, as ``SGD``
+        does with ``nesterov`` and ``foreach``.
         """
         home, other = self._memories[:2]
         own = [p for p in moving if self._owners[p] == home]
         values = [lent[p][other] if p in lent else p.detach().clone() for p in own]
+        dense = [p.grad for p in own if p.grad is not None and p.grad.layout == torch.strided]
+        kept = [gradient.clone() for gradient in dense]
         state = nested.on_tensors(lambda tensor: tensor.clone(), dict(self.state))
         try:
             yield
@@ -193,6 +196,7 @@ class ShardedOptimizer(Optimizer):
             self.state = defaultdict(dict, state)
             for p, value in zip(own, values, strict=True):
                 self._ledger.copy_into(p, value, "replicate")
+            copy_each(dense, kept)
             note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
 

@@ -14,7 +14,7 @@ import torch
 from helpers.gang import gang
 from helpers.isolation import guarded
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import build, randint, randn
+from helpers.oracle import build, gradients, randint, randn
 from torch import nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -412,6 +412,8 @@ class Fails(optim.AdamW):
                 group["lr"] *= 1.0  # groups are written too
                 if tuple(p.shape) == Fails.shape:
                     group["lr"] *= 2.0
+                    for q in group["params"]:  # as torch's SGD does with nesterov and foreach
+                        q.grad.mul_(0.5)
                     raise torch.OutOfMemoryError("on purpose")
         self.param_groups = everything
 
@@ -424,6 +426,7 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
             pair.step(0)
         pair.backward(1)
         before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
+        given = gradients(pair.model)
         monkeypatch.setattr(Fails, "shape", shape)
         with pytest.raises(torch.OutOfMemoryError, match="on purpose") as raised:
             pair.sharded.step()
@@ -431,6 +434,7 @@ def test_what_fails_at_an_owner_leaves_everything_as_it_was(shape, first, monkey
             "optimizer.step(): parameters and state are as they were before it"
         ]
         assert_same((pair.model.state_dict(), pair.sharded.state_dict()), before)
+        assert_same(gradients(pair.model), given)
         monkeypatch.setattr(Fails, "shape", None)
         pair.sharded.step()
         pair.plain.step()

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from faults import grid
 from faults.grid import LAYOUTS, Bench
 from faults.places import PLACES
 from scatterpar import ScatterOnceParallel
@@ -127,6 +128,7 @@ def test_activations_kept(bench, monkeypatch):
         kept.append(error)
         return error
 
+    monkeypatch.setattr(grid, "LEAK_SECONDS", 1)  # of which nobody else needs to be sure
     sabotage(monkeypatch, after=keep)
     assert any(
         wrong.endswith("activations alive") for wrong in bench.bad_step(PLACE, "ValueError", **LAST)

@@ -684,6 +684,21 @@ def steps_on(ids, accum):
     return [*losses, *model.parameters(), torch.get_rng_state(), masters]
 
 
+def step_of_both(sharded, plain, model, twin):
+    """With the same gradients, to the same bits; what is saved then, in the host's memory."""
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        other.grad = one.grad.clone()
+    sharded.step()
+    plain.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+    saved = sharded.state_dict()
+    for kept in saved["state"].values():
+        for value in kept.values():
+            assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    return saved
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor])
 def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
     model, inputs, targets = problem(dtype=torch.float32)
@@ -699,16 +714,7 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
                 sharded.zero_grad()
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 assert not number or engine.last_step.bytes["replicate"] == 0
-                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                    other.grad = one.grad.clone()
-                sharded.step()
-                plain.step()
-                for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                    assert torch.equal(one.cpu(), other.cpu())
-            saved = sharded.state_dict()
-            for kept in saved["state"].values():
-                for value in kept.values():
-                    assert not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+                saved = step_of_both(sharded, plain, model, twin)
 
 
 class Numbers(nn.Module):
@@ -733,16 +739,7 @@ def test_a_sharded_optimizer_of_numbers(device_ids, make):
         sharded = ShardedOptimizer(engine, make)
         for _ in range(2):
             engine.forward_backward(torch.ones(8, 2), None, lambda output, _: output.mean())
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                other.grad = one.grad.clone()
-            sharded.step()
-            plain.step()
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(one.cpu(), other.cpu())
-            saved = sharded.state_dict()
-            for kept in saved["state"].values():
-                assert all(value.device.type == "cpu" for value in kept.values())
-            sharded.load_state_dict(saved)
+            sharded.load_state_dict(step_of_both(sharded, plain, model, twin))
 
 
 class Together(torch.optim.AdamW):

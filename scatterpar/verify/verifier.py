@@ -37,6 +37,7 @@ from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
+_RETURN = "Return it from forward, and take it from the output that the criterion is given"
 _KINDS = 1000  # how many kinds are remembered
 _PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a look before they join it
 
@@ -252,8 +253,7 @@ def _shares(request: Request, name: str) -> str:
     """That replicas at work at the same time fill the same container, of this name."""
     return (
         f"{_name_of(request)} and a hook of the module share {name!r}: replicas compute at "
-        f"the same time, so what the criterion finds there may be another replica's. "
-        f"Return it from forward, and take it from the output that the criterion is given; "
+        f"the same time, so what the criterion finds there may be another replica's. {_RETURN}; "
         f"an engine made with verify=False does not check"
     )
 
@@ -263,8 +263,7 @@ def _reads_old(request: Request, error: ReadsOld) -> str:
     return (
         f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
         f"the forward pass sets it, on each replica alone: what the criterion finds is "
-        f"old. Return it from forward, and take it from the output that the criterion is "
-        f"given. {_OFF}"
+        f"old. {_RETURN}. {_OFF}"
     )
 
 

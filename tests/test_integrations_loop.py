@@ -58,13 +58,13 @@ def test_a_list_of_columns_is_not_rows_even_if_there_are_as_many(batch):
 
 class Owner:
     def __init__(self):
-        self.model = nn.Linear(1, 1)
+        self.model = nn.Tanh()
         self.losses = {"a": self.model, "b": nn.ReLU()}
         self.seen, self.kept, self.replaced = 1, ["before"], []
 
 
 def test_a_copy_refers_to_the_replicas_modules_and_brings_back_what_a_call_adds():
-    owner, replica = Owner(), nn.Linear(1, 1)
+    owner, replica = Owner(), nn.Tanh()
     found = []
     for n in (2, 3):
         copied = copy_of(owner, {id(owner.model): replica}, shared=())

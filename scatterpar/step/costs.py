@@ -14,7 +14,7 @@ import torch
 
 from scatterpar.plan import Plan, Share, make_plan
 
-_HALVINGS = 20  # of the interval in which the limit of even micro-batches lies
+_HALVINGS = 20  # of the budget: how exactly the limit of even micro-batches is found
 
 
 def check_budget(budget: Any, accum: Any, micro_batch_size: Any, graphs: Any) -> None:
@@ -125,7 +125,7 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     falling = [costs[row] for row in rows]
     number = len(_ends(falling, budget, len(rows)))
     number = min(len(rows), -(-number // replicas) * replicas)
-    low, high = min(sum(costs) / number, budget), float(budget)
+    low, high = 0.0, float(budget)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if _ends(falling, middle, number)[-1] < len(rows):

@@ -141,8 +141,8 @@ class Survey:
 class Snapshot:
     """What was in some containers, by identity, and whether it still is; and ``facts`` beside it.
 
-    The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all of
-    them each time, because nothing tells on every Python which dictionaries were written.
+    The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all
+    of them each time, because no Python API tells reliably which dictionaries were written.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def compute(
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
                 verify(attempt, request, tasks, parts, peers)
-                work = partial(train, request=request)
+                work = partial(train, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch

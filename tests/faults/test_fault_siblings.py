@@ -77,6 +77,8 @@ def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
         assert caught.value is errors[0]
         assert caught.value.__notes__ == [
             f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, counted from 0",
+            "alone, in this thread:\n"
+            "engine.replay(inputs, criterion=criterion, replica=0, sub_step=0)",
             f"replica 1 failed too: {errors[1]!r}",
             f"replica 2 failed too: {errors[2]!r}",
         ]

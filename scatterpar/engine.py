@@ -295,8 +295,8 @@ class ScatterOnceParallel(Wrapper):
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, ranks = self._verifier.verify, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
+                checks, ranks = self._verifier, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
@@ -363,7 +363,9 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
             request = self._request((inputs, kwargs))
             with self._attempt(plan) as attempt:
-                return infer(attempt, self._copies, self.module, request, self.buffers_from)
+                return infer(
+                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                )
 
     def check(
         self,

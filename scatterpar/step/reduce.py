@@ -28,7 +28,7 @@ from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.step.weights import Weights
+from scatterpar.step.weights import Weights, is_counted
 from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
@@ -43,14 +43,15 @@ def reduce(
     measures_noise: bool,
 ) -> Outcome:
     """What the step computed, in the master's memory; ``policy`` says whose buffers."""
-    plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
+    plan, ledger, (results, past, moved) = attempt.plan, attempt.ledger, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
     kept = [part.writing() for part in parts] if policy != "mean" else [None]
     writings = [writing for writing in kept if writing is not None]
-    if None in kept:
+    if moved or None in kept:
         writings, buffers = [], reduce_buffers(parts, plan.shares, policy, ledger)
+        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
     else:
         buffers = [value for writing in writings for value in writing.buffers]
     return Outcome(
@@ -58,6 +59,8 @@ def reduce(
         loss=sum(result.loss for result in results),
         dtype=results[0].dtype,
         is_mean=request.is_mean,
+        needs_terms=request.count is None and is_counted(request.criterion, request.reduction),
+        check_finite=request.check_finite,
         terms=weights.terms,
         scale=request.scale,
         spread=spread,
@@ -227,7 +230,13 @@ def mean_buffers(
 
 
 def collect(
-    outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger, *, lists: bool = False
+    outputs: Sequence[Any],
+    plan: Plan,
+    dim: int,
+    ledger: Ledger,
+    *,
+    lists: bool = False,
+    layout: Any = None,
 ) -> Any:
     """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
     master = plan.shares[0].device
@@ -240,7 +249,7 @@ def collect(
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
-    return join_rows(here, dim, rows, rows, lists=lists)
+    return join_rows(here, dim, rows, rows, lists=lists, layout=layout)
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

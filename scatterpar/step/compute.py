@@ -162,7 +162,9 @@ def _join_returned(
     request: Request, tasks: Sequence[Task], results: Sequence[Result], layout: Any
 ) -> None:
     """Join the outputs of each replica's micro-batches, if they were asked for."""
-    for task, result in zip(tasks, results, strict=True) if request.return_outputs else ():
+    if request.order or not request.return_outputs:  # those of a plan by cost meet on the master
+        return
+    for task, result in zip(tasks, results, strict=True):
         rows = [stop - start for start, stop in task.share.micro_batches]
         weights = rows if request.whole_batch else task.weights
         with noted(task.share):
@@ -195,10 +197,12 @@ def infer(
         if needs_layout([*chain(*pieces)], dim, [*chain(*rows)]):
             output_of = partial(_called, tasks[0])
             layout = checks.layout_of(attempt, request, tasks[0], output_of, pieces[0][0])
-    outputs = [
-        join_rows(own, dim, n, n, lists=lists, layout=layout)
-        for own, n in zip(pieces, rows, strict=True)
-    ]
+    outputs: Sequence[Any] = pieces
+    if not plan.order:
+        outputs = [
+            join_rows(own, dim, n, n, lists=lists, layout=layout)
+            for own, n in zip(pieces, rows, strict=True)
+        ]
     output = collect(outputs, plan, dim, ledger, lists=lists, layout=layout)
     ledger.settle()
     if any(part.training for part in module.modules()):

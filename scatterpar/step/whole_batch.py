@@ -161,12 +161,15 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
+        self._order = request.order
         self._entries: list[Any] = []  # what became of the lists in the targets
         self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
         self._require_tensors()
+        if self._order:  # other ranks have other orders
+            self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
         own = self._pieces, self._rows, self._targets, self._request.dim
         (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*own, seed)
         return seed
@@ -228,8 +231,9 @@ class WholeBatch:
     def _joined(self) -> Any:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
         rows, lists = self._rows, has_entries(self._request.batch)
+        dim, order = self._request.dim, self._order
         joined = join_rows(
-            self._pieces, self._request.dim, rows, rows, lists=lists, layout=self._layout
+            self._pieces, dim, rows, rows, lists=lists, layout=self._layout, order=order
         )
         return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 

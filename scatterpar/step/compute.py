@@ -68,7 +68,7 @@ def compute(
             else:
                 verify(attempt, request, tasks, parts, peers)
                 work = partial(train, request=request)
-                if request.graphs is not None and request.most is None:
+                if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)

@@ -62,7 +62,7 @@ def reduce(
         scale=request.scale,
         spread=spread,
         outputs=tuple(result.outputs for result in results),
-        gradients=reduce_gradients(parts, len(results), ledger, past),
+        gradients=reduce_gradients(parts, len(results), ledger, past) if request.backward else [],
         buffers=buffers,
         writings=writings,
         layers=reduce_moments(parts, len(results), ledger),

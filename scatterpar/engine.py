@@ -38,6 +38,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
+from scatterpar.step.costs import check_budget, plan_by_cost
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.markers import count_rows
@@ -85,6 +86,10 @@ class ScatterOnceParallel(Wrapper):
             "cpu:1"]`` are two virtual devices with memories of their own. Default: every
             visible accelerator, or a single CPU replica without any.
         micro_batch_size: most rows per sub-step, instead of ``accum``.
+        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``: its rows times
+            the largest of their ``costs``, which each call passes. For rows of unequal length.
+            Rows of like cost go together, whatever their order in the batch; what goes by row
+            (outputs, targets) keeps the batch's order.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
             buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
@@ -158,16 +163,19 @@ class ScatterOnceParallel(Wrapper):
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
         graphs: bool = False,
+        micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
         check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
+        check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
         self.accum: Any = accum
         self._fitting = Fitting()
         self.device_ids = resolve(device_ids)
         self._pace = Pace(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_cost = micro_batch_cost
         self.dim = dim
         self.buffers_from = buffers
         self.check_finite = check_finite
@@ -214,6 +222,7 @@ class ScatterOnceParallel(Wrapper):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> Any:
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
@@ -241,11 +250,14 @@ class ScatterOnceParallel(Wrapper):
                 in row order on the master, for losses that compare rows with each other. It is
                 called once, where this is called. Every micro-batch but a replica's last one is
                 computed twice, with the same random numbers and from the same state.
+            costs: with ``micro_batch_cost``, what each row costs, such as its length: a list,
+                tuple, array or 1-D tensor with one number per row.
 
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
             ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
-            replica used, detached, each on its replica's device.
+            replica used, detached, each on its replica's device. With ``costs`` it has one entry,
+            on the master, with all rows in order.
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
@@ -259,10 +271,8 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        )
-        return self._step(request, deferred=False)
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        return self._step(self._request(*asked, costs=costs), deferred=False)
 
     def loss(
         self,
@@ -275,6 +285,7 @@ class ScatterOnceParallel(Wrapper):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> Any:
         """One step whose gradients wait for the backward pass of the returned loss.
 
@@ -294,6 +305,7 @@ class ScatterOnceParallel(Wrapper):
                 loss comes without it, for ``scaler.scale(loss).backward()``.
             return_outputs: return the module's outputs too, detached.
             whole_batch: the criterion sees all rows at once.
+            costs: one number for each row, with ``micro_batch_cost``.
 
         Returns:
             The whole batch's loss, 0-dim, on the master, for one backward pass; with
@@ -315,7 +327,7 @@ class ScatterOnceParallel(Wrapper):
             torch.Size([2, 4])
         """
         asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        request = self._request(*asked, backward=torch.is_grad_enabled())
+        request = self._request(*asked, costs=costs, backward=torch.is_grad_enabled())
         return self._step(request, deferred=True)
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
@@ -338,7 +350,7 @@ class ScatterOnceParallel(Wrapper):
             release = self._workers.release
             outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
         else:
-            outcome = self._compute(request, self.plan(request.sizes))  # 1
+            outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
             self._workers.interrupts.deliver()  # later ones wait until all is written everywhere
         return outcome
@@ -348,6 +360,7 @@ class ScatterOnceParallel(Wrapper):
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._copies
             with phase("scatter"):  # 2
+                request = request.in_order(plan.order)
                 weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
                 arrivals = scatter(request.batch, plan, self.dim, attempt.ledger)
             with phase("replicate"):  # 3
@@ -374,11 +387,15 @@ class ScatterOnceParallel(Wrapper):
             else:
                 self._copies.let_go()
 
-    def plan(self, rows: int | Sequence[int]) -> Plan:
+    def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
+        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``. With
+        ``micro_batch_cost`` there are ``costs``, one number per row.
         """
+        if self.micro_batch_cost is not None or costs is not None:
+            budget = self.micro_batch_cost
+            return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
         return self._plan(rows, self._fitting.accum if self.accum == "auto" else self.accum)
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
@@ -394,7 +411,7 @@ class ScatterOnceParallel(Wrapper):
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments.
+            kwargs: its keyword arguments. With ``micro_batch_cost`` the engine takes ``costs``.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -418,8 +435,10 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
-            request = self._request((inputs, kwargs))
+            costs = kwargs.pop("costs", None) if self.micro_batch_cost is not None else None
+            rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
+            plan = self.plan(rows, costs)
+            request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
                 return infer(attempt, self._copies, self.module, request, self.buffers_from)
 
@@ -432,6 +451,7 @@ class ScatterOnceParallel(Wrapper):
         reduction: str | None = None,
         count: Count | None = None,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
@@ -446,6 +466,7 @@ class ScatterOnceParallel(Wrapper):
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
             whole_batch: the criterion sees all rows at once; of this process, with a process group.
+            costs: what each row costs.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -461,13 +482,13 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
-        )
+        asked = inputs, targets, criterion, reduction, count
+        request = self._request(*asked, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             request = replace(request, most=request.rows)  # all of them, and of this process alone
-            attempt = partial(self._compute, request, self.plan(request.sizes))
+            plan = self.plan(request.sizes, request.costs)
+            attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
 

@@ -115,6 +115,8 @@ def _infer_share(task: Task, *, dim: int, lists: bool, proceed: Callable[[], Non
             proceed()
         with noted(task.share, number):
             outputs.append(_predicted(task, task.arrival.rows_of(number)))
+    if task.share.row_numbers:
+        return outputs
     with noted(task.share):
         return join_rows(outputs, dim, rows, rows, lists=lists)
 

@@ -140,6 +140,7 @@ def join_rows(
     *,
     strict: bool = False,
     lists: bool = False,
+    order: Sequence[int] = (),
 ) -> Any:
     """One value out of the pieces of consecutive rows, of the same nested types.
 
@@ -151,6 +152,9 @@ def join_rows(
     that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not.
 
+    ``order`` has the numbers of the rows in the pieces, one piece after the other, if these are not
+    consecutive: what is joined has the rows in rising order. (A single piece has them so already.)
+
     >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
     """
@@ -158,7 +162,7 @@ def join_rows(
         return pieces[0]
 
     if lists and rows and _are_entries(pieces, rows):
-        return [entry for piece in pieces for entry in piece]
+        return _entries(pieces, order)
 
     def are_entries(values: Sequence[Any]) -> bool:
         """Inside of an output, where a list may be one of tensors that have the rows, too."""
@@ -174,15 +178,31 @@ def join_rows(
                 "among each other; return what pad_packed_sequence(output, batch_first=True) gives"
             )
         if are_entries(leaves):
-            return [entry for piece in leaves for entry in piece]
+            return _entries(leaves, order)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
             return _average(leaves, weights)
         has_rows = rows is None or _have(rows, leaves, dim, strict)
-        return torch.cat(leaves, dim) if has_rows else leaves[0]
+        if not has_rows:
+            return leaves[0]
+        joined = torch.cat(leaves, dim)
+        return joined.index_select(dim, _places(order, joined, dim)) if order else joined
 
     return merge(one, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+
+
+def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The entries of all pieces, in rising ``order`` of their rows."""
+    entries = [entry for piece in pieces for entry in piece]
+    return [entries[i] for i in sorted(range(len(order)), key=order.__getitem__)] or entries
+
+
+def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
+    """Where, along ``dim`` of a tensor with the rows in this ``order``, the rising ones are."""
+    each = joined.size(dim) // len(order)  # entries of a row
+    places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
+    return places.flatten().to(joined.device)
 
 
 def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:

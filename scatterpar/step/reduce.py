@@ -26,7 +26,7 @@ from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, po
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
+from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
 from scatterpar.threads.workers import Attempt
@@ -61,13 +61,24 @@ def reduce(
         terms=weights.terms,
         scale=request.scale,
         spread=spread,
-        outputs=tuple(result.outputs for result in results),
+        outputs=_outputs(request, plan, results, weights, ledger),
         gradients=reduce_gradients(parts, len(results), ledger, past) if request.backward else [],
         buffers=buffers,
         writings=writings,
         layers=reduce_moments(parts, len(results), ledger),
         attempt=attempt,
     )
+
+
+def _outputs(
+    request: Request, plan: Plan, results: Sequence[Result], weights: Weights, ledger: Ledger
+) -> tuple[Any, ...]:
+    """The outputs of each replica; of rows that are mixed by cost, all on the master in order."""
+    outputs = tuple(result.outputs for result in results)
+    if not request.order or not request.return_outputs:
+        return outputs
+    factors = None if request.whole_batch else [*chain(*weights.of_shares)]
+    return (collect(outputs, plan, request.dim, ledger, weights=factors, strict=True),)
 
 
 def reduce_gradients(
@@ -227,9 +238,19 @@ def mean_buffers(
 
 
 def collect(
-    outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger, *, lists: bool = False
+    outputs: Sequence[Any],
+    plan: Plan,
+    dim: int,
+    ledger: Ledger,
+    *,
+    weights: Sequence[float] | None = None,
+    strict: bool = False,
+    lists: bool = False,
 ) -> Any:
-    """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
+    """The shares' outputs joined on the master, rows in order; see ``join_rows``.
+
+    Of a plan by cost, each share has a list of the outputs of its micro-batches.
+    """
     master = plan.shares[0].device
 
     def home(tensor: Tensor) -> Tensor:
@@ -240,7 +261,10 @@ def collect(
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
-    return join_rows(here, dim, rows, rows, lists=lists)
+    if plan.order:
+        here = [*chain(*here)]
+        rows = [len(own) for share in plan.shares for own in share.row_numbers]
+    return join_rows(here, dim, weights or rows, rows, strict=strict, lists=lists, order=plan.order)
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

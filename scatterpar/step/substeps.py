@@ -182,10 +182,12 @@ def train(
             if keep:
                 outputs.append(output)
             del output
-    joined = None
+    joined: Any = None
     with noted(share):
         computed.finish()
-        if keep:
+        if request.order:
+            joined = outputs
+        elif keep:
             rows = [stop - start for start, stop in share.micro_batches[: request.most]]
             weights = task.weights[: request.most]
             joined = join_rows(outputs, request.dim, weights, rows, strict=True)

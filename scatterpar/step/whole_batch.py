@@ -141,12 +141,15 @@ class WholeBatch:
         spans.sort(key=lambda span: span[0])
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
+        self._order = request.order
         self._entries: list[Any] = []  # what became of the lists in the targets
         self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Take in the other processes' rows; the seed that all of them got."""
         self._require_tensors()
+        if self._order:  # other ranks have other orders
+            self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
         own = self._pieces, self._rows, self._targets, self._request.dim
         (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*own, seed)
         return seed
@@ -209,7 +212,8 @@ class WholeBatch:
     def _joined(self) -> Any:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
         rows, lists = self._rows, has_entries(self._request.batch)
-        joined = join_rows(self._pieces, self._request.dim, rows, rows, lists=lists)
+        dim, order = self._request.dim, self._order
+        joined = join_rows(self._pieces, dim, rows, rows, lists=lists, order=order)
         return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
@@ -316,7 +320,9 @@ def first_pass(
             join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.batch))
             for few in _of_each_span(share)
         ]
-        outputs = join_rows(returned, dim, rows, rows, strict=True) if keep else None
+        outputs: Any = returned if request.order else None
+        if keep and not request.order:
+            outputs = join_rows(returned, dim, rows, rows, strict=True)
     return Seen(pieces, joined, output, states, outputs)
 
 

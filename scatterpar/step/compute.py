@@ -111,7 +111,7 @@ def compute(
                 checks.verify(attempt, request, tasks, parts, peers)
                 tell_moved = checks.watch_state(request, tasks, parts)
                 work = partial(train, request=request)
-                if request.graphs is not None and request.most is None:
+                if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)

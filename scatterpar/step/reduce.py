@@ -65,7 +65,7 @@ def reduce(
         scale=request.scale,
         spread=spread,
         outputs=_outputs(request, plan, results, weights, ledger),
-        gradients=reduce_gradients(parts, len(results), ledger, past),
+        gradients=reduce_gradients(parts, len(results), ledger, past) if request.backward else [],
         buffers=buffers,
         writings=writings,
         layers=reduce_moments(parts, len(results), ledger),

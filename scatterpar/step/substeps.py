@@ -147,7 +147,7 @@ class Launched:
         output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
         output_kept = kept(output, self._keep) if self._keep else None
         del output
-        if weight:
+        if weight and self._request.backward:
             if not loss.requires_grad:
                 _require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)

@@ -205,8 +205,9 @@ class WholeBatch:
             reach(loss, nodes)
             if self._request.check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
-            scale = torch.full_like(loss, self._request.scale, requires_grad=False)
-            pull([loss], [scale], autocast_types())
+            if self._request.backward:
+                scale = torch.full_like(loss, self._request.scale, requires_grad=False)
+                pull([loss], [scale], autocast_types())
         except BaseException as error:
             note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
             raise

@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``_compute``::
+The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
@@ -11,6 +11,7 @@ The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``
 
 Up to 6 nothing of the user's is written that is not put back where the step fails. Where memory
 runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up between 5 and 6.
+In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the loss's backward pass.
 """
 
 from __future__ import annotations
@@ -274,17 +275,75 @@ class ScatterOnceParallel(Wrapper):
             replica and sub-step. Then nothing has changed.
         """
         asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        request = self._request(*asked, costs=costs)
+        return self._step(self._request(*asked, costs=costs), deferred=False)
+
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool | Callable[[Any], Any] = False,
+        whole_batch: bool = False,
+        costs: Any = None,
+    ) -> Any:
+        """One step whose gradients wait for the backward pass of the returned loss.
+
+        For loops that call ``loss.backward()`` themselves. Everything but the gradients is as in
+        ``forward_backward``: they are computed in the call, and so is ``last_step`` set; buffers
+        and random state move in it. The backward pass adds the whole batch's gradient to
+        ``.grad``, times the factor that arrives at the loss, and hooks on parameters run in it.
+        So losses can be scaled, added, or dropped; with ``torch.autograd.grad``, ``.grad`` stays.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the others.
+            targets: what the criterion takes.
+            criterion: the loss.
+            reduction: how the criterion combines its terms.
+            count: what a mean loss averages over.
+            scaler: its scale keeps small gradients in half precision from vanishing inside. The
+                loss comes without it, for ``scaler.scale(loss).backward()``.
+            return_outputs: return the module's outputs too, detached.
+            whole_batch: the criterion sees all rows at once.
+            costs: one number for each row, with ``micro_batch_cost``.
+
+        Returns:
+            The whole batch's loss, 0-dim, on the master, for one backward pass; with
+            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` a plain
+            number, of forward passes alone.
+
+        Raises:
+            RuntimeError: as ``forward_backward``; in the backward pass, if it is the second one
+                (with ``retain_graph=True``, too), or has ``create_graph=True``.
+
+            And all else as ``forward_backward``.
+
+        Example:
+            >>> model = nn.Linear(4, 2)
+            >>> engine = ScatterOnceParallel(model, accum=2, device_ids=["cpu"] * 2)
+            >>> loss = engine.loss(torch.randn(10, 4), torch.randn(10, 2), nn.MSELoss())
+            >>> (loss + 0.1 * model.weight.square().sum()).backward()
+            >>> model.weight.grad.shape
+            torch.Size([2, 4])
+        """
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        request = self._request(*asked, costs=costs, backward=torch.is_grad_enabled())
+        return self._step(request, deferred=True)
+
+    def _step(self, request: Request, *, deferred: bool) -> Any:
+        """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
         with self._workers.exclusive(self.module):
-            own = partial(self._fit, request)
-            outcome = self._ranks.together(own) if self._ranks else own()
+            compute = partial(self._fit, request)
+            outcome = self._ranks.together(compute) if self._ranks else compute()
             with outcome.attempt:
-                noise = outcome.noise() if self.measure_noise else None
-                loss = outcome.returned()  # before the commit, after which nothing may fail
-                commit(outcome)  # 6
+                noise = outcome.noise() if self.measure_noise and request.backward else None
+                loss = commit(outcome, deferred=deferred)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
-        return (loss, outcome.outputs) if return_outputs else loss
+        return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
@@ -311,8 +370,8 @@ class ScatterOnceParallel(Wrapper):
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, ranks = self._verifier.verify, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
+                checks, ranks = self._verifier, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
@@ -389,7 +448,9 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(rows, costs)
             request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
-                return infer(attempt, self._copies, self.module, request, self.buffers_from)
+                return infer(
+                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                )
 
     def check(
         self,
@@ -486,7 +547,8 @@ class ScatterOnceParallel(Wrapper):
             >>> output.shape
             torch.Size([3, 2])
         """
-        request = self._request(inputs, targets, criterion, **options)
+        backward = torch.is_grad_enabled()
+        request = self._request(inputs, targets, criterion, backward=backward, **options)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             plan, generators = self.plan(request.sizes, request.costs), None

@@ -26,6 +26,7 @@ class Request:
     """What the user asked of one step, and what the engine was told at construction.
 
     Attributes:
+        backward: whether gradients are wanted; else sub-steps are forward passes alone.
         graphs: the engine's, where sub-steps are captured.
         keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
@@ -46,6 +47,7 @@ class Request:
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
+    backward: bool = True
     dim: int = 0
     check_finite: bool = False
     verify: bool = True

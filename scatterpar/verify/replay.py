@@ -86,7 +86,7 @@ def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None,
     output, loss = forward(task, rows)
     output = kept(output, keep)
     factor = task.weights[number] * request.scale
-    if factor:
+    if factor and request.backward:
         if not loss.requires_grad:
             require_trainable(task.module)
         with contextlib.ExitStack() as stack:

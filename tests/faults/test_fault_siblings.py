@@ -55,7 +55,8 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
         assert sorted(model.visits) == [0, 1, 2]
         device = devices(3)[failing]
         note = f"in replica {failing} on {device}, sub-step 0 of {ACCUM}, counted from 0"
-        assert caught.value.__notes__ == [note]
+        call = f"engine.replay(inputs, criterion=criterion, replica={failing}, sub_step=0)"
+        assert caught.value.__notes__ == [note, f"alone, in this thread:\n{call}"]
 
 
 class Together(nn.Linear):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
 import logging
+from functools import partial
 
 import pytest
 import torch
 from helpers.optional import needed
 from helpers.oracle import randint, randn, seeded
+from helpers.pages import blocks, read
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +28,7 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
 
+from scatterpar.integrations import lightning  # noqa: E402
 from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
 
 pytestmark = [
@@ -355,9 +359,8 @@ def test_count_says_what_a_mean_is_of(device_ids):
 def test_losses_that_do_not_combine_as_said_are_refused():
     y = torch.full((8, 4), -100)
     y[:, 0] = y[0] = 1
-    rows = [
-        {"x": x, "y": label, "text": ""} for x, label in zip(randn(8, 4, FEATURES), y, strict=True)
-    ]
+    x = randn(8, 4, FEATURES)
+    rows = [{"x": x[i], "y": y[i], "text": ""} for i in range(8)]
     with pytest.raises(ValueError, match="count="):
         trainer(ScatterOnceStrategy(["cpu"] * 2)).fit(made(Tokens), DataLoader(rows, 8))
 
@@ -468,3 +471,15 @@ def test_a_metric_of_means_and_one_inside_of_a_list():
         for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), None)
     )
     assert_logged(own, one)
+
+
+def test_the_page(monkeypatch):
+    (snippet,) = blocks(read("docs/lightning.md"), "python")
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False))
+    exec(snippet, {"module": made(), "loader": loader()})
+
+
+def test_the_example():
+    failed, tried = doctest.testmod(lightning)
+    assert tried
+    assert not failed

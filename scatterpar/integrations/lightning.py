@@ -35,8 +35,6 @@ __all__ = ["ScatterOnceStrategy"]
 
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-_LOG = inspect.signature(LightningModule.log)
-
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "min": torch.amin,
@@ -277,7 +275,7 @@ class _Call:
 
     def log(self, *args: Any, **options: Any) -> None:
         """Note a value, to be logged once for all calls."""
-        given = _LOG.bind(None, *args, **options).arguments
+        given = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
         del given["self"]
         self.logged.append((given.pop("name"), given.pop("value"), given))
 

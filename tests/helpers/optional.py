@@ -16,7 +16,7 @@ def needed(name: str, extra: str) -> Any:
     beside torch's CPU build otherwise (docs/image-folders.md).
     """
     if find_spec(name.partition(".")[0]) is None:
-        pytest.skip(f"needs {extra}, see docs/other-loops.md", allow_module_level=True)
+        pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)
     if find_spec("torchvision") is not None:
         from scatterpar.train.pictures import library
 

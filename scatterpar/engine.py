@@ -16,6 +16,8 @@ runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +55,7 @@ from scatterpar.step.request import (
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
 from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.trace import Trace
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.verifier import Verifier
 
@@ -197,10 +200,12 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         how, pools = self._compile_how, self.buffers_from == "batch"
-        self._workers = Workers(len(self.device_ids), "this engine")
+        self._workers = Workers(self.device_ids, "this engine")
         self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
+        self._trace: Trace | None = None
+        self._step_ended = math.nan
 
     def forward_backward(
         self,
@@ -261,15 +266,15 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(
             inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
         )
-        with self._workers.exclusive(self.module):
+        with self._workers.exclusive(self.module), self._timed() as waited:
             own = partial(self._fit, request)
             outcome = self._ranks.together(own) if self._ranks else own()
-            with outcome.attempt:
+            with outcome.attempt, outcome.attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise else None
                 loss = outcome.returned()  # before the commit, after which nothing may fail
                 commit(outcome)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
-            self.last_step = outcome.report(noise)
+            self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
@@ -307,7 +312,8 @@ class ScatterOnceParallel(Wrapper):
         check_links(self.device_ids)
         earlier = self._ranks.rank * _MOST_REPLICAS if self._ranks else None
         try:
-            with Attempt(self._workers, plan, earlier) as attempt:
+            clock = self._trace.clock(plan) if self._trace else None
+            with Attempt(self._workers, plan, earlier, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -412,6 +418,52 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, self.plan(request.sizes))
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records the steps in the body: what each replica did when, and what bounds the step.
+
+        Outside of it nothing is recorded. Steps that fail are recorded too; inference is not.
+
+        Returns:
+            A :class:`Trace`, as a context manager. ``print`` shows a table and a sentence that says
+            what to pass; in a notebook it is a picture; ``save("step.json")`` writes it for
+            Perfetto.
+
+        Raises:
+            RuntimeError: inside of another trace of this engine.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+            >>> with engine.trace() as trace:
+            ...     loss = engine.forward_backward(inputs, targets, nn.MSELoss())
+            >>> len(trace.steps)
+            1
+        """
+        if self._trace is not None:
+            raise RuntimeError("this engine is being traced already: leave that trace first")
+        chosen = {"graphs": self.graphs, "shares": self._pace.learns}
+        options = frozenset(name for name, is_on in chosen.items() if is_on)
+        trace = self._trace = Trace(self.device_ids, options)
+        try:
+            with trace.recorded():
+                yield trace
+        finally:
+            self._trace = None
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[float]:
+        """The body is a step, recorded if there is a trace.
+
+        It is given the seconds since the step before, which the engine waited for its caller.
+        """
+        waited = time.perf_counter() - self._step_ended
+        try:
+            with self._trace.step() if self._trace else contextlib.nullcontext():
+                yield 0.0 if math.isnan(waited) else waited
+        finally:
+            self._step_ended = time.perf_counter()
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -68,6 +68,8 @@ for _why, _names in {
     "to know what a backward pass computes anew": "_C._current_graph_task_id",
     "for its backward passes": "autograd.graph._engine_run_backward",
     "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
+    "to tell profilers what it does": "autograd.profiler._is_profiler_enabled "
+    "_C._autograd._profiler_enabled",
     "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
     "to give every replica its random numbers": "_C._jit_get_all_schemas _C._dispatch_key_parse "
     "_C.DispatchKeySet _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard",
@@ -113,6 +115,21 @@ def modes() -> list[str]:
     stack = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
     kinds = [type(mode) for mode in stack if not isinstance(mode, DeviceContext)]
     return [kind.__name__ for kind in kinds if not kind.__module__.startswith("scatterpar.")]
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch is on, in whichever thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records the operators of this thread, and not those of all threads."""
+    return profiler_is_on() and torch._C._autograd._profiler_enabled()
+
+
+PROFILE_ALL_THREADS = (
+    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+)
 
 
 def private_accelerator() -> str:

@@ -17,7 +17,13 @@ import torch
 
 from scatterpar.devices import verbs
 from scatterpar.report import warn
-from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
+from scatterpar.torch_private import (
+    PROFILE_ALL_THREADS,
+    is_profiled,
+    modes,
+    private_accelerator,
+    saved_tensors_hooks,
+)
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
@@ -58,6 +64,11 @@ class Context:
                 f"{', '.join(names)}: active in the caller's thread, and sees nothing of what "
                 f"replicas compute in threads of their own; enter it in the module's forward, or "
                 f"use one replica, which computes in the caller's thread"
+            )
+        if is_profiled():
+            warn(
+                f"torch.profiler records the caller's thread alone, and replicas compute in "
+                f"threads of their own: to see their operators, pass it {PROFILE_ALL_THREADS}"
             )
         self._variables = contextvars.copy_context()
         self._streams = verbs.current_streams()

@@ -16,7 +16,7 @@ import torch
 from scatterpar.threads.clock import ON_DEVICES, RecordedStep, Span
 
 _NOTABLE = 0.1  # of the time
-_UNEVEN = 1.25  # times the mean of all replicas: what is more is uneven
+_UNEVEN = 1.15  # times the mean of all replicas: what is more is uneven
 _TINY_SECONDS, _MANY = 0.002, 4  # sub-steps of a replica that cost little but what any one costs
 _LAG = 0.25  # of a sub-step: a device that is done so soon after the host was waiting for it
 _Key = TypeVar("_Key")
@@ -73,9 +73,11 @@ class Bounds:
             "is between steps. Pass num_workers= and pin_memory=True to the DataLoader.",
         )
         checks = self.of(None, "verify") + self.of(None, "warm-up")
+        yield checks, "What is checked in the first steps takes {share}: trace later ones."
         yield (
-            checks + self.mean("capture"),
-            "Checks and preparations of the first steps take {share}: trace later ones.",
+            self.mean("capture"),
+            "Graphs are captured for {share}: trace later steps. If every step does, make the "
+            "criterion once, before the loop.",
         )
         once = {name: self.of(None, name) for name in ("scatter", "replicate", "reduce", "commit")}
         yield (
@@ -98,7 +100,7 @@ class Bounds:
         if lags and median(lags) < _LAG * median(span.own for span in launched):
             graphs = "" if "graphs" in self._options else "graphs=True, or "
             yield (
-                self.computing,
+                self.computing - self.mean("capture"),
                 f"Launching bounds the steps, {{share}}: devices are done as soon as the host has "
                 f"launched a sub-step. Pass {graphs}{_FEWER}.",
             )

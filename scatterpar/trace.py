@@ -140,7 +140,7 @@ class Trace:
             f"{count} {'step' if count == 1 else 'steps'} of {bounds.in_steps * per_step:,.1f} ms, "
             f"{(bounds.total - bounds.in_steps) * per_step:,.1f} ms between steps; in ms a step:",
             as_text(table),
-            "for all: " + ", ".join(f"{name} {ms:,.1f}" for name, ms in once if ms),
+            "for all: " + ", ".join(f"{name} {ms:,.1f}" for name, ms in once if ms >= 0.05),
             *(f"step {n} failed: {step.error}" for n, step in enumerate(self.steps) if step.error),
             bounds.sentence(),
         ]

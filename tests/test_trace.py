@@ -73,6 +73,25 @@ def test_every_sub_step_has_one_forward_and_one_backward(devices, options, tmp_p
     assert [found["caller", n] for n in ("step", "replicate", "reduce", "commit")] == [2] * 4
 
 
+def test_a_loss_that_is_pulled_later_is_recorded_where_it_is_computed(tmp_path):
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, engine.trace() as trace:
+        engine.loss(inputs, targets, nn.CrossEntropyLoss()).backward()
+    found = counted(trace, tmp_path)
+    assert found["replica 1, cpu", "forward"] == found["replica 1, cpu", "backward"] == 3
+
+
+def test_rows_that_are_dealt_by_cost_are_recorded(tmp_path):
+    costs = [1.0] * 6 + [4.0] * 6
+    with ScatterOnceParallel(network(), device_ids=["cpu"] * 2, micro_batch_cost=8.0) as engine:
+        trace = traced(engine, *batch(), nn.CrossEntropyLoss(), costs=costs)
+        shares = engine.plan(12, costs).shares
+    found = counted(trace, tmp_path)
+    for share in shares:
+        thread, count = f"replica {share.replica}, cpu", len(share.micro_batches)
+        assert found[thread, "forward"] == found[thread, "backward"] == count
+
+
 def test_graphs_and_compiled_replicas_are_recorded_too(tmp_path):
     """What is captured, warmed up or checked is no sub-step of the step."""
     for options in ({"graphs": True}, {"compile": {"backend": "eager"}}):

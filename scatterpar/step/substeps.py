@@ -22,7 +22,7 @@ from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.threads.clock import SILENT, Clock, Span
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import followed
+from scatterpar.threads.generators import Generators, followed
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
@@ -101,11 +101,14 @@ _ONE_ROW = (
 
 
 class noted:
-    """Note on whatever is raised in the body where it happened."""
+    """Note on whatever is raised in the body where it happened; of a ``request``, how to replay."""
 
-    def __init__(self, share: Share, number: int | None = None) -> None:
+    def __init__(
+        self, share: Share, number: int | None = None, request: Request | None = None
+    ) -> None:
         self._share = share
         self._number = number
+        self._request = request
 
     def __enter__(self) -> None:
         pass
@@ -118,6 +121,9 @@ class noted:
             note(error, f"{where}, counted from 0")
             if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
                 note(error, _ONE_ROW)
+            if self._request is not None and self._number is not None:
+                call = self._request.replay_call(self._share.replica, self._number)
+                note(error, f"alone, in this thread:\n{call}")
 
 
 def hand_out(
@@ -174,7 +180,7 @@ class Launched:
         del output
         if weight and self._request.backward:
             if not loss.requires_grad:
-                _require_trainable(task.module)
+                require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             with task.span("backward", number):
                 pull([loss], [factor], self._autocast)
@@ -190,6 +196,7 @@ def train(
     task: Task,
     *,
     request: Request,
+    generators: Generators,
     substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
@@ -201,7 +208,8 @@ def train(
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-        with noted(task.share, number):
+            generators.mark(share.replica, number)
+        with noted(share, number, request):
             loss, output = computed.run(number, weight)
             losses.append(loss)
             if keep:
@@ -218,7 +226,7 @@ def train(
             continue
         total += value * weight
         if request.check_finite and not math.isfinite(value):
-            with noted(share, number):
+            with noted(share, number, request):
                 raise FloatingPointError(
                     f"the loss is {value} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
@@ -308,7 +316,7 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     return loss
 
 
-def _require_trainable(module: Any) -> None:
+def require_trainable(module: Any) -> None:
     """Say what torch's own error does not, where it is the module."""
     if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
         raise ValueError(

@@ -29,7 +29,7 @@ exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-
 
 myst_heading_anchors = 3
 # Large, and not needed to describe ours.
-autodoc_mock_imports = ["lightning", "sentence_transformers", "torchmetrics"]
+autodoc_mock_imports = ["fastai", "lightning", "sentence_transformers", "torchmetrics"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88

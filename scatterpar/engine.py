@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``_compute``::
+The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
@@ -11,6 +11,7 @@ The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``
 
 Up to 6 nothing of the user's is written that is not put back where the step fails. Where memory
 runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up between 5 and 6.
+In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the loss's backward pass.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
+from scatterpar.step.costs import check_budget, plan_by_cost
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.markers import count_rows
@@ -84,6 +86,10 @@ class ScatterOnceParallel(Wrapper):
             "cpu:1"]`` are two virtual devices with memories of their own. Default: every
             visible accelerator, or a single CPU replica without any.
         micro_batch_size: most rows per sub-step, instead of ``accum``.
+        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``: its rows times
+            the largest of their ``costs``, which each call passes. For rows of unequal length.
+            Rows of like cost go together, whatever their order in the batch; what goes by row
+            (outputs, targets) keeps the batch's order.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
             buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
@@ -157,16 +163,19 @@ class ScatterOnceParallel(Wrapper):
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
         graphs: bool = False,
+        micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
         check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
+        check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
         self.accum: Any = accum
         self._fitting = Fitting()
         self.device_ids = resolve(device_ids)
         self._pace = Pace(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_cost = micro_batch_cost
         self.dim = dim
         self.buffers_from = buffers
         self.check_finite = check_finite
@@ -213,6 +222,7 @@ class ScatterOnceParallel(Wrapper):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> Any:
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
@@ -240,11 +250,14 @@ class ScatterOnceParallel(Wrapper):
                 in row order on the master, for losses that compare rows with each other. It is
                 called once, where this is called. Every micro-batch but a replica's last one is
                 computed twice, with the same random numbers and from the same state.
+            costs: with ``micro_batch_cost``, what each row costs, such as its length: a list,
+                tuple, array or 1-D tensor with one number per row.
 
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
             ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
-            replica used, detached, each on its replica's device.
+            replica used, detached, each on its replica's device. With ``costs`` it has one entry,
+            on the master, with all rows in order.
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
@@ -258,19 +271,76 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        )
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        return self._step(self._request(*asked, costs=costs), deferred=False)
+
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool | Callable[[Any], Any] = False,
+        whole_batch: bool = False,
+        costs: Any = None,
+    ) -> Any:
+        """One step whose gradients wait for the backward pass of the returned loss.
+
+        For loops that call ``loss.backward()`` themselves. Everything but the gradients is as in
+        ``forward_backward``: they are computed in the call, and so is ``last_step`` set; buffers
+        and random state move in it. The backward pass adds the whole batch's gradient to
+        ``.grad``, times the factor that arrives at the loss, and hooks on parameters run in it.
+        So losses can be scaled, added, or dropped; with ``torch.autograd.grad``, ``.grad`` stays.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the others.
+            targets: what the criterion takes.
+            criterion: the loss.
+            reduction: how the criterion combines its terms.
+            count: what a mean loss averages over.
+            scaler: its scale keeps small gradients in half precision from vanishing inside. The
+                loss comes without it, for ``scaler.scale(loss).backward()``.
+            return_outputs: return the module's outputs too, detached.
+            whole_batch: the criterion sees all rows at once.
+            costs: one number for each row, with ``micro_batch_cost``.
+
+        Returns:
+            The whole batch's loss, 0-dim, on the master, for one backward pass; with
+            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` a plain
+            number, of forward passes alone.
+
+        Raises:
+            RuntimeError: as ``forward_backward``; in the backward pass, if it is the second one
+                (with ``retain_graph=True``, too), or has ``create_graph=True``.
+
+            And all else as ``forward_backward``.
+
+        Example:
+            >>> model = nn.Linear(4, 2)
+            >>> engine = ScatterOnceParallel(model, accum=2, device_ids=["cpu"] * 2)
+            >>> loss = engine.loss(torch.randn(10, 4), torch.randn(10, 2), nn.MSELoss())
+            >>> (loss + 0.1 * model.weight.square().sum()).backward()
+            >>> model.weight.grad.shape
+            torch.Size([2, 4])
+        """
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        request = self._request(*asked, costs=costs, backward=torch.is_grad_enabled())
+        return self._step(request, deferred=True)
+
+    def _step(self, request: Request, *, deferred: bool) -> Any:
+        """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
         with self._workers.exclusive(self.module):
-            own = partial(self._fit, request)
-            outcome = self._ranks.together(own) if self._ranks else own()
+            compute = partial(self._fit, request)
+            outcome = self._ranks.together(compute) if self._ranks else compute()
             with outcome.attempt:
-                noise = outcome.noise() if self.measure_noise else None
-                loss = outcome.returned()  # before the commit, after which nothing may fail
-                commit(outcome)  # 6
+                noise = outcome.noise() if self.measure_noise and request.backward else None
+                loss = commit(outcome, deferred=deferred)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise)
-        return (loss, outcome.outputs) if return_outputs else loss
+        return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
@@ -280,7 +350,7 @@ class ScatterOnceParallel(Wrapper):
             release = self._workers.release
             outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
         else:
-            outcome = self._compute(request, self.plan(request.sizes))  # 1
+            outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
             self._workers.interrupts.deliver()  # later ones wait until all is written everywhere
         return outcome
@@ -290,13 +360,14 @@ class ScatterOnceParallel(Wrapper):
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._copies
             with phase("scatter"):  # 2
+                request = request.in_order(plan.order)
                 weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
                 arrivals = scatter(request.batch, plan, self.dim, attempt.ledger)
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, ranks = self._verifier.verify, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
+                checks, ranks = self._verifier, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
@@ -316,11 +387,15 @@ class ScatterOnceParallel(Wrapper):
             else:
                 self._copies.let_go()
 
-    def plan(self, rows: int | Sequence[int]) -> Plan:
+    def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
+        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``. With
+        ``micro_batch_cost`` there are ``costs``, one number per row.
         """
+        if self.micro_batch_cost is not None or costs is not None:
+            budget = self.micro_batch_cost
+            return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
         return self._plan(rows, self._fitting.accum if self.accum == "auto" else self.accum)
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
@@ -336,7 +411,7 @@ class ScatterOnceParallel(Wrapper):
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments.
+            kwargs: its keyword arguments. With ``micro_batch_cost`` the engine takes ``costs``.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -360,10 +435,14 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
-            request = self._request((inputs, kwargs))
+            costs = kwargs.pop("costs", None) if self.micro_batch_cost is not None else None
+            rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
+            plan = self.plan(rows, costs)
+            request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
-                return infer(attempt, self._copies, self.module, request, self.buffers_from)
+                return infer(
+                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                )
 
     def check(
         self,
@@ -374,6 +453,7 @@ class ScatterOnceParallel(Wrapper):
         reduction: str | None = None,
         count: Count | None = None,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
@@ -388,6 +468,7 @@ class ScatterOnceParallel(Wrapper):
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
             whole_batch: the criterion sees all rows at once; of this process, with a process group.
+            costs: what each row costs.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -403,13 +484,13 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
-        )
+        asked = inputs, targets, criterion, reduction, count
+        request = self._request(*asked, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             request = replace(request, most=request.rows)  # all of them, and of this process alone
-            attempt = partial(self._compute, request, self.plan(request.sizes))
+            plan = self.plan(request.sizes, request.costs)
+            attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
 

@@ -58,7 +58,6 @@ for _why, _names in {
     "to capture sub-steps": "_foreach_zero_",
     "to see what was written": "Tensor._version",
     "to see who keeps a parameter's node": "Tensor._use_count",
-    "to see which dictionaries were written": "_C._dynamo.guards.dict_version",
     "to make replicas": "nn.Module._replicate_for_data_parallel",
     "to step": "optim.Optimizer.profile_hook_step",
     "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
@@ -146,16 +145,6 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
         or any(map(_BEFORE, leaves))
         or any(map(_AFTER, leaves))
     )
-
-
-def writes_of(dicts: Iterable[dict[Any, Any]]) -> list[object]:
-    """Of each dictionary that is not empty something that is another one after each write.
-
-    torch's compiler asks so. Where no lock keeps threads from writing at once, it cannot be asked.
-    """
-    if not HAS_LOCK:
-        return [object() for _ in dicts]
-    return list(map(torch._C._dynamo.guards.dict_version, dicts))
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:

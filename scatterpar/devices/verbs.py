@@ -40,9 +40,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
     """
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
         if accelerator is None:
             return (torch.device("cpu"),)

@@ -17,7 +17,6 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.captured import note_strangers
-from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
@@ -148,7 +147,7 @@ class Launched:
         output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
         output_kept = kept(output, self._keep) if self._keep else None
         del output
-        if weight:
+        if weight and self._request.backward:
             if not loss.requires_grad:
                 _require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
@@ -182,13 +181,8 @@ def train(
             if keep:
                 outputs.append(output)
             del output
-    joined = None
     with noted(share):
         computed.finish()
-        if keep:
-            rows = [stop - start for start, stop in share.micro_batches[: request.most]]
-            weights = task.weights[: request.most]
-            joined = join_rows(outputs, request.dim, weights, rows, strict=True)
         together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
         finish(together.device)  # what went wrong there is known by then
         values = together.tolist()
@@ -203,7 +197,7 @@ def train(
                     f"the loss is {value} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
                 )
-    return Result(total, losses[0].dtype, joined)
+    return Result(total, losses[0].dtype, outputs)
 
 
 def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:

@@ -377,8 +377,16 @@ class Workers:
             )
             for i, queue in enumerate(self._queues)
         ]
-        for thread in threads:
-            contextvars.Context().run(thread.start)  # a worker would keep the caller's variables
+        try:
+            for thread in threads:  # each in a new context: a worker would keep the caller's
+                contextvars.Context().run(thread.start)
+        except RuntimeError as error:
+            if "shutdown" in str(error):  # from Python 3.12 on
+                raise RuntimeError(
+                    f"{self._owner} has no threads yet, and Python starts none while the "
+                    f"interpreter exits; take the first step before that"
+                ) from error
+            raise
         ready.wait()
         torch.set_num_threads(before)  # a worker's setting became the default of later threads
         self._stop = weakref.finalize(self, _shut_down, self._queues, threads, os.getpid())

@@ -3,10 +3,12 @@
 import json
 import re
 import sys
+from importlib.util import find_spec
 
 import psutil
 import pytest
 import torch
+from faults import processes
 from torch import nn
 
 import scatterpar
@@ -161,7 +163,7 @@ def test_the_default_batch_leaves_an_epoch_enough_steps(tmp_path, capsys):
     def too_few(batch):  # as four replicas with batch normalisation
         return min(batch, 481 % batch or 8) < 8
 
-    assert default_batch(481, too_few) == 13
+    assert default_batch(481, too_few) == 11
     assert main([*TWO_CPUS[:2], "--epochs", "1", *SMALL, "--out", str(tmp_path)]) == 0
     said = "batches of 128, for 64 steps an epoch of 8,192; --batch sets it"
     assert said in capsys.readouterr().out
@@ -276,20 +278,16 @@ def test_tensors_on_the_host_always_have_a_backend(monkeypatch, card, expected):
     assert machines.backend() == expected
 
 
-def test_weights_and_biases_gets_steps_and_epochs(tmp_path, monkeypatch, capsys):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logged, log = [], wandb.sdk.wandb_run.Run.log
-    monkeypatch.setattr(
-        wandb.sdk.wandb_run.Run, "log", lambda run, data: logged.append(data) or log(run, data)
-    )
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_weights_and_biases_gets_steps_and_epochs(tmp_path):
+    """In a process of its own: the library leaves threads and a hook behind."""
     options = [*TWO_CPUS, *SMALL, "--batch", "4096", "--wandb", "demo", "--out", str(tmp_path)]
-    assert main(options) == 0
-    assert [data["step"] for data in logged] == [1, 2, 2]
-    assert logged[0]["step/loss"] > 0
-    assert 0 < logged[-1]["epoch/test_accuracy"] < 1
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    done = processes.run("-m", "scatterpar", "train", *options, WANDB_MODE="offline")
+    assert done.code == 0, done.err
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    for name in ("step/loss", "step/seconds_waited", "epoch/test_accuracy"):
+        assert name.encode() in content, name
 
 
 def test_a_missing_logger_names_the_extra(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,6 @@ class Progress:
     loss: float = 0.0
     accuracy: float | None = None
     best: float = -1.0
-    seconds: float = 0.0  # of all sessions
 
 
 @contextlib.contextmanager

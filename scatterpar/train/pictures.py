@@ -222,11 +222,11 @@ def _open(options: Options, path: Path) -> Source:
             "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ and "
             "test/ (or val/) with the classes in each"
         )
+    if tests and (odd := sorted({*names} ^ {*_folders_in(tests[0])})):
+        raise UsageError(f"train and {tests[0].name} have different classes ({', '.join(odd)})")
     pictures = find_files(train, names)
     if not tests:
         return PictureData(options, *_split(pictures, options.val or 0.0), tuple(names))
-    if odd := sorted({*names} ^ {*_folders_in(tests[0])}):
-        raise UsageError(f"train and {tests[0].name} have different classes ({', '.join(odd)})")
     test = find_files(tests[0], names, allow_empty=True)
     return PictureData(options, pictures, test, tuple(names))
 

@@ -147,7 +147,8 @@ class Run:
         }
         self._saved = self.progress.step
         self._said = time.perf_counter()
-        self._start = self._said - self.progress.seconds
+        earlier = max((r.get("elapsed", 0.0) for r in self.metrics.records), default=0.0)
+        self._start = self._said - earlier  # all sessions count
         self._bar = tqdm(
             total=self.options.epochs * batches.rows,
             initial=batches.consumed,
@@ -268,6 +269,7 @@ class Run:
         sent = {"bytes": report.bytes, "messages": report.messages}
         more = {} if noise is None else {"noise_scale": noise.scale}
         where = {"step": progress.step, "epoch": epoch, "images": images}
+        took["elapsed"] = time.perf_counter() - self._start
         self.metrics.write("step", **where, **measured, **took, **sent, **more)
         part, now = batches.consumed % batches.rows, time.perf_counter()
         if not part:
@@ -306,6 +308,7 @@ class Run:
             images_per_second=speed,
             seconds=seconds,
             seconds_waited=waited,
+            elapsed=time.perf_counter() - self._start,
             left_out=broken.total(),
         )
         noise = training.noise
@@ -332,7 +335,6 @@ class Run:
 
     def _save_if_due(self, every: int | None = None) -> None:
         if self.progress.step - self._saved >= (every or self.options.checkpoint_every):
-            self.progress.seconds = time.perf_counter() - self._start
             more = {"job": run_id(), "settings": self.options.settings(), "about": self._about}
             state = checkpoint.collect(self.training, self.progress, **more)
             if self.training.machines.is_first:

@@ -37,4 +37,4 @@ __all__ = [
     "zero_init_residual",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"

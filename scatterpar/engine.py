@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.ledger import Ledger
@@ -54,8 +54,10 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
+from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
 _MOST_REPLICAS = 2**16  # of one rank: how far its random numbers are from the next one's
@@ -210,6 +212,7 @@ class ScatterOnceParallel(Wrapper):
         self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
+        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
 
     def forward_backward(
         self,
@@ -359,6 +362,7 @@ class ScatterOnceParallel(Wrapper):
         """All of the step but the commit."""
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._copies
+            self._latest = request.sizes, plan, attempt.generators
             with phase("scatter"):  # 2
                 request = request.in_order(plan.order)
                 weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
@@ -376,9 +380,8 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
-        earlier = self._ranks.rank * _MOST_REPLICAS if self._ranks else None
         try:
-            with Attempt(self._workers, plan, earlier) as attempt:
+            with Attempt(self._workers, plan, self._earlier) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -386,6 +389,11 @@ class ScatterOnceParallel(Wrapper):
                 self._copies.leave_behind()
             else:
                 self._copies.let_go()
+
+    @property
+    def _earlier(self) -> int | None:
+        """How many replicas of other processes are numbered before these."""
+        return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -493,6 +501,66 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    def replay(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        replica: int,
+        sub_step: int,
+        **options: Any,
+    ) -> tuple[Tensor | None, Any]:
+        """One sub-step of a step alone, in this thread: for debuggers and ``detect_anomaly``.
+
+        Forward pass, loss and backward pass of the sub-step's rows, by the user's module and
+        criterion themselves, in plain torch. Random numbers are those of the last step, until
+        somebody draws from torch's generators or seeds them; then those of a step that would begin
+        now. Parameters and buffers are read as they are. Earlier sub-steps of the replica run
+        first if what they drew or left in buffers is needed; no debugger stops in these.
+        Parameters, ``.grad``, buffers, the module's attributes and random state are put back.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the next two.
+            targets: what the criterion takes.
+            criterion: the loss.
+            replica: the number of the replica, from 0. The note on an error has the whole call.
+            sub_step: the number of its sub-step, from 0.
+            options: as in ``forward_backward``.
+
+        Returns:
+            The sub-step's own loss, 0-dim, and the module's output, both detached, on the master.
+            With ``whole_batch`` there is the forward pass alone, and the loss is ``None``.
+
+        Raises:
+            ValueError: as ``forward_backward``, or no such replica or sub-step. What the module or
+                the criterion raises arrives as it is.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(10, 4), torch.randint(2, (10,))
+            >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            >>> loss, output = engine.replay(
+            ...     inputs, targets, nn.CrossEntropyLoss(), replica=1, sub_step=0
+            ... )
+            >>> output.shape
+            torch.Size([3, 2])
+        """
+        backward = torch.is_grad_enabled()
+        request = self._request(inputs, targets, criterion, backward=backward, **options)
+        with self._workers.exclusive(self.module):
+            request = request.checked(self.device_ids[0])
+            plan, generators = self.plan(request.sizes, request.costs), None
+            if self._latest is not None:
+                sizes, latest, drawn_from = self._latest
+                if (sizes, latest.costs) == (request.sizes, plan.costs):
+                    plan = latest
+                    generators = drawn_from if drawn_from.are_latest else None
+            if generators is None:
+                generators = Generators([share.device for share in plan.shares], self._earlier)
+            place = replica, sub_step
+            return replay(self.module, request, plan, place, generators, self._workers)
 
     @property
     def shares(self) -> tuple[float, ...]:

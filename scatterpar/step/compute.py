@@ -110,7 +110,7 @@ def compute(
             else:
                 checks.verify(attempt, request, tasks, parts, peers)
                 tell_moved = checks.watch_state(request, tasks, parts)
-                work = partial(train, request=request)
+                work = partial(train, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch

@@ -21,7 +21,7 @@ from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
 from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import followed
+from scatterpar.threads.generators import Generators, followed
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
@@ -80,11 +80,14 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class noted:
-    """Note on whatever is raised in the body where it happened."""
+    """Note on whatever is raised in the body where it happened; of a ``request``, how to replay."""
 
-    def __init__(self, share: Share, number: int | None = None) -> None:
+    def __init__(
+        self, share: Share, number: int | None = None, request: Request | None = None
+    ) -> None:
         self._share = share
         self._number = number
+        self._request = request
 
     def __enter__(self) -> None:
         pass
@@ -95,6 +98,9 @@ class noted:
             if self._number is not None:
                 where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
             note(error, f"{where}, counted from 0")
+            if self._request is not None and self._number is not None:
+                call = self._request.replay_call(self._share.replica, self._number)
+                note(error, f"alone, in this thread:\n{call}")
 
 
 def hand_out(
@@ -149,7 +155,7 @@ class Launched:
         del output
         if weight and self._request.backward:
             if not loss.requires_grad:
-                _require_trainable(task.module)
+                require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             pull([loss], [factor], self._autocast)
             if self._waiting:  # for all of them in the first sub-step, as a rule
@@ -164,6 +170,7 @@ def train(
     task: Task,
     *,
     request: Request,
+    generators: Generators,
     substeps: Callable[[Task, Request], Launched] = Launched,
     proceed: Callable[[], None],
 ) -> Result:
@@ -175,7 +182,8 @@ def train(
     for number, weight in enumerate(task.weights[: request.most]):
         if number:  # who has started comes to its first one: errors do not depend on who was faster
             proceed()
-        with noted(task.share, number):
+            generators.mark(share.replica, number)
+        with noted(share, number, request):
             loss, output = computed.run(number, weight)
             losses.append(loss)
             if keep:
@@ -192,7 +200,7 @@ def train(
             continue
         total += value * weight
         if request.check_finite and not math.isfinite(value):
-            with noted(share, number):
+            with noted(share, number, request):
                 raise FloatingPointError(
                     f"the loss is {value} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
@@ -282,7 +290,7 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
     return loss
 
 
-def _require_trainable(module: Any) -> None:
+def require_trainable(module: Any) -> None:
     """Say what torch's own error does not, where it is the module."""
     if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
         raise ValueError(

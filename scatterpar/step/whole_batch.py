@@ -337,8 +337,8 @@ def first_pass(
         if number:
             proceed()
         output = None  # its graph goes before the next one comes
-        with noted(share, number):
-            states.append(attempt.generators.get_state(share.replica))
+        with noted(share, number, request):
+            states.append(attempt.generators.mark(share.replica, number))
             output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
             pieces.append(nested.on_tensors(_leaf, output))
             if keep:

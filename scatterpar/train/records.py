@@ -85,12 +85,10 @@ def _wandb_run(project: str, folder: Path) -> Any:
     """Start a run of Weights & Biases; the sessions of one folder are a group."""
     try:
         wandb = importlib.import_module("wandb")
-    except ImportError as error:
-        raise UsageError(f"--wandb {project}: pip install scatterpar[wandb] ({error})") from error
-    try:
         run = wandb.init(project=project, dir=folder, group=folder.name)
     except Exception as error:
-        raise UsageError(f"--wandb {project}: {words_of(error)}") from error
+        hint = "pip install scatterpar[wandb]; WANDB_MODE=offline needs no account"
+        raise UsageError(f"--wandb {project}: {words_of(error)} ({hint})") from error
     run.define_metric("*", step_metric="step")
     return run
 

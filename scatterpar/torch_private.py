@@ -74,6 +74,9 @@ for _why, _names in {
     "to know what a backward pass computes anew": "_C._current_graph_task_id",
     "for its backward passes": "autograd.graph._engine_run_backward",
     "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
+    "to tell profilers what it does": "autograd.profiler._is_profiler_enabled "
+    "_C._autograd._profiler_enabled _C._autograd._profiler_type _C._autograd._enable_profiler "
+    "_C._autograd._disable_profiler _C._profiler.ProfilerConfig _C._profiler._ExperimentalConfig",
     "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
     "for models that use higher-order operators": "_ops._higher_order_ops "
     "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
@@ -129,6 +132,39 @@ def modes() -> list[str]:
     ]
     kinds = [type(mode) for mode in stack if not isinstance(mode, default_device)]
     return [kind.__name__ for kind in kinds if not kind.__module__.startswith("scatterpar.")]
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch is on, in whichever thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records the operators of this thread, and not those of all threads."""
+    return profiler_is_on() and torch._C._autograd._profiler_enabled()
+
+
+def emits_nvtx() -> bool:
+    """Whether this thread is in ``torch.autograd.profiler.emit_nvtx()``."""
+    return torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
+
+
+@contextlib.contextmanager
+def nvtx_emitted() -> Iterator[None]:
+    """What ``emit_nvtx()`` is, without its waits for the device, nor its end for other threads."""
+    kinds: Any = torch._C._profiler
+    flags = [False] * 5  # shapes, memory, stacks, operations, modules
+    config = kinds.ProfilerConfig(kinds.ProfilerState.NVTX, *flags, kinds._ExperimentalConfig())
+    torch._C._autograd._enable_profiler(config, set())
+    try:
+        yield
+    finally:
+        torch._C._autograd._disable_profiler()
+
+
+PROFILE_ALL_THREADS = (
+    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+)
 
 
 def private_accelerator() -> str:

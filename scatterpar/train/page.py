@@ -98,7 +98,7 @@ def _matrix(confusion: Tensor, names: tuple[str, ...]) -> str:
     figure, file = Figure(figsize=(8, 7), layout="constrained"), io.BytesIO()
     axes, shares = figure.subplots(), confusion / confusion.sum(1, keepdim=True).clamp_min(1)
     axes.imshow(shares.sqrt().numpy(), cmap="Blues", interpolation="nearest", vmin=0, vmax=1.2)
-    axes.set(title="Test images", xlabel="Predicted class", ylabel="True class")
+    axes.set(title="Confusion matrix", xlabel="Predicted class", ylabel="True class")
     if len(names) <= _MOST_NUMBERS:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)

@@ -28,7 +28,8 @@ include_patterns = [
 exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-info"]
 
 myst_heading_anchors = 3
-autodoc_mock_imports = ["sentence_transformers"]  # large, and not needed to describe ours
+# Large, and not needed to describe ours.
+autodoc_mock_imports = ["lightning", "sentence_transformers", "torchmetrics"]
 autodoc_typehints = "both"
 autodoc_type_aliases = {  # what the names of our own stand for
     "Count": "Callable[[Any, Any], float | Tensor]",

@@ -42,12 +42,12 @@ class Metrics:
         self.records = _earlier_records(path, kept) if kept else []
         with written(path) as file:
             file.write("".join(map(_line, self.records)).encode())
+        if wandb is not None:
+            self._wandb = _wandb_run(wandb, path.parent)
         self._file = path.open("a", encoding="utf-8")
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
             self._board = module.SummaryWriter(str(path.parent), purge_step=kept)
-        if wandb is not None:
-            self._wandb = _wandb_run(wandb, path.parent)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a record; numbers that JSON does not have (NaN, infinities) are null."""

@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``_compute``::
+The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
@@ -11,11 +11,14 @@ The path of one step. The numbers stand in ``forward_backward``, ``_fit`` and ``
 
 Up to 6 nothing of the user's is written that is not put back where the step fails. Where memory
 runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up between 5 and 6.
+In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the loss's backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +26,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.ledger import Ledger
@@ -37,6 +40,7 @@ from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
+from scatterpar.step.costs import check_budget, plan_by_cost
 from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.markers import count_rows
@@ -52,8 +56,11 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
+from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.trace import Trace
 from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
 _MOST_REPLICAS = 2**16  # of one rank: how far its random numbers are from the next one's
@@ -84,6 +91,10 @@ class ScatterOnceParallel(Wrapper):
             "cpu:1"]`` are two virtual devices with memories of their own. Default: every
             visible accelerator, or a single CPU replica without any.
         micro_batch_size: most rows per sub-step, instead of ``accum``.
+        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``: its rows times
+            the largest of their ``costs``, which each call passes. For rows of unequal length.
+            Rows of like cost go together, whatever their order in the batch; what goes by row
+            (outputs, targets) keeps the batch's order.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
             buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
@@ -157,16 +168,19 @@ class ScatterOnceParallel(Wrapper):
         compile: bool | Mapping[str, Any] | None = None,
         verify: bool = True,
         graphs: bool = False,
+        micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
         module, compiled_how = unwrapped(module)
         check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
+        check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
         self.accum: Any = accum
         self._fitting = Fitting()
         self.device_ids = resolve(device_ids)
         self._pace = Pace(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_cost = micro_batch_cost
         self.dim = dim
         self.buffers_from = buffers
         self.check_finite = check_finite
@@ -197,10 +211,13 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         how, pools = self._compile_how, self.buffers_from == "batch"
-        self._workers = Workers(len(self.device_ids), "this engine")
+        self._workers = Workers(self.device_ids, "this engine")
         self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
+        self._trace: Trace | None = None
+        self._step_ended = math.nan
+        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
 
     def forward_backward(
         self,
@@ -213,6 +230,7 @@ class ScatterOnceParallel(Wrapper):
         scaler: torch.amp.GradScaler | None = None,
         return_outputs: bool | Callable[[Any], Any] = False,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> Any:
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
@@ -240,11 +258,14 @@ class ScatterOnceParallel(Wrapper):
                 in row order on the master, for losses that compare rows with each other. It is
                 called once, where this is called. Every micro-batch but a replica's last one is
                 computed twice, with the same random numbers and from the same state.
+            costs: with ``micro_batch_cost``, what each row costs, such as its length: a list,
+                tuple, array or 1-D tensor with one number per row.
 
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
             ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
-            replica used, detached, each on its replica's device.
+            replica used, detached, each on its replica's device. With ``costs`` it has one entry,
+            on the master, with all rows in order.
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
@@ -258,19 +279,76 @@ class ScatterOnceParallel(Wrapper):
             What the module or the criterion raises arrives as it is, with a note of the
             replica and sub-step. Then nothing has changed.
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        )
-        with self._workers.exclusive(self.module):
-            own = partial(self._fit, request)
-            outcome = self._ranks.together(own) if self._ranks else own()
-            with outcome.attempt:
-                noise = outcome.noise() if self.measure_noise else None
-                loss = outcome.returned()  # before the commit, after which nothing may fail
-                commit(outcome)  # 6
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        return self._step(self._request(*asked, costs=costs), deferred=False)
+
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        reduction: str | None = None,
+        count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool | Callable[[Any], Any] = False,
+        whole_batch: bool = False,
+        costs: Any = None,
+    ) -> Any:
+        """One step whose gradients wait for the backward pass of the returned loss.
+
+        For loops that call ``loss.backward()`` themselves. Everything but the gradients is as in
+        ``forward_backward``: they are computed in the call, and so is ``last_step`` set; buffers
+        and random state move in it. The backward pass adds the whole batch's gradient to
+        ``.grad``, times the factor that arrives at the loss, and hooks on parameters run in it.
+        So losses can be scaled, added, or dropped; with ``torch.autograd.grad``, ``.grad`` stays.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the others.
+            targets: what the criterion takes.
+            criterion: the loss.
+            reduction: how the criterion combines its terms.
+            count: what a mean loss averages over.
+            scaler: its scale keeps small gradients in half precision from vanishing inside. The
+                loss comes without it, for ``scaler.scale(loss).backward()``.
+            return_outputs: return the module's outputs too, detached.
+            whole_batch: the criterion sees all rows at once.
+            costs: one number for each row, with ``micro_batch_cost``.
+
+        Returns:
+            The whole batch's loss, 0-dim, on the master, for one backward pass; with
+            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` a plain
+            number, of forward passes alone.
+
+        Raises:
+            RuntimeError: as ``forward_backward``; in the backward pass, if it is the second one
+                (with ``retain_graph=True``, too), or has ``create_graph=True``.
+
+            And all else as ``forward_backward``.
+
+        Example:
+            >>> model = nn.Linear(4, 2)
+            >>> engine = ScatterOnceParallel(model, accum=2, device_ids=["cpu"] * 2)
+            >>> loss = engine.loss(torch.randn(10, 4), torch.randn(10, 2), nn.MSELoss())
+            >>> (loss + 0.1 * model.weight.square().sum()).backward()
+            >>> model.weight.grad.shape
+            torch.Size([2, 4])
+        """
+        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        request = self._request(*asked, costs=costs, backward=torch.is_grad_enabled())
+        return self._step(request, deferred=True)
+
+    def _step(self, request: Request, *, deferred: bool) -> Any:
+        """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
+        with self._workers.exclusive(self.module), self._timed() as waited:
+            compute = partial(self._fit, request)
+            outcome = self._ranks.together(compute) if self._ranks else compute()
+            with outcome.attempt, outcome.attempt.clock.span("commit"):
+                noise = outcome.noise() if self.measure_noise and request.backward else None
+                loss = commit(outcome, deferred=deferred)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
-            self.last_step = outcome.report(noise)
-        return (loss, outcome.outputs) if return_outputs else loss
+            self.last_step = outcome.report(noise, waited)
+        return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
         """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
@@ -280,7 +358,7 @@ class ScatterOnceParallel(Wrapper):
             release = self._workers.release
             outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
         else:
-            outcome = self._compute(request, self.plan(request.sizes))  # 1
+            outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
             self._workers.interrupts.deliver()  # later ones wait until all is written everywhere
         return outcome
@@ -289,14 +367,16 @@ class ScatterOnceParallel(Wrapper):
         """All of the step but the commit."""
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._copies
+            self._latest = request.sizes, plan, attempt.generators
             with phase("scatter"):  # 2
+                request = request.in_order(plan.order)
                 weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
                 arrivals = scatter(request.batch, plan, self.dim, attempt.ledger)
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, ranks = self._verifier.verify, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
+                checks, ranks = self._verifier, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
@@ -305,9 +385,9 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
-        earlier = self._ranks.rank * _MOST_REPLICAS if self._ranks else None
         try:
-            with Attempt(self._workers, plan, earlier) as attempt:
+            clock = self._trace.clock(plan) if self._trace else None
+            with Attempt(self._workers, plan, self._earlier, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -316,11 +396,20 @@ class ScatterOnceParallel(Wrapper):
             else:
                 self._copies.let_go()
 
-    def plan(self, rows: int | Sequence[int]) -> Plan:
+    @property
+    def _earlier(self) -> int | None:
+        """How many replicas of other processes are numbered before these."""
+        return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
+
+    def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``.
+        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``. With
+        ``micro_batch_cost`` there are ``costs``, one number per row.
         """
+        if self.micro_batch_cost is not None or costs is not None:
+            budget = self.micro_batch_cost
+            return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
         return self._plan(rows, self._fitting.accum if self.accum == "auto" else self.accum)
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
@@ -336,7 +425,7 @@ class ScatterOnceParallel(Wrapper):
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments.
+            kwargs: its keyword arguments. With ``micro_batch_cost`` the engine takes ``costs``.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -360,10 +449,14 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            plan = self.plan(count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim))
-            request = self._request((inputs, kwargs))
+            costs = kwargs.pop("costs", None) if self.micro_batch_cost is not None else None
+            rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
+            plan = self.plan(rows, costs)
+            request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
-                return infer(attempt, self._copies, self.module, request, self.buffers_from)
+                return infer(
+                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                )
 
     def check(
         self,
@@ -374,6 +467,7 @@ class ScatterOnceParallel(Wrapper):
         reduction: str | None = None,
         count: Count | None = None,
         whole_batch: bool = False,
+        costs: Any = None,
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
@@ -388,6 +482,7 @@ class ScatterOnceParallel(Wrapper):
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
             whole_batch: the criterion sees all rows at once; of this process, with a process group.
+            costs: what each row costs.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -403,15 +498,121 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        request = self._request(
-            inputs, targets, criterion, reduction, count, whole_batch=whole_batch, verify=False
-        )
+        asked = inputs, targets, criterion, reduction, count
+        request = self._request(*asked, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
             request = replace(request, most=request.rows)  # all of them, and of this process alone
-            attempt = partial(self._compute, request, self.plan(request.sizes))
+            plan = self.plan(request.sizes, request.costs)
+            attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records the steps in the body: what each replica did when, and what bounds the step.
+
+        Outside of it nothing is recorded. Steps that fail are recorded too; inference is not.
+
+        Returns:
+            A :class:`Trace`, as a context manager. ``print`` shows a table and a sentence that says
+            what to pass; in a notebook it is a picture; ``save("step.json")`` writes it for
+            Perfetto.
+
+        Raises:
+            RuntimeError: inside of another trace of this engine.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+            >>> with engine.trace() as trace:
+            ...     loss = engine.forward_backward(inputs, targets, nn.MSELoss())
+            >>> len(trace.steps)
+            1
+        """
+        if self._trace is not None:
+            raise RuntimeError("this engine is being traced already: leave that trace first")
+        chosen = {"graphs": self.graphs, "shares": self._pace.learns}
+        options = frozenset(name for name, is_on in chosen.items() if is_on)
+        trace = self._trace = Trace(self.device_ids, options)
+        try:
+            with trace.recorded():
+                yield trace
+        finally:
+            self._trace = None
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[float]:
+        """The body is a step, recorded if there is a trace.
+
+        It is given the seconds since the step before, which the engine waited for its caller.
+        """
+        waited = time.perf_counter() - self._step_ended
+        try:
+            with self._trace.step() if self._trace else contextlib.nullcontext():
+                yield 0.0 if math.isnan(waited) else waited
+        finally:
+            self._step_ended = time.perf_counter()
+
+    def replay(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        replica: int,
+        sub_step: int,
+        **options: Any,
+    ) -> tuple[Tensor | None, Any]:
+        """One sub-step of a step alone, in this thread: for debuggers and ``detect_anomaly``.
+
+        Forward pass, loss and backward pass of the sub-step's rows, by the user's module and
+        criterion themselves, in plain torch. Random numbers are those of the last step, until
+        somebody draws from torch's generators or seeds them; then those of a step that would begin
+        now. Parameters and buffers are read as they are. Earlier sub-steps of the replica run
+        first if what they drew or left in buffers is needed; no debugger stops in these.
+        Parameters, ``.grad``, buffers, the module's attributes and random state are put back.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the next two.
+            targets: what the criterion takes.
+            criterion: the loss.
+            replica: the number of the replica, from 0. The note on an error has the whole call.
+            sub_step: the number of its sub-step, from 0.
+            options: as in ``forward_backward``.
+
+        Returns:
+            The sub-step's own loss, 0-dim, and the module's output, both detached, on the master.
+            With ``whole_batch`` there is the forward pass alone, and the loss is ``None``.
+
+        Raises:
+            ValueError: as ``forward_backward``, or no such replica or sub-step. What the module or
+                the criterion raises arrives as it is.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(10, 4), torch.randint(2, (10,))
+            >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            >>> loss, output = engine.replay(
+            ...     inputs, targets, nn.CrossEntropyLoss(), replica=1, sub_step=0
+            ... )
+            >>> output.shape
+            torch.Size([3, 2])
+        """
+        backward = torch.is_grad_enabled()
+        request = self._request(inputs, targets, criterion, backward=backward, **options)
+        with self._workers.exclusive(self.module):
+            request = request.checked(self.device_ids[0])
+            plan, generators = self.plan(request.sizes, request.costs), None
+            if self._latest is not None:
+                sizes, latest, drawn_from = self._latest
+                if (sizes, latest.costs) == (request.sizes, plan.costs):
+                    plan = latest
+                    generators = drawn_from if drawn_from.are_latest else None
+            if generators is None:
+                generators = Generators([share.device for share in plan.shares], self._earlier)
+            place = replica, sub_step
+            return replay(self.module, request, plan, place, generators, self._workers)
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ import torch
 _REMEMBERED = 5  # paces of a device, whose median counts: one slow step moves nothing
 _WORTHWHILE = 1.05  # moving shares must make the step this much faster
 _ROUNDING = Fraction(1, 10**9)  # shares come as floats: so much of a sub-step is none
+_SHOWN = 72  # characters of a share's row numbers in a table
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Share:
     them, one after the other, and a share has some rows of each: those of its ``micro_batches``.
     ``start`` is its first row and ``stop`` comes after its last; between them are rows of other
     shares too. ``spans`` are the rows without the cuts.
+
+    If micro-batches are cut by cost, positions count the rows in the order of the plan, replica by
+    replica. ``row_numbers`` are the rows of each micro-batch in the batch, in rising order.
     """
 
     replica: int
@@ -37,6 +41,7 @@ class Share:
     start: int
     stop: int
     micro_batches: tuple[tuple[int, int], ...]
+    row_numbers: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -45,7 +50,12 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The rows as pairs of start and stop, as few as can be: one, but for several batches."""
+        """The rows as pairs of start and stop, as few as can be: one, but for several batches.
+
+        Micro-batches that are cut by cost are one span each: their rows do not follow each other.
+        """
+        if self.row_numbers:
+            return self.micro_batches
         spans: list[tuple[int, int]] = []
         for start, stop in self.micro_batches:
             if spans and spans[-1][1] == start:
@@ -56,26 +66,79 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shares and micro-batches for one batch. ``print(plan)`` shows a small table."""
+    """The shares and micro-batches for one batch. ``print(plan)`` shows a small table.
+
+    ``costs`` has one number per row if micro-batches are cut by cost.
+    """
 
     rows: int
     shares: tuple[Share, ...]
+    costs: tuple[float, ...] = ()
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The row of the batch at each position of the plan; empty if the two are the same."""
+        return tuple(row for share in self.shares for rows in share.row_numbers for row in rows)
+
+    def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
+        """The numbers, in the batch, of the rows of one sub-step; both counted from 0."""
+        share = self.shares[replica]
+        if share.row_numbers:
+            return share.row_numbers[sub_step]
+        return range(*share.micro_batches[sub_step])
+
+    def load_of(self, share: Share) -> float:
+        """How much a replica has to compute: its rows, or what they cost with their padding.
+
+        A micro-batch costs its number of rows times the largest cost of one.
+        """
+        if not self.costs:
+            return share.rows
+        return sum(len(rows) * max(self.costs[row] for row in rows) for rows in share.row_numbers)
 
     def __str__(self) -> str:
         """One line a share: replica, device, rows, and how they are cut."""
+        if self.costs:
+            return self._by_cost()
         table = [("replica", "device", "rows", "micro-batches")]
         for share in self.shares:
             sizes = Counter(stop - start for start, stop in share.micro_batches)
             cut = " + ".join(f"{times} x {size}" for size, times in sizes.items())
             span = ", ".join(f"{start}:{stop}" for start, stop in share.spans)
             table.append((str(share.replica), str(share.device), span, cut))
+        return self._printed(table)
+
+    def _by_cost(self) -> str:
+        """One line per share: what its rows cost, alone and padded, and those of each sub-step."""
+        loads = [self.load_of(share) for share in self.shares]
+        padded, cost = sum(loads), sum(self.costs)
+        table = [
+            ("replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each")
+        ]
+        for share, load in zip(self.shares, loads, strict=True):
+            own = sum(self.costs[row] for rows in share.row_numbers for row in rows)
+            part = f"{load / padded:.1%}" if padded else "-"
+            numbers = (
+                str(share.rows),
+                f"{own:,.6g}",
+                f"{load:,.6g}",
+                part,
+                str(len(share.row_numbers)),
+            )
+            each = " + ".join(str([*rows]) for rows in share.row_numbers)
+            each = each if len(each) <= _SHOWN else each[:_SHOWN].rpartition(",")[0] + ", ..."
+            table.append((str(share.replica), str(share.device), *numbers, each))
+        more = f" ({padded / cost - 1:.1%} more)" if cost else ""
+        return self._printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
+
+    def _printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in table
         ]
         replicas = "replica" if len(self.shares) == 1 else "replicas"
-        return "\n".join([f"{self.rows} rows on {len(self.shares)} {replicas}", *lines])
+        return "\n".join([f"{self.rows} rows on {len(self.shares)} {replicas}{more}", *lines])
 
 
 def make_plan(
@@ -189,15 +252,16 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 class Pace:
     """The relative sizes of the replicas' shares, as the user says, or learned.
 
-    The pace of a device is its rows per second in one step, from the first start to the last end
+    The pace of a device is its load (rows, or their padded cost) per second in one step, from the
+    first start to the last end
     of its replicas; equal entries of ``device_ids`` learn one together.
     """
 
     def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
         self._device_ids = tuple(device_ids)
-        self._learns = isinstance(shares, str) and shares == "auto"
+        self.learns = isinstance(shares, str) and shares == "auto"
         self._paces: dict[torch.device, deque[float]] = {}
-        given = None if self._learns else shares
+        given = None if self.learns else shares
         self.shares = _checked(given, len(device_ids)) or (1.0,) * len(device_ids)
 
     def observe(self, plan: Plan, passes: Sequence[Mapping[int, tuple[float, float]]]) -> None:
@@ -205,7 +269,7 @@ class Pace:
 
         A device's first step is left out: it pays for what is done only once.
         """
-        if not self._learns:
+        if not self.learns:
             return
         for device in {share.device for share in plan.shares}:
             own = [share for share in plan.shares if share.device == device]
@@ -214,8 +278,8 @@ class Pace:
                 starts, ends = zip(*(spans[share.replica] for share in own), strict=True)
                 seconds += max(ends) - min(starts)
             if device in self._paces:
-                rows = sum(share.rows for share in own)
-                self._paces[device].append(rows / max(seconds, 1e-9))
+                load = sum(map(plan.load_of, own))
+                self._paces[device].append(load / max(seconds, 1e-9))
             else:
                 self._paces[device] = deque(maxlen=_REMEMBERED)
         if all(self._paces.get(device) for device in self._device_ids):

@@ -260,20 +260,25 @@ def test_few_signs_cancel_out():
 # ---- the commit ---------------------------------------------------------------------------------
 
 
-def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch):
-    """It was copied: autograd copies what its caller still refers to."""
+@pytest.mark.parametrize("factor", [None, 1, 0.5])
+def test_a_parameter_takes_the_gradient_s_own_memory(devices, monkeypatch, factor):
+    """It was copied: autograd copies what its caller still refers to. With a factor, ``loss``'s."""
     given = {}
     honest = scatterpar.engine.commit
 
-    def commit(outcome):
+    def commit(outcome, **options):
         given.update({id(leaf): gradient.data_ptr() for leaf, gradient in outcome.gradients})
-        honest(outcome)
+        return honest(outcome, **options)
 
     monkeypatch.setattr(scatterpar.engine, "commit", commit)
     model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
     model.to(memory_format=torch.channels_last)
     with ScatterOnceParallel(model, 2, devices(2)) as engine:
-        engine.forward_backward(randn(8, 2, 2, 2), None, lambda output, _: output.square().mean())
+        batch = randn(8, 2, 2, 2), None, lambda output, _: output.square().mean()
+        if factor is None:
+            engine.forward_backward(*batch)
+        else:
+            (factor * engine.loss(*batch)).backward()
     for parameter in model.parameters():
         assert parameter.grad.data_ptr() == given[id(parameter)]
         assert parameter.grad.stride() == parameter.stride()

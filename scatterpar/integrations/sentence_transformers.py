@@ -18,7 +18,8 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike
-from scatterpar.integrations.all_replicas import ROWS, answering, rows_of
+from scatterpar.integrations.loop import rows_of
+from scatterpar.integrations.trainer_base import ROWS, answering
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 

@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from scatterpar.integrations.all_replicas import (
+from scatterpar.integrations.loop import each_call, rows_of
+from scatterpar.integrations.trainer_base import (
     DIVIDED,
     ROWS,
     SUM,
@@ -26,7 +27,6 @@ from scatterpar.integrations.all_replicas import (
     Collected,
     answering,
     each_row,
-    rows_of,
 )
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.step.markers import Rows
@@ -119,8 +119,9 @@ class ScatterOnceMixin(AllReplicas):
                 scaler=self.accelerator.scaler,
                 return_outputs=operator.itemgetter("collected"),
             )
-        ours = [one for part in collected for one in (part if isinstance(part, list) else [part])]
-        self._collect(ours, [float(self._count_of(kind)({"batch": one})) for one in window])
+        self._collect(
+            each_call(collected), [float(self._count_of(kind)({"batch": one})) for one in window]
+        )
         return loss
 
     def _step_of_towers(self, window: Sequence[Any]) -> Tensor:
@@ -201,13 +202,14 @@ class ScatterOnceMixin(AllReplicas):
 
         def part(work: Any, batch: dict[str, Any]) -> Any:
             twin = self._twin(work)
+            collected = Collected(twin)
             vars(twin)["_prepare_inputs"] = dict  # which they are
             weight = torch.as_tensor(1.0 if kind == SUM else self._count_of(kind)({"batch": batch}))
             loss, outputs, labels = alone(twin, twin._module(), batch)
             if loss is not None:
                 weight = weight.to(loss.device) / rows_of(batch)  # as parts count with their rows
                 loss = torch.where(weight > 0, loss * weight, 0)
-            return loss, weight, outputs, labels, Collected(twin, self)
+            return loss, weight, outputs, labels, collected.end(twin)
 
         engine = self._engine_of_the_model()
         engine.accum = 1
@@ -218,7 +220,7 @@ class ScatterOnceMixin(AllReplicas):
             self._predicts_alone = True
             self._let_go()
             return None
-        parts = collected if isinstance(collected, list) else [collected]
+        parts = each_call(collected)
         self._collect(parts, [1.0] * len(parts))
         if loss is not None:
             loss = loss * rows_of(batch) if kind == SUM else loss / weight

@@ -33,7 +33,7 @@ from scatterpar.replicas.kinds import (
     slots,
 )
 from scatterpar.report import warn
-from scatterpar.torch_private import is_compiled_module, writes_of
+from scatterpar.torch_private import is_compiled_module
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
@@ -141,8 +141,8 @@ class Survey:
 class Snapshot:
     """What was in some containers, by identity, and whether it still is; and ``facts`` beside it.
 
-    The comparison runs in C loops, and where nothing was written there is none: a tree of 287
-    modules has eight thousand entries.
+    The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all
+    of them each time, because no Python API tells reliably which dictionaries were written.
     """
 
     def __init__(
@@ -166,28 +166,18 @@ class Snapshot:
         self._keys = [key for _, saved in dicts for key in saved]
         self._are_names = {str}.issuperset(map(type, self._keys))
         self._values = [value for _, saved in dicts for value in saved.values()]
-        self._writes: list[object] = []  # as they were when all was the same; unknown
         vars(self).pop("flags", None)
 
     def unchanged(self) -> bool:
         """Whether every container holds the same objects under the same keys."""
-        writes = writes_of(self._dicts)  # before the look
-        if (
-            any(self._empty)
-            or self._facts() != self._known
-            or not all(starmap(_is_same, self._others))
-            or (writes != self._writes and not self._dicts_unchanged())
-        ):
-            return False
-        self._writes = writes
-        return True
-
-    def _dicts_unchanged(self) -> bool:
         now = self._dicts
         return (
-            list(map(len, now)) == self._sizes
+            not any(self._empty)
+            and self._facts() == self._known
+            and list(map(len, now)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, now)), self._values))
             and self._keys_unchanged()
+            and all(starmap(_is_same, self._others))
         )
 
     def _keys_unchanged(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,31 +19,50 @@ _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it
 _DTYPE, _GRAD_DTYPE, _LAYOUT = map(attrgetter, ("dtype", "grad_dtype", "layout"))
 
 
-def commit(outcome: Outcome) -> None:
+def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    What takes memory is made first. Parameters without a gradient take those that came, if all fit
-    and nothing hangs on any parameter; else autograd itself hands gradients over. So hooks
-    run as under a plain ``backward()``, once and on the whole gradient; if one fails, the
-    attempt puts all back. The rest takes no memory, and runs no code of the user's.
+    With ``deferred`` gradients wait in a node behind the loss, until its backward pass runs.
+    Else parameters without a gradient take those that came, if all fit and nothing hangs on any
+    parameter; if not, that node hands gradients over at once. So hooks run as under a plain
+    ``backward()``, once and on the whole gradient; if one fails, the attempt puts all back.
+
+    What takes memory is made first. What is written last takes none, and runs no code of the
+    user's.
+
+    Returns:
+        The loss on the master; without a graph, unless gradients are ``deferred``.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
     unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
     writings = [*outcome.writings, Writing(unplanned)]
+    if deferred:
+        loss = _attach(outcome.returned, pairs, outcome.scale)
+        outcome.attempt.generators.commit()
+    else:
+        loss = outcome.returned()
+        _add(pairs, outcome.attempt)
+    for write in writings:
+        write()
+    return loss
+
+
+def _add(pairs: list[_Pair], attempt: Attempt) -> None:
+    """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
     earlier, observed = [(leaf, leaf.grad) for leaf in leaves], are_observed(leaves)
-    _remember(pairs, earlier, observed, outcome.attempt)
+    _remember(pairs, earlier, observed, attempt)
     are_first = not observed and all(was is None for _, was in earlier) and _all_fit(pairs)
-    outcome.attempt.generators.commit()  # before hooks, which may draw
+    attempt.generators.commit()  # before hooks, which may draw
     if are_first:
         for leaf, gradient in pairs:
             leaf.grad = gradient
-        pairs.clear()
-    _hand_over(pairs)
-    for write in writings:
-        write()
+    elif pairs:
+        with torch.inference_mode(False), torch.enable_grad():
+            root = _attach(partial(torch.zeros, (), device=leaves[0].device), pairs)
+            backward([root], [root.detach()])
 
 
 def _remember(
@@ -75,37 +95,63 @@ def _all_fit(pairs: Sequence[_Pair]) -> bool:
     )
 
 
-def _hand_over(pairs: list[_Pair]) -> None:
-    """Let autograd accumulate the gradients; ``pairs`` is empty afterwards.
+def _attach(
+    make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
+) -> Tensor:
+    """A root whose backward pass gives leaves the gradients in ``pairs``, which is then empty.
 
-    A leaf without a gradient takes the very memory of a tensor that nobody else refers to, which
-    the roots of a backward pass never are: their caller has them. So they are what a node gives
-    back.
+    Times the factor that arrives at the root, over ``scale``; without a scale, as they are.
     """
-    if not pairs:
-        return
+    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # it has a backward
     leaves = [leaf for leaf, _ in pairs]
-    with torch.inference_mode(False), torch.enable_grad():
-        pairs[:] = [(leaf, g if _is_of_its_own(g) else g.clone()) for leaf, g in pairs]
-        root = _Hand.apply(pairs, *leaves)  # type: ignore[no-untyped-call]
-        backward([root], [root.detach()])
+    gradients = [g if _is_of_its_own(g) else g.clone() for _, g in pairs]
+    pairs.clear()
+    root: Tensor = _Hand.apply(make_root, gradients, scale, *leaves)  # type: ignore[no-untyped-call]
+    return root
 
 
 class _Hand(torch.autograd.Function):
-    """A node that has the gradients of its inputs ready."""
+    """A node that has the gradients of its inputs ready.
+
+    A leaf without a gradient takes the very memory of a tensor that nobody else refers to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, pairs: list[_Pair], *leaves: Tensor) -> Tensor:
-        ctx.pairs = pairs
-        return torch.zeros((), device=leaves[0].device)
+    def forward(
+        ctx: Any,
+        make_root: Callable[[], Tensor],
+        gradients: list[Tensor],
+        scale: float | None,
+        *_: Tensor,
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return make_root()  # here: an input that is returned would be a view, not to be written
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_NO_GRAPH)
+        if not ctx.gradients:
+            raise RuntimeError(_TWICE)
         # Autograd's thread cannot free, in a free-threaded interpreter, what the caller's has made,
         # and counts who refers to a tensor: so it gets another one with the same memory.
-        gradients = [g.detach() if g.layout == torch.strided else g for _, g in ctx.pairs]
-        ctx.pairs.clear()
-        return (None, *gradients)
+        gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
+        ctx.gradients.clear()
+        if ctx.scale is not None and (by := float(factor) / ctx.scale) != 1:
+            torch._foreach_mul_(gradients, by)
+        return (None, None, None, *gradients)
+
+
+_NO_GRAPH = (
+    "create_graph=True: the gradients of an engine's loss were computed in the call, and have no "
+    "graph of their own; differentiate gradients inside the criterion or the module (a gradient "
+    "penalty, say), or use plain torch for this loss"
+)
+_TWICE = (
+    "a second backward pass through an engine's loss: the first one handed the gradients over, and "
+    "none are kept, with retain_graph=True neither; call engine.loss again, or add up all that "
+    "depends on this loss before one backward pass"
+)
 
 
 def _is_of_its_own(gradient: Tensor) -> bool:

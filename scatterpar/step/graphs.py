@@ -35,6 +35,7 @@ from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
+from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Attempt
 
@@ -65,13 +66,14 @@ class _Graph:
     output: Any = None
     replay: Callable[..., None] | None = None
 
-    def compute(self, task: Task, keep: bool) -> None:
+    def compute(self, task: Task, keep: bool, number: int = 0) -> None:
         """The sub-step itself: what is captured, or on the CPU called again."""
-        output, loss = forward(task, self.rows)
+        output, loss = forward(task, self.rows, number)
         self.output = kept(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
-        pull([loss], [self.factor], autocast_types())
+        with task.span("backward", number):
+            pull([loss], [self.factor], autocast_types())
 
 
 @dataclass
@@ -148,19 +150,20 @@ class Graphed(Launched):
         key = _shape_of(source) if weight else None
         graph = own.graphs.get(key)
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before
-            came = source if task.arrival.is_here else task.arrival.rows_of(number)
+            came = source if task.arrival.is_here else task.rows_of(number)
             copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
         elif key is not None and own.may_capture():
-            rows = task.arrival.rows_of(number)
+            rows = task.rows_of(number)
             try:
-                graph = own.graphs[key] = self._captured(opened(rows, copy=True))
+                graph = own.graphs[key] = self._captured(opened(rows, copy=True), number)
             except _Refused as error:
                 own.refuse(str(error))
         if graph is None or graph.replay is None:
             return super().run(number, weight, rows)
         self._put_in_place(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
-        graph.replay(task, bool(self._keep))
+        with task.span("replay", number):
+            graph.replay(task, bool(self._keep), number)
         output = kept(opened(graph.output, copy=True), self._keep) if self._keep else None
         return graph.loss.clone(), output
 
@@ -183,21 +186,22 @@ class Graphed(Launched):
                 gradient.copy_(came)
             leaves[i].grad = self._in_place[i] = gradient
 
-    def _captured(self, rows: Any) -> _Graph:
+    def _captured(self, rows: Any, number: int) -> _Graph:
         """A graph for micro-batches like ``rows``, which it keeps. Leaves no trace.
 
         Raises:
             _Refused: it cannot be had.
         """
-        task, own = self._task, self._own
+        task, own = replace(self._task, clock=SILENT), self._own
         came = [leaf.grad for leaf in task.leaves]
         try:
-            with own.recorder.session(), self._attempt.apart(task):
+            span = self._task.span("capture", number)
+            with span, own.recorder.session(), self._attempt.apart(task):
                 with own.recorder.warming_up():
-                    graph = self._warmed_up(rows)
+                    graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
-                self._capture(graph)
+                self._capture(task, graph)
         except Exception as error:
             if is_out_of_memory(error):
                 own.forget()  # their memory may be what is missing
@@ -207,10 +211,10 @@ class Graphed(Launched):
                 leaf.grad = earlier
         return graph
 
-    def _capture(self, graph: _Graph) -> None:
+    def _capture(self, task: Task, graph: _Graph) -> None:
         keep = bool(self._keep)
         try:
-            graph.replay = self._own.recorder.record(graph.compute, self._task, keep)
+            graph.replay = self._own.recorder.record(graph.compute, task, keep)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -219,13 +223,13 @@ class Graphed(Launched):
             if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
                 why = "with CUDA_LAUNCH_BLOCKING set, every kernel waits for the device"
             raise _Refused(
-                f"a sub-step of {type(self._task.module).__name__} cannot be captured: {why} "
+                f"a sub-step of {type(task.module).__name__} cannot be captured: {why} "
                 f"({type(error).__name__}: {what})"
             ) from error
 
-    def _warmed_up(self, rows: Any) -> _Graph:
+    def _warmed_up(self, task: Task, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
-        task, leaves, number = self._task, self._task.leaves, self._task.share.replica
+        leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
         assert stash is not None
         for leaf in leaves:

@@ -26,9 +26,9 @@ from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, po
 from scatterpar.replicas.replicas import Replica, Replicas
 from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
+from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.step.weights import Weights
+from scatterpar.step.weights import Weights, is_counted
 from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
@@ -43,14 +43,15 @@ def reduce(
     measures_noise: bool,
 ) -> Outcome:
     """What the step computed, in the master's memory; ``policy`` says whose buffers."""
-    plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
+    plan, ledger, (results, past, moved) = attempt.plan, attempt.ledger, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
     kept = [part.writing() for part in parts] if policy != "mean" else [None]
     writings = [writing for writing in kept if writing is not None]
-    if None in kept:
+    if moved or None in kept:
         writings, buffers = [], reduce_buffers(parts, plan.shares, policy, ledger)
+        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
     else:
         buffers = [value for writing in writings for value in writing.buffers]
     return Outcome(
@@ -58,16 +59,29 @@ def reduce(
         loss=sum(result.loss for result in results),
         dtype=results[0].dtype,
         is_mean=request.is_mean,
+        needs_terms=request.count is None and is_counted(request.criterion, request.reduction),
+        check_finite=request.check_finite,
         terms=weights.terms,
         scale=request.scale,
         spread=spread,
-        outputs=tuple(result.outputs for result in results),
-        gradients=reduce_gradients(parts, len(results), ledger, past),
+        outputs=_outputs(request, plan, results, weights, ledger),
+        gradients=reduce_gradients(parts, len(results), ledger, past) if request.backward else [],
         buffers=buffers,
         writings=writings,
         layers=reduce_moments(parts, len(results), ledger),
         attempt=attempt,
     )
+
+
+def _outputs(
+    request: Request, plan: Plan, results: Sequence[Result], weights: Weights, ledger: Ledger
+) -> tuple[Any, ...]:
+    """The outputs of each replica; of rows that are mixed by cost, all on the master in order."""
+    outputs = tuple(result.outputs for result in results)
+    if not request.order or not request.return_outputs:
+        return outputs
+    factors = None if request.whole_batch else [*chain(*weights.of_shares)]
+    return (collect(outputs, plan, request.dim, ledger, weights=factors, strict=True),)
 
 
 def reduce_gradients(
@@ -227,9 +241,20 @@ def mean_buffers(
 
 
 def collect(
-    outputs: Sequence[Any], plan: Plan, dim: int, ledger: Ledger, *, lists: bool = False
+    outputs: Sequence[Any],
+    plan: Plan,
+    dim: int,
+    ledger: Ledger,
+    *,
+    weights: Sequence[float] | None = None,
+    strict: bool = False,
+    lists: bool = False,
+    layout: Any = None,
 ) -> Any:
-    """The shares' outputs joined on the master, rows in order; with ``lists``, lists too."""
+    """The shares' outputs joined on the master, rows in order; see ``join_rows``.
+
+    Of a plan by cost, each share has a list of the outputs of its micro-batches.
+    """
     master = plan.shares[0].device
 
     def home(tensor: Tensor) -> Tensor:
@@ -240,7 +265,19 @@ def collect(
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
-    return join_rows(here, dim, rows, rows, lists=lists)
+    if plan.order:
+        here = [*chain(*here)]
+        rows = [len(own) for share in plan.shares for own in share.row_numbers]
+    return join_rows(
+        here,
+        dim,
+        weights or rows,
+        rows,
+        strict=strict,
+        lists=lists,
+        layout=layout,
+        order=plan.order,
+    )
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

@@ -17,7 +17,7 @@ from scatterpar.devices.verbs import physical
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
-from scatterpar.step.markers import batches_of
+from scatterpar.step.markers import batches_of, pick
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
@@ -27,12 +27,16 @@ class Request:
     """What the user asked of one step, and what the engine was told at construction.
 
     Attributes:
+        backward: whether gradients are wanted; else sub-steps are forward passes alone.
         graphs: the engine's, where sub-steps are captured.
         keeps_rows: where a second pass needs them again, rows stay once they have arrived.
         most: leave it at so many sub-steps: a try at what fits into memory.
+        costs: one number per row, if micro-batches are cut by cost.
+        order: the row at each position of ``batches``, if these are in the order of such a plan.
         batches: the inputs and targets of each batch, one or several. This and what follows is
             known once it is ``checked``.
         sizes: the rows of each of them.
+        asked: the request before it was checked.
         scale: the scaler's factor.
     """
 
@@ -44,15 +48,19 @@ class Request:
     scaler: torch.amp.GradScaler | None = None
     return_outputs: bool | Callable[[Any], Any] = False
     whole_batch: bool = False
+    backward: bool = True
     dim: int = 0
     check_finite: bool = False
     verify: bool = True
     graphs: Any = None
     keeps_rows: bool = True
     most: int | None = None
+    costs: Any = None
+    order: Sequence[int] = ()
     batches: Sequence[tuple[Any, Any]] = ()
     sizes: Sequence[int] = ()
     scale: float = 1.0
+    asked: Request | None = None
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
@@ -77,8 +85,22 @@ class Request:
         """The loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
 
+    def in_order(self, order: Sequence[int]) -> Self:
+        """The request with its rows in the ``order`` of a plan by cost; as it is without one.
+
+        A criterion that sees all rows takes its targets in their own order.
+        """
+        if not order:
+            return self
+        ((inputs, targets),) = self.batches or [(self.inputs, self.targets)]
+        inputs = pick(inputs, order, self.dim)
+        targets = targets if self.whole_batch else pick(targets, order, self.dim)
+        return replace(self, order=order, batches=[(inputs, targets)])
+
     def of_largest(self) -> Self:
-        """The same for the largest of several batches alone."""
+        """The same for the largest of several batches alone, in the user's order of rows."""
+        if self.order:
+            return self
         rows = max(self.sizes)
         one = self.batches[self.sizes.index(rows)]
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
@@ -109,7 +131,24 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
+        own = replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
+        return replace(own, asked=self)
+
+    def replay_call(self, replica: int, sub_step: int) -> str:
+        """The call that computes one sub-step alone, with the options that the user passed."""
+        asked = self.asked or self
+        said = ["inputs"]
+        if asked.targets is not None:
+            said.append("targets")
+        if asked.criterion is not None:
+            said.append("criterion" if asked.targets is not None else "criterion=criterion")
+        said += [f"replica={replica}", f"sub_step={sub_step}"]
+        for name in ("reduction", "count", "scaler", "return_outputs", "whole_batch", "costs"):
+            value = getattr(asked, name)
+            if value is not None and value is not False:
+                shown = repr(value) if isinstance(value, (str, bool)) else name
+                said.append(f"{name}={shown}")
+        return f"engine.replay({', '.join(said)})"
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""

@@ -1,4 +1,4 @@
-"""A Trainer on all replicas: devices, batches, ``compute_loss``, and what a loss is a mean of."""
+"""The base of all Trainers: devices, batches, ``compute_loss``, and what a loss is a mean of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from scatterpar.devices.verbs import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations.loop import Additions, Modules, as_rows, copy_of, modules_in, rows_of
 from scatterpar.replicas.compiled import checked_how
 from scatterpar.sharded import ShardedOptimizer
-from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 from scatterpar.verify.verifier import difference
 
@@ -176,13 +176,13 @@ class AllReplicas(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        others = chain.from_iterable(map(_modules, self._held().values()))
+        others = chain.from_iterable(map(modules_in, self._held().values()))
         parts = list(dict.fromkeys([self._module(), *others]))
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
             self._let_go()
         if self._engine is None:
             self._parts = parts
-            work = _Work([self._compiled(parts[0]), *parts[1:]])
+            work = Modules([self._compiled(parts[0]), *parts[1:]])
             # How losses combine is found out here: verify would refuse what the Trainer warns of.
             self._engine = ScatterOnceParallel(work, device_ids=self._replicas(), verify=False)
             if self._sharded is not None:
@@ -192,7 +192,7 @@ class AllReplicas(_Base):
     def _held(self) -> dict[str, Any]:
         """The Trainer's modules by its attributes' names, where they stand alone, or together."""
         held = {name: value for name, value in vars(self).items() if name not in _NOT_HELD}
-        return {name: value for name, value in held.items() if _modules(value)}
+        return {name: value for name, value in held.items() if modules_in(value)}
 
     def _compiled(self, model: nn.Module) -> Any:
         """The model, compiled where ``torch_compile`` asks for it."""
@@ -206,35 +206,32 @@ class AllReplicas(_Base):
             self._engine.close()
         self._engine = None
 
-    def _twin(self, work: _Work) -> Self:
+    def _twin(self, work: Modules) -> Self:
         """A copy of the Trainer that holds a replica's modules, and what it collects itself."""
-        twin, model = copy.copy(self), work.parts[0]
         replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
-        for name, value in self._held().items():
-            vars(twin)[name] = nested.transform(lambda one: replicas.get(id(one), one), value)
+        twin, model = copy_of(self, replicas, _NOT_HELD), work.parts[0]
         device = next((p.device for p in model.parameters()), self.args.device)
         vars(twin).update(model_wrapped=model, accelerator=_Like(self.accelerator, device=device))
         if "_metrics" in vars(self):  # what TRL's trainers collect in compute_loss
             vars(twin)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
         return twin
 
-    def _loss_of(self, work: _Work, batch: Any, items: Any) -> dict[str, Any]:
+    def _loss_of(self, work: Modules, batch: Any, items: Any) -> dict[str, Any]:
         """The loss of one batch by the Trainer's own ``compute_loss``, and what that collected.
 
         ``items`` is the window's number of them, for a sum, or ``True``: the batch's own, with
         which it is the batch's mean, whatever it does with the number.
         """
         twin, items = self._twin(work), self._terms(batch) if items is True else items
+        collected = Collected(twin)
         loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
-        return {"loss": loss, "collected": Collected(twin, self)}
+        return {"loss": loss, "collected": collected.end(twin)}
 
     def _collect(self, collected: Sequence[Collected], weights: Sequence[float]) -> None:
         """What the calls of ``compute_loss`` counted and measured, as if it had been one call."""
-        for name in dict.fromkeys(chain.from_iterable(one.counted for one in collected)):
-            more = sum(one.counted.get(name, 0) for one in collected)
-            setattr(self, name, getattr(self, name) + more)
         measured: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for one, weight in zip(collected, weights, strict=True):
+            one.add_to(self)
             for key, value in one.measured.items():
                 measured[key].append((value, weight))
         metrics = vars(self).get("_metrics", {})
@@ -286,9 +283,8 @@ class AllReplicas(_Base):
         twice = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
         divides, rows = items is not None and self._off(twice, SUM) == 0, rows_of(batch)
         if rows > 1:
-            lists = {n: Rows(v) for n, v in batch.items() if isinstance(v, list) and len(v) == rows}
             own = {"work": self._loss_of, "items": None if items is None else True}
-            inputs: dict[str, Any] = {**own, "batch": {**batch, **lists}}
+            inputs: dict[str, Any] = {**own, "batch": as_rows(_plain(batch))}
             off = {kind: self._off(inputs, kind) for kind in self._kinds}
             exact = [kind for kind in off if off[kind] == 0]
             divides = divides and not {DIVIDED, LABELS}.isdisjoint(exact)
@@ -303,7 +299,7 @@ class AllReplicas(_Base):
         if divides:
             self._kinds = [DIVIDED]
 
-    def _halved(self, work: _Work, batch: Sequence[Any], row: Tensor) -> Any:
+    def _halved(self, work: Modules, batch: Sequence[Any], row: Tensor) -> Any:
         """The loss of a batch for two rows, and for one of them that with twice the items."""
         twin, items = self._twin(work), 2 // row.unique().numel() * self._terms(batch[0])
         return twin.compute_loss(twin._module(), _plain(batch[0]), num_items_in_batch=items)
@@ -391,17 +387,6 @@ def _refuse_losses(trainer: Any) -> None:
             raise ValueError(_refusal(trainer, why))
 
 
-class _Work(nn.Module):
-    """Calls what it is given with itself: replicas of the Trainer's modules, its model first."""
-
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, work: Any, **kwargs: Any) -> Any:
-        return work(self, **kwargs)
-
-
 class _Like:
     """Another object with attributes of its own: an accelerator elsewhere, a shorter loader."""
 
@@ -416,27 +401,21 @@ class _Like:
         return self._length
 
 
-class Collected:
-    """What one call of ``compute_loss`` left on its copy of the Trainer.
+class Collected(Additions):
+    """What one call of ``compute_loss`` added to its copy of the Trainer.
 
-    By how much it raised numbers, and the mean of each of TRL's metrics, by mode and name. No
-    dataclass, which the engine would join field by field.
+    ``measured`` has the mean of each of TRL's metrics, by mode and name.
     """
 
-    def __init__(self, twin: Any, trainer: Any) -> None:
-        before, after = vars(trainer), vars(twin)
-        self.counted = {
-            name: value - before[name]
-            for name, value in after.items()
-            if type(value) in (int, float) and type(before.get(name)) in (int, float)
-            if value != before[name]
-        }
+    def end(self, owner: Any) -> Self:
+        """Keep what the call has added and measured."""
         self.measured = {
             (mode, name): sum(values) / len(values)
-            for mode, metrics in after.get("_metrics", {}).items()
+            for mode, metrics in vars(owner).get("_metrics", {}).items()
             for name, values in metrics.items()
             if values
         }
+        return super().end(owner)
 
 
 def _joined(name: str, values: Sequence[tuple[float, float]]) -> float:
@@ -445,13 +424,6 @@ def _joined(name: str, values: Sequence[tuple[float, float]]) -> float:
         return (min if name.startswith("min_") else max)(value for value, _ in values)
     total = sum(weight for _, weight in values)
     return sum(value * weight for value, weight in values) / total if total else math.nan
-
-
-def _modules(value: Any) -> list[nn.Module]:
-    """What it is, or has in a list or dict, of modules."""
-    parts = value.values() if isinstance(value, dict) else value
-    parts = parts if isinstance(value, (list, tuple, dict)) else [value]
-    return [one for one in parts if isinstance(one, nn.Module)]
 
 
 @contextlib.contextmanager
@@ -486,15 +458,6 @@ def _refusal(trainer: Any, why: str) -> str:
         f"ScatterOnceMixin does not go together with {_owner(trainer).__name__} here: {why}; use "
         f"the stock class on one device"
     )
-
-
-def rows_of(batch: Any) -> int:
-    """The rows of a Trainer's batch: the first tensor's size, or the longest list's."""
-    if isinstance(batch, Rows):
-        return len(batch.entries)
-    tensors = (len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim)
-    lists = (len(v) for v in batch.values() if isinstance(v, list))
-    return next(tensors, None) or max(lists, default=1)
 
 
 def weight_of(inputs: Mapping[str, Any], _: Any = None, *, kind: str, shifts: bool) -> Any:

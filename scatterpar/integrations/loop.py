@@ -1,0 +1,147 @@
+"""Run the step function of another library's training loop on replicas of the loop's modules.
+
+A loop has an *owner*, such as a Trainer, whose step function takes a batch. Each replica calls the
+step function for its micro-batches, on a copy of the owner that refers to the replica's modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterable, Mapping
+from itertools import chain
+from typing import Any, Self, TypeVar
+
+from torch import Tensor, nn
+
+from scatterpar.step import nested
+from scatterpar.step.markers import Rows
+
+Owner = TypeVar("Owner")
+
+
+class Modules(nn.Module):
+    """The modules of a loop as one module. The first of its ``parts`` is the model.
+
+    The engine calls it with a step function as ``work``, which gets the replica's modules.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, work: Any, **kwargs: Any) -> Any:
+        """Return ``work(self, **kwargs)``."""
+        return work(self, **kwargs)
+
+
+def modules_in(value: Any) -> list[nn.Module]:
+    """The module that ``value`` is, or those in the list, tuple or dict that it is."""
+    parts = value.values() if isinstance(value, dict) else value
+    parts = parts if isinstance(value, (list, tuple, dict)) else [value]
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Owner:
+    """A shallow copy of ``owner`` that refers to replicas' modules and has lists of its own.
+
+    ``replicas`` has a module by the ``id`` of the one that it replaces. Attributes whose names are
+    in ``shared`` stay.
+    """
+    copied = copy.copy(owner)
+    for name, value in vars(owner).items():
+        if name not in shared and (type(value) is list or modules_in(value)):
+            vars(copied)[name] = nested.transform(lambda one: replicas.get(id(one), one), value)
+    return copied
+
+
+class Additions:
+    """What a call adds to the numbers and lists that ``owner`` has as attributes.
+
+    ``owner`` is the copy that the call gets. No dataclass: the engine would join its fields with
+    those of other calls.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        own = vars(owner)
+        self._numbers = {name: v for name, v in own.items() if type(v) in (int, float)}
+        self._lists = {name: (v, len(v)) for name, v in own.items() if type(v) is list}
+
+    def end(self, owner: Any) -> Self:
+        """Keep what the call has added, and drop the rest."""
+        now = vars(owner)
+        self.numbers = {
+            name: now[name] - before
+            for name, before in self._numbers.items()
+            if type(now.get(name)) in (int, float) and now[name] != before
+        }
+        self.entries = {
+            name: entries[length:]
+            for name, (entries, length) in self._lists.items()
+            if len(entries) > length and now.get(name) is entries
+        }
+        del self._numbers, self._lists
+        return self
+
+    def add_to(self, owner: Any) -> None:
+        """Add them to the numbers and lists of ``owner``."""
+        for name, more in self.numbers.items():
+            setattr(owner, name, getattr(owner, name) + more)
+        for name, entries in self.entries.items():
+            getattr(owner, name).extend(entries)
+
+
+def each_call(outputs: Any) -> list[Any]:
+    """The values that calls returned, one per micro-batch in row order.
+
+    ``outputs`` are those of a step, one entry per replica, or those of inference. The engine
+    returns the only value if there is one, else the list of them.
+    """
+    parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return list(chain.from_iterable(one if isinstance(one, list) else [one] for one in parts))
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows: the size of the outermost tensor, else the length of the longest list."""
+    level, longest = [batch], 0
+    while level:
+        for value in level:
+            if isinstance(value, Rows) or (isinstance(value, Tensor) and value.ndim):
+                return len(value.entries if isinstance(value, Rows) else value)
+        longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
+        level = list(chain.from_iterable(map(_inside, level)))
+    return longest or 1
+
+
+def as_rows(batch: Any) -> Any:
+    """``batch``, with lists that have one entry per row, such as texts, marked as ``Rows``.
+
+    A list of columns is none of them: everything in it that has a size has that of the rows.
+    """
+    rows = rows_of(batch)
+
+    def is_rows(value: Any) -> bool:
+        if not _is_list(value) or len(value) != rows:
+            return False
+        sized = [v for v in _leaves(value) if _is_list(v) or (isinstance(v, Tensor) and v.ndim)]
+        return not sized or any(len(one) != rows for one in sized)
+
+    def mark(value: Any) -> Any:
+        return Rows(value) if is_rows(value) else value
+
+    return nested.merge(lambda found: mark(found[0]), [batch], lambda found: is_rows(found[0]))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The entries of a list, tuple or mapping."""
+    entries = value.values() if isinstance(value, Mapping) else value
+    return entries if isinstance(entries, Iterable) and not isinstance(value, (str, Tensor)) else ()
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """The entries of ``value``, and those of mappings in it."""
+    for entry in _inside(value):
+        yield from _leaves(entry) if isinstance(entry, Mapping) else (entry,)

@@ -1,0 +1,155 @@
+"""Micro-batches by what their rows cost: rows of like cost together, each within a budget.
+
+A micro-batch costs its number of rows times the largest cost of one, as padding makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from scatterpar.plan import Plan, Share, make_plan
+
+_HALVINGS = 20  # of the budget: how exactly the limit of even micro-batches is found
+
+
+def check_budget(budget: Any, accum: Any, micro_batch_size: Any, graphs: Any) -> None:
+    """Refuse an impossible ``micro_batch_cost``, or one beside another way to cut."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"micro_batch_cost must be a number, got {budget!r}")
+    if not 0 < budget < math.inf:
+        raise ValueError(f"micro_batch_cost must be positive and finite, got {budget!r}")
+    for name, value, default in (("accum", accum, 1), ("micro_batch_size", micro_batch_size, None)):
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} and micro_batch_cost={budget} both say how a share is cut; "
+                f"pass one of them"
+            )
+    if graphs:
+        raise ValueError(
+            "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
+            "and those that are cut by cost differ in nearly every step; pass one of them"
+        )
+
+
+def plan_by_cost(
+    rows: int | Sequence[int],
+    costs: Any,
+    devices: Sequence[torch.device],
+    budget: float | None,
+    shares: Sequence[float],
+) -> Plan:
+    """Cut ``rows``, sorted by cost, into micro-batches within ``budget``; deal them to ``devices``.
+
+    Their number is a multiple of the number of replicas, and the largest padded cost is the least
+    that this number allows. Loads are in proportion to ``shares``, as far as whole micro-batches
+    can be.
+
+    Raises:
+        ValueError: no costs or no budget, another number of costs than rows, a cost that is
+            negative or not finite, several batches.
+
+    >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
+    >>> [share.row_numbers for share in plan.shares]
+    [((1,), (0, 2)), ((3,), (4, 5))]
+    """
+    number = make_plan(rows, devices).rows
+    if budget is None:
+        raise ValueError(
+            "costs= says what rows cost, but this engine cuts by their number; make the engine "
+            "with micro_batch_cost=, the most that a micro-batch may cost"
+        )
+    if not isinstance(rows, int) and len(rows) > 1:
+        raise ValueError(
+            f"micro_batch_cost puts rows of like cost together, and Rows.from_batches keeps "
+            f"{len(rows)} batches apart; pass all rows as one batch, such as Rows(entries, collate)"
+        )
+    numbers = _checked(costs, number, budget)
+    used = min(len(devices), number)
+    pieces = _cut(numbers, budget, used)
+    padded = [len(piece) * numbers[piece[0]] for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: -padded[i])
+    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
+    loads = [0.0] * used
+    for left, i in zip(range(len(order), 0, -1), order, strict=True):
+        # The replica that is then through first (LPT, Graham 1969); none goes without.
+        idle = [replica for replica in range(used) if not dealt[replica]]
+        among = idle if left <= len(idle) else range(used)
+        best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
+        dealt[best].append(tuple(sorted(pieces[i])))
+        loads[best] += padded[i]
+    planned, start = [], 0
+    for replica, own in enumerate(dealt):
+        ends = [*accumulate(map(len, own), initial=start)]
+        cuts = tuple(pairwise(ends))
+        planned.append(Share(replica, devices[replica], start, ends[-1], cuts, tuple(own)))
+        start = ends[-1]
+    return Plan(number, tuple(planned), numbers)
+
+
+def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
+    if costs is None:
+        raise ValueError(
+            f"micro_batch_cost={budget} cuts by what rows cost; pass costs=, one number per row, "
+            f"such as the lengths of sequences"
+        )
+    values = costs.tolist() if hasattr(costs, "tolist") else costs  # of tensors and arrays
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(
+            f"costs must be one number per row, as a list or a 1-D tensor, got {costs!r}"
+        )
+    if len(values) != rows:
+        raise ValueError(f"costs has {len(values)} numbers for {rows} rows; pass one per row")
+    found = [value.item() if hasattr(value, "item") else value for value in values]
+    for row, cost in enumerate(found):
+        if isinstance(cost, bool) or not isinstance(cost, (int, float)):
+            raise TypeError(f"costs must be numbers, got {cost!r} for row {row}")
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"costs must be finite and not negative, got {cost!r} for row {row}")
+    return tuple(found)
+
+
+def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]]:
+    """The rows of each micro-batch, the dearest first.
+
+    As few as the budget allows, rounded up to a multiple of ``replicas``, and as even as rows of
+    falling costs can be cut.
+    """
+    rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
+    falling = [costs[row] for row in rows]
+    number = len(_ends(falling, budget, len(rows)))
+    number = min(len(rows), -(-number // replicas) * replicas)
+    low, high = 0.0, float(budget)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _ends(falling, middle, number)[-1] < len(rows):
+            low = middle
+        else:
+            high = middle
+    pieces = [rows[start:stop] for start, stop in pairwise([0, *_ends(falling, high, number)])]
+    while len(pieces) < number:
+        sizes = [(len(piece) > 1, len(piece) * costs[piece[0]], len(piece)) for piece in pieces]
+        i = sizes.index(max(sizes))
+        half = len(pieces[i]) // 2
+        pieces[i : i + 1] = pieces[i][:half], pieces[i][half:]
+    return pieces
+
+
+def _ends(falling: Sequence[float], limit: float, most: int) -> list[int]:
+    """Where the first ``most`` micro-batches end, each as large as the limit allows."""
+    ends: list[int] = []
+    start = 0
+    while start < len(falling) and len(ends) < most:
+        cost, size = falling[start], len(falling) - start
+        if cost:
+            size = max(1, int(min(size, limit / cost)))
+            size -= size > 1 and size * cost > limit  # by rounding
+        start += size
+        ends.append(start)
+    return ends

@@ -1,0 +1,338 @@
+"""Micro-batches by cost: rows of like length together, and everything in the user's order."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy
+import pytest
+import torch
+from helpers.contrastive import LOSSES, two_views
+from helpers.gang import gang
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import (
+    assert_close,
+    assert_step,
+    build,
+    gradients,
+    randint,
+    randn,
+    whole_batch,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from scatterpar import Rows, ScatterOnceParallel, count_labels
+
+LENGTHS = [3, 5, 1, 4, 2, 5, 3, 9, 1, 6, 2]
+LABELS = randint(CLASSES, len(LENGTHS))
+TEXTS = [randint(9, n, seed=n + i) for i, n in enumerate(LENGTHS)]
+TAGS = [randint(CLASSES, n, seed=3 * n + i) for i, n in enumerate(LENGTHS)]
+LOSS = nn.CrossEntropyLoss()
+BUDGET = 10
+
+
+class Reader(nn.Module):
+    """Classes of words; padding, which is word 9, changes no other word."""
+
+    def __init__(self, mean=True):
+        super().__init__()
+        self.words = nn.Embedding(10, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.mean = mean
+
+    def forward(self, ids):
+        hidden = self.head(self.words(ids).tanh())
+        if not self.mean:
+            return hidden.transpose(1, 2)
+        known = (ids != 9).unsqueeze(-1)
+        return (hidden * known).sum(1) / known.sum(1)
+
+
+def pad(texts):
+    return pad_sequence(texts, batch_first=True, padding_value=9)
+
+
+def pad_tags(tags):
+    return pad_sequence(tags, batch_first=True, padding_value=-100)
+
+
+def engine_of(model, devices, replicas=2, budget=BUDGET, **options):
+    return ScatterOnceParallel(
+        model, device_ids=devices(replicas), micro_batch_cost=budget, **options
+    )
+
+
+def pieces_of(plan):
+    return [
+        [[*plan.rows_of(share.replica, k)] for k in range(len(share.micro_batches))]
+        for share in plan.shares
+    ]
+
+
+def plan_of(costs, replicas, budget, **options):
+    with ScatterOnceParallel(
+        mlp(), device_ids=["cpu"] * replicas, micro_batch_cost=budget, **options
+    ) as engine:
+        return engine.plan(len(costs), costs=costs)
+
+
+costs_of_rows = st.lists(st.integers(0, 50) | st.floats(0, 50), min_size=1, max_size=40)
+
+
+@given(costs_of_rows, st.integers(1, 4), st.floats(0.5, 200))
+def test_every_row_is_in_one_micro_batch_that_stays_within_the_budget(costs, replicas, budget):
+    plan = plan_of(costs, replicas, budget)
+    pieces = pieces_of(plan)
+    rows = [row for own in pieces for piece in own for row in piece]
+    assert sorted(rows) == [*range(len(costs))]
+    assert len(pieces) == min(replicas, len(costs))
+    assert all(piece for own in pieces for piece in own)
+    assert all(own for own in pieces)
+    for piece in itertools.chain(*pieces):
+        assert piece == sorted(piece)
+        assert len(piece) == 1 or len(piece) * max(costs[row] for row in piece) <= budget
+
+
+def test_rows_of_like_cost_are_together_and_loads_are_even():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(256).log_normal_(4.3, 0.8, generator=generator).clamp(8, 512).long()
+    for replicas in (1, 2, 3, 4):
+        plan = plan_of(lengths, replicas, 4096)
+        loads = [plan.load_of(share) for share in plan.shares]
+        assert sum(loads) < 1.3 * lengths.sum()
+        assert max(loads) < 1.05 * sum(loads) / replicas
+        counts = [len(share.micro_batches) for share in plan.shares]
+        assert sum(counts) % replicas == 0
+        assert sum(counts) <= math.ceil(1.3 * lengths.sum() / 4096 / replicas) * replicas
+
+
+def test_loads_are_in_proportion_to_shares():
+    plan = plan_of([1 + i % 7 for i in range(400)], 2, 40, shares=[3, 1])
+    first, second = map(plan.load_of, plan.shares)
+    assert 2.8 < first / second < 3.2
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, numpy.array, numpy.float32])
+def test_costs_may_be_a_list_tuple_tensor_or_array(make):
+    assert pieces_of(plan_of(make(LENGTHS), 2, 10)) == pieces_of(plan_of(LENGTHS, 2, 10))
+
+
+def test_rows_of_a_contiguous_plan():
+    with ScatterOnceParallel(mlp(), 2, ["cpu"] * 2) as engine:
+        assert pieces_of(engine.plan(9)) == [[[0, 1, 2], [3, 4]], [[5, 6], [7, 8]]]
+        assert pieces_of(engine.plan((4, 3)))[1] == [[2], [3], [6]]
+
+
+def test_a_plan_prints_rows_costs_and_loads():
+    text = str(plan_of([1, 4, 1, 3, 2, 1, 3], 2, 6))
+    assert text.splitlines() == [
+        "7 rows on 2 replicas, by cost: 15, with padding 17 (13.3% more)",
+        "replica  device  rows  cost  padded  load   sub-steps  rows of each",
+        "0        cpu     3     10    10      58.8%  2          [3, 6] + [1]",
+        "1        cpu     4     5     7       41.2%  2          [0, 2, 4] + [5]",
+    ]
+    assert max(map(len, str(plan_of(range(1, 300), 2, 999)).splitlines())) < 150
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_step_is_that_of_the_whole_batch(devices, replicas):
+    with engine_of(build(Reader), devices, replicas) as engine:
+        plain = pad(TEXTS), LABELS
+        options = {"plain": plain, "costs": LENGTHS}
+        assert_step(engine, Rows(TEXTS, pad), LABELS, LOSS, **options)
+        assert pieces_of(engine.last_step.plan) == pieces_of(engine.plan(11, costs=LENGTHS))
+        assert_step(engine, plain[0], LABELS, LOSS, costs=torch.tensor(LENGTHS))
+        assert_close(engine.eval()(Rows(TEXTS, pad), costs=LENGTHS), engine.module(plain[0]), "out")
+
+
+def test_terms_that_rows_have_are_counted_with_their_rows(devices):
+    """Labels that are ignored, class weights, and ``count=`` go where their rows go."""
+    model = build(lambda: Reader(mean=False))
+    plain = pad(TEXTS), pad_tags(TAGS)
+    weighted = nn.CrossEntropyLoss(weight=torch.arange(1.0, 1 + CLASSES).double())
+    with engine_of(model, devices) as engine:
+        inputs, tags = Rows(TEXTS, pad), Rows(TAGS, pad_tags)
+        for targets, loss in itertools.product((tags, plain[1]), (LOSS, weighted)):
+            one = inputs if targets is tags else plain[0]
+            assert_step(engine, one, targets, loss, plain=plain, costs=LENGTHS)
+        own, how = lambda output, target: LOSS(output, target), {"count": count_labels()}
+        assert_step(engine, inputs, tags, own, plain=plain, costs=LENGTHS, **how)
+
+
+def test_what_a_loss_is_a_mean_of_is_looked_at_as_ever(devices):
+    with engine_of(build(lambda: Reader(mean=False)), devices) as engine:
+        inputs, tags = Rows(TEXTS, pad), Rows(TAGS, pad_tags)
+        with pytest.raises(ValueError, match="pass count="):
+            engine.forward_backward(inputs, tags, lambda o, t: LOSS(o, t), costs=LENGTHS)
+
+
+def test_outputs_are_one_entry_in_the_order_of_the_batch(devices):
+    model = build(Reader)
+    with engine_of(model, devices) as engine:
+        args = Rows(TEXTS, pad), LABELS, LOSS
+        keep = {"costs": LENGTHS, "return_outputs": True}
+        for whole in (False, True):
+            _, (output,) = engine.forward_backward(*args, **keep, whole_batch=whole)
+            assert_close(output, model(pad(TEXTS)).detach(), "outputs")
+        keep["return_outputs"] = lambda output: {"first": output[:, 0], "mean": output.mean()}
+        _, (found,) = engine.forward_backward(*args, **keep)
+        assert_close(found["first"], model(pad(TEXTS)).detach()[:, 0], "outputs")
+        assert_close(found["mean"], model(pad(TEXTS)).detach().mean(), "mean")
+
+
+class Several(nn.Module):
+    """Outputs of several kinds: two entries per row, one per row in a list, and none."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("book", torch.arange(4.0))
+
+    def forward(self, rows, names):
+        logits = self.linear(rows)
+        return {"two": logits.reshape(-1, 2), "names": [n.upper() for n in names], "b": self.book}
+
+
+def test_inference_puts_back_whatever_goes_by_row(devices):
+    rows, names = randn(7, FEATURES), Rows([*"abcdefg"])
+    costs = [3, 1, 2, 9, 4, 1, 7]
+    for replicas in (1, 2):
+        model = build(Several).eval()
+        with engine_of(model, devices, replicas) as engine:
+            found = engine(rows, names, costs=costs)
+            assert_close(found["two"], model(rows, names.entries)["two"].detach(), "two")
+            assert found["names"] == [*"ABCDEFG"]
+            assert torch.equal(found["b"], model.book)
+
+
+def test_a_module_may_have_costs_of_its_own(devices):
+    class Scaled(nn.Linear):
+        def forward(self, rows, costs):
+            return super().forward(rows) * costs
+
+    model = build(lambda: Scaled(FEATURES, 1)).eval()
+    rows, costs = randn(7, FEATURES), randn(7, 1, seed=3)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        assert_close(engine(rows, costs=costs), model(rows, costs).detach(), "output")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_criterion_of_the_whole_batch_sees_the_batch_in_order(devices, replicas):
+    inputs, labels = (randn(9, FEATURES, seed=5), randn(9, FEATURES, seed=6)), randint(4, 9)
+    costs = {"costs": [5, 1, 4, 2, 2, 9, 1, 3, 3], "whole_batch": True}
+    ordered = randn(9, 6, seed=7)
+
+    def in_order(outputs, targets):
+        return (outputs["one"] * ordered).sum() + (outputs["other"] * targets[:, None]).mean()
+
+    for loss in (LOSSES["clip"], in_order):
+        with engine_of(two_views(), devices, replicas, budget=9) as engine:
+            assert_step(engine, inputs, labels, loss, **costs)
+            assert engine.check(inputs, labels, loss, **costs).passed
+
+
+def test_check_takes_costs(devices):
+    with engine_of(build(Reader), devices) as engine:
+        assert engine.check(Rows(TEXTS, pad), LABELS, LOSS, costs=LENGTHS).passed
+
+
+def step_of_a_rank(group, devices, whole):
+    cut = slice(None, 7) if group.rank() == 0 else slice(7, None)
+    inputs, labels, costs = Rows(TEXTS[cut], pad), LABELS[cut], LENGTHS[cut]
+    weights = randn(11, CLASSES)
+    model = build(Reader, seed=group.rank())
+    criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
+    with ScatterOnceParallel(
+        model, device_ids=devices, micro_batch_cost=BUDGET, process_group=group
+    ) as engine:
+        loss = engine.forward_backward(inputs, labels, criterion, costs=costs, whole_batch=whole)
+    return loss, gradients(model)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranks_cut_their_own_rows(devices, whole):
+    weights = randn(11, CLASSES)
+    criterion = (lambda o, _: (o * weights).sum()) if whole else LOSS
+    expected, grads = whole_batch(build(Reader), pad(TEXTS), LABELS, criterion)
+    for loss, found in gang()(2, step_of_a_rank, devices(2), whole):
+        assert_close(loss, expected, "loss")
+        for name, gradient in grads.items():
+            assert_close(found[name], gradient, name)
+
+
+@pytest.mark.draws
+def test_the_same_costs_and_seed_give_the_same_bits_on_any_layout():
+    def step(device_ids):
+        model = build(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)))
+        torch.manual_seed(3)
+        with ScatterOnceParallel(model, device_ids=device_ids, micro_batch_cost=8) as engine:
+            engine.forward_backward(randn(11, FEATURES), LABELS, LOSS, costs=LENGTHS)
+        return gradients(model)
+
+    first = step(["cpu"] * 4)
+    for layout in (
+        ["cpu"] * 4,
+        [f"cpu:{i}" for i in range(4)],
+        ["cpu:0", "cpu:0", "cpu:1", "cpu:1"],
+    ):
+        assert all(torch.equal(g, first[name]) for name, g in step(layout).items())
+
+
+def test_what_costs_cannot_be_is_said(devices):
+    batch = randn(4, FEATURES), randint(CLASSES, 4), LOSS
+    wrong = [
+        ([1, 2, 3], ValueError, "costs has 3 numbers for 4 rows; pass one per row"),
+        ([1, -2, 3, 4], ValueError, "not negative, got -2 for row 1"),
+        ([1, 2, math.nan, 4], ValueError, "must be finite and not negative, got nan for row 2"),
+        (torch.tensor([1, 2, math.inf, 4]), ValueError, "got inf for row 2"),
+        (None, ValueError, "micro_batch_cost=8 cuts by what rows cost; pass costs="),
+        (torch.ones(4, 2), TypeError, "costs must be numbers, got \\[1.0, 1.0\\] for row 0"),
+        (5, TypeError, "costs must be one number per row"),
+        ("abcd", TypeError, "costs must be one number per row"),
+    ]
+    with engine_of(mlp(), devices, budget=8) as engine:
+        before = copy.deepcopy(engine.module.state_dict())
+        for costs, kind, words in wrong:
+            for run in (
+                lambda costs=costs: engine.forward_backward(*batch, costs=costs),
+                lambda costs=costs: engine.check(*batch, costs=costs),
+                lambda costs=costs: engine.plan(4, costs=costs),
+            ):
+                with pytest.raises(kind, match=words):
+                    run()
+        several = Rows.from_batches([batch[0][:2], batch[0][2:]])
+        with pytest.raises(ValueError, match=r"Rows.from_batches keeps 2 batches apart; pass all"):
+            engine.forward_backward(several, *batch[1:], costs=[1] * 4)
+        with pytest.raises(ValueError, match="pass costs="):
+            engine.eval()(batch[0])
+        assert all(torch.equal(v, before[k]) for k, v in engine.module.state_dict().items())
+        assert all(p.grad is None for p in engine.parameters())
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        for run in (
+            lambda: engine.forward_backward(*batch, costs=[1] * 4),
+            lambda: engine.plan(4, [1] * 4),
+        ):
+            with pytest.raises(ValueError, match="make the engine with micro_batch_cost="):
+                run()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"accum": 2}, ValueError, "accum=2 and micro_batch_cost=8 both say how a share is cut"),
+        ({"accum": "auto"}, ValueError, "accum='auto' and micro_batch_cost=8 both"),
+        ({"micro_batch_size": 2}, ValueError, "micro_batch_size=2 and micro_batch_cost=8 both"),
+        ({"graphs": True}, ValueError, "graphs=True and micro_batch_cost: a graph is captured"),
+        ({"micro_batch_cost": 0}, ValueError, "must be positive and finite, got 0"),
+        ({"micro_batch_cost": math.nan}, ValueError, "must be positive and finite, got nan"),
+        ({"micro_batch_cost": "8"}, TypeError, "must be a number, got '8'"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, kind, words):
+    with pytest.raises(kind, match=words):
+        ScatterOnceParallel(mlp(), **{"micro_batch_cost": 8, **options})

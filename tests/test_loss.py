@@ -1,0 +1,535 @@
+"""``engine.loss``: to a loop that calls ``backward()`` it is the loss that plain torch computes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from helpers.freed import in_time
+from helpers.gang import gang
+from helpers.models import CLASSES, FEATURES, mlp, token_classifier
+from helpers.oracle import assert_close, assert_gradients, build, gradients, randint, randn, seeded
+from helpers.zoo import (
+    Branches,
+    Complex,
+    InOneMemory,
+    Shares,
+    Tied,
+    sparse_tokens,
+    trained_buffer,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scatterpar import ScatterOnceParallel
+
+CE = nn.CrossEntropyLoss()
+FIRST = randn(9, FEATURES), randint(CLASSES, 9)
+SECOND = randn(7, FEATURES, seed=3), randint(CLASSES, 7, seed=4)
+
+
+def tokens(rows, seed):
+    """Token ids, and labels of which every third one is ignored."""
+    labels = randint(CLASSES, rows, 6, seed=seed)
+    labels.view(-1)[::3] = -100
+    return randint(11, rows, 6, seed=seed), labels
+
+
+def of_pairs(outputs, _):
+    return (outputs @ outputs.T).sigmoid().mean()
+
+
+class Head:
+    """A criterion with a network of its own, which is trained too."""
+
+    def __init__(self):
+        self.network = build(lambda: nn.Linear(CLASSES, CLASSES), 1)
+        self.parameters = self.network.parameters
+
+    def __call__(self, outputs, targets):
+        return cross_entropy(self.network(outputs), targets)
+
+
+def plain(first, second, model):
+    first().backward()
+
+
+def scaled(first, second, model):
+    (first() / 3).backward()
+
+
+def scaled_in_place(first, second, model):
+    loss = first()
+    loss *= 0.3
+    loss.backward()
+
+
+def by_a_gradient(first, second, model):
+    first().backward(torch.tensor(-3.0, dtype=torch.float64))
+
+
+def beside_a_penalty(first, second, model):
+    (first() + 0.1 * sum(p.abs().square().sum() for p in model.parameters())).backward()
+
+
+def twice_in_one_sum(first, second, model):
+    loss = first()
+    (loss + 2 * loss.exp()).backward()
+
+
+def two_in_one_sum(first, second, model):
+    (first() + 0.5 * second()).backward()
+
+
+def two_alive(first, second, model):
+    one, other = first(), second()
+    other.backward()
+    one.backward()
+
+
+def accumulated(first, second, model):
+    for loss_of in (first, second, first):
+        (loss_of() / 3).backward()
+
+
+def one_dropped(first, second, model):
+    first()
+    second().backward()
+
+
+def times_zero(first, second, model):
+    (0 * first()).backward()
+
+
+def only_some_inputs(first, second, model):
+    first().backward(inputs=[next(model.parameters())])
+
+
+def by_grad(first, second, model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(2 * first(), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        assert parameter.grad is None
+        parameter.grad = gradient
+
+
+LOOPS = [
+    *(plain, scaled, scaled_in_place, by_a_gradient, beside_a_penalty, twice_in_one_sum),
+    *(two_in_one_sum, two_alive, accumulated, one_dropped, times_zero, only_some_inputs, by_grad),
+]
+
+# A model, two batches, the criterion, and options of the step.
+KINDS = {
+    "mlp": (mlp, FIRST, SECOND, CE, {}),
+    "sum": (mlp, FIRST, SECOND, nn.CrossEntropyLoss(reduction="sum"), {}),
+    "unused": (lambda: build(Branches), FIRST, SECOND, CE, {}),
+    "tied": (lambda: build(Tied), FIRST, SECOND, CE, {}),
+    "ignored": (token_classifier, tokens(9, 2), tokens(5, 4), CE, {}),
+    "sparse": (lambda: build(sparse_tokens), tokens(9, 2), tokens(5, 4), CE, {}),
+    "complex": (lambda: build(Complex), FIRST, SECOND, CE, {}),
+    "one memory": (lambda: build(InOneMemory), FIRST, SECOND, CE, {}),
+    "one gradient": (Shares, FIRST, SECOND, CE, {}),
+    "trained buffer": (trained_buffer, FIRST, SECOND, CE, {}),
+    "pairs": (mlp, FIRST, SECOND, of_pairs, {"whole_batch": True}),
+}
+CASES = [("mlp", loop) for loop in LOOPS]
+CASES += [(k, loop) for k in KINDS for loop in (scaled, two_in_one_sum) if k != "mlp"]
+CASES += [(k, loop) for k in ("unused", "sparse", "tied") for loop in (accumulated, by_grad)]
+
+
+@pytest.mark.parametrize(("kind", "loop"), CASES, ids=[f"{k}-{f.__name__}" for k, f in CASES])
+def test_a_loop_gets_what_plain_torch_gives_it(devices, kind, loop):
+    make, *batches, criterion, options = KINDS[kind]
+    with seeded():
+        model = make()
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, devices(3), verify=False) as engine:
+        loop(*(lambda b=b: engine.loss(*b, criterion, **options) for b in batches), model)
+    loop(*(lambda b=b: criterion(twin(b[0]), b[1]) for b in batches), twin)
+    assert_gradients(model, gradients(twin))
+    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+        if theirs.requires_grad:
+            assert_close(ours.grad, theirs.grad, name)
+
+
+def test_parameters_of_a_criterion_get_theirs(devices):
+    model, criterion = mlp(), Head()
+    twin, plain = copy.deepcopy((model, criterion))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        (engine.loss(*FIRST, criterion) / 3).backward()
+    (plain(twin(FIRST[0]), FIRST[1]) / 3).backward()
+    assert_gradients(model, gradients(twin))
+    assert_gradients(criterion.network, gradients(plain.network))
+
+
+def test_the_loss_is_that_of_forward_backward_and_the_call_does_all_else(devices):
+    """Buffers, random state and the report move in the call; gradients wait."""
+    model = build(
+        lambda: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    )
+    twin = copy.deepcopy(model)
+    with (
+        ScatterOnceParallel(model, 2, devices(2), measure_noise=True) as engine,
+        ScatterOnceParallel(twin, 2, devices(2), measure_noise=True) as other,
+    ):
+        expected, outputs = other.forward_backward(*FIRST, CE, return_outputs=True)
+        loss, found = engine.loss(*FIRST, CE, return_outputs=True)
+        assert all(map(torch.equal, found, outputs))
+        assert torch.equal(loss, expected)
+        assert loss.requires_grad
+        assert all(p.grad is None for p in model.parameters())
+        for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(ours, theirs), name
+        ours, theirs = engine.last_step, other.last_step
+        assert (ours.loss, ours.bytes, ours.noise) == (theirs.loss, theirs.bytes, theirs.noise)
+        loss.backward()
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        assert engine.last_step is ours
+
+
+@pytest.mark.draws
+def test_random_numbers_are_drawn_in_the_call(devices):
+    model = nn.Sequential(mlp(), nn.Dropout(0.5))
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        torch.manual_seed(5)
+        loss = engine.loss(*FIRST, CE)
+        after = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), after)
+    with ScatterOnceParallel(twin, 2, devices(2)) as engine:
+        torch.manual_seed(5)
+        engine.forward_backward(*FIRST, CE)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_gradients(model, gradients(twin), 0.0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_hooks_run_once_in_the_backward_pass_with_the_whole_gradient(devices, kept):
+    model = mlp()
+    twin = copy.deepcopy(model)
+    seen = {model: [], twin: []}
+    for one, calls in seen.items():
+        weight, bias = one[0].weight, one[0].bias
+        if kept:
+            weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+        weight.register_hook(lambda g, calls=calls: calls.append(g.clone()))
+        weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        bias.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone()))
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        loss = engine.loss(*FIRST, CE) + 0.5 * engine.loss(*SECOND, CE)
+        assert not seen[model]
+        (2 * loss).backward()
+    (2 * (CE(twin(FIRST[0]), FIRST[1]) + 0.5 * CE(twin(SECOND[0]), SECOND[1]))).backward()
+    ours, theirs = (sorted(calls, key=torch.Tensor.dim) for calls in seen.values())
+    assert len(ours) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, "what a hook saw")
+    assert_gradients(model, gradients(twin))
+
+
+def steps_by(optimizer, parameter):
+    def step(_):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter.register_post_accumulate_grad_hook(step)
+
+
+def test_an_optimizer_in_the_backward_pass_steps_once(devices):
+    model = mlp()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        for parameter in one.parameters():
+            steps_by(torch.optim.Adam([parameter], lr=0.1), parameter)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        for batch in (FIRST, SECOND):
+            engine.loss(*batch, CE).backward()
+            CE(twin(batch[0]), batch[1]).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours, theirs, name)
+
+
+def test_a_closure_of_lbfgs(devices):
+    model = mlp()
+    twin = copy.deepcopy(model)
+
+    def trained(one, loss_of):
+        optimizer = torch.optim.LBFGS(one.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        ours = trained(model, lambda: engine.loss(*FIRST, CE))
+    theirs = trained(twin, lambda: CE(twin(FIRST[0]), FIRST[1]))
+    assert_close(ours.detach(), theirs.detach(), "loss")
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(one, other, name, 1e-8)
+
+
+def test_what_changes_between_the_call_and_the_backward_pass(devices):
+    """The gradient is that of the call: a step of an optimizer meanwhile is no error."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    CE(twin(FIRST[0]), FIRST[1]).backward()
+    expected = gradients(twin)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.loss(*FIRST, CE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        model[2].bias.requires_grad_(False)
+        loss.backward()
+    assert_gradients(model, expected | {"2.bias": None})
+
+
+def test_a_second_backward_pass_is_an_error(devices):
+    model = mlp()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        loss = engine.loss(*FIRST, CE)
+        loss.backward(retain_graph=True)
+        before = gradients(model)
+        with pytest.raises(RuntimeError, match="a second backward pass"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="a second backward pass"):
+            torch.autograd.grad(loss, model.parameters())
+        assert_gradients(model, before, 0.0)
+        with pytest.raises(RuntimeError, match="create_graph=True: the gradients"):
+            torch.autograd.grad(engine.loss(*FIRST, CE), model.parameters(), create_graph=True)
+        assert_gradients(model, before, 0.0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["parts", "whole batch"])
+def test_without_grad_it_is_a_number_and_nothing_runs_backward(devices, mode, options):
+    calls = []
+    model = mlp()
+    model[1].register_full_backward_hook(lambda *_: calls.append(1))
+    criterion = lambda outputs, targets: CE(outputs, targets)  # noqa: E731
+    with ScatterOnceParallel(model, 2, devices(3), measure_noise=True, verify=False) as engine:
+        with mode():
+            loss = engine.loss(*FIRST, criterion, **options)
+        assert not loss.requires_grad
+        assert not calls
+        assert_close(loss.clone(), CE(model(FIRST[0]), FIRST[1]).detach(), "loss")
+        assert all(p.grad is None for p in model.parameters())
+        assert engine.last_step.loss == loss.item()
+        assert engine.last_step.noise is None
+
+
+def test_statistics_move_without_grad_as_in_plain_torch(devices):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    twin = copy.deepcopy(model)
+    with ScatterOnceParallel(model, 1, devices(1)) as engine, torch.no_grad():
+        loss = engine.loss(*FIRST, CE)
+        assert_close(loss, CE(twin(FIRST[0]), FIRST[1]), "loss")
+    for (name, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-10), name
+
+
+def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
+    targets = torch.full((9,), -100)
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        engine.loss(FIRST[0], targets, CE).backward()
+        assert all(p.grad is None for p in engine.module.parameters())
+
+
+def test_a_call_that_fails_changes_nothing(devices):
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)))
+    before = copy.deepcopy(model.state_dict())
+    calls = []
+
+    def fails(outputs, targets):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyError("mine")
+        return CE(outputs, targets)
+
+    with ScatterOnceParallel(model, 2, devices(2), verify=False) as engine:
+        with pytest.raises(KeyError, match="mine"):
+            engine.loss(*FIRST, fails)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+        assert engine.last_step is None
+        engine.loss(*FIRST, CE).backward()
+
+
+def test_the_users_own_mistakes_are_told_as_by_forward_backward(devices):
+    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
+        with pytest.raises(ValueError, match="requires grad"):
+            engine.loss(FIRST[0].clone().requires_grad_(), FIRST[1], CE)
+        with pytest.raises(ValueError, match="0-dim"):
+            engine.loss(*FIRST, lambda outputs, _: outputs.mean(1))
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+def test_a_grad_scaler_scales_the_loss_as_in_plain_torch(devices, upstream):
+    """Inside, the scale keeps small gradients; outside, the loop's own scaling brings it back."""
+    model = mlp().float()
+    twin = copy.deepcopy(model)
+    losses = {}
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in "ab"]
+        for scaler, one, loss_of in zip(
+            scalers,
+            (model, twin),
+            (
+                lambda scaler: engine.loss(FIRST[0].float(), FIRST[1], CE, scaler=scaler),
+                lambda _: CE(twin(FIRST[0].float()), FIRST[1]),
+            ),
+            strict=True,
+        ):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(scaler)
+                losses.setdefault(one, []).append(loss.item())
+                scaler.scale(loss * upstream).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+                scaler.step(optimizer)
+                scaler.update()
+    assert losses[model] == pytest.approx(losses[twin], rel=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours, theirs, name, 1e-5)
+
+
+def test_a_scaler_changes_no_bit_and_not_passing_one_to_backward_unscales(devices):
+    expected = mlp()
+    with ScatterOnceParallel(expected, 2, devices(2)) as engine:
+        engine.forward_backward(*FIRST, CE)
+    model = copy.deepcopy(expected)
+    model.zero_grad()
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        engine.loss(*FIRST, CE, scaler=scaler).backward()
+    assert_gradients(model, gradients(expected), 0.0)
+
+
+def test_a_scaler_keeps_what_half_precision_would_lose_and_finds_what_overflows(devices):
+    tiny = lambda outputs, _: outputs.float().mean() * 1e-7  # noqa: E731
+    model = build(lambda: nn.Linear(FEATURES, 1)).half()
+    inputs = FIRST[0].half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        engine.loss(inputs, None, tiny).backward()
+        assert not model.weight.grad.any()  # what fp16 cannot hold
+        model.zero_grad()
+        scaler.scale(engine.loss(inputs, None, tiny, scaler=scaler)).backward()
+        expected = FIRST[0].half().double().mean(0) * 1e-7 * 2**14
+        assert torch.allclose(model.weight.grad[0].double(), expected, rtol=1e-2)
+    model = build(lambda: nn.Linear(FEATURES, 1)).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    large = lambda outputs, _: 100 * outputs.mean()  # noqa: E731
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        scaler.scale(engine.loss(FIRST[0].float(), None, large, scaler=scaler)).backward()
+    assert not math.isfinite(model.weight.grad.sum())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**126
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_sums_are_wide_and_rounded_once_after_the_factor(devices):
+    """A third of the sum in float32, rounded to bfloat16: not a third of the rounded one."""
+    weight = randn(CLASSES, 64).float()
+    inputs, found = randn(9, 64).bfloat16(), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.utils.skip_init(nn.Linear, 64, CLASSES, bias=False).bfloat16()
+        model.load_state_dict({"weight": weight})
+        model.weight.grad_dtype = dtype
+        with ScatterOnceParallel(model, 3, devices(3), accumulate_dtype=torch.float32) as engine:
+            loss = engine.loss(inputs, FIRST[1], CE)
+            (loss if dtype == torch.float32 else loss / 3).backward()
+        found[dtype] = model.weight.grad
+    assert found[torch.float32].dtype == torch.float32
+    rounded = (found[torch.float32] * float(torch.tensor(1 / 3).bfloat16())).bfloat16()
+    assert torch.equal(found[torch.bfloat16], rounded)
+
+
+@pytest.fixture
+def by_reference_counts_alone():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("end", ["backward", "dropped", "failed"])
+def test_nothing_is_held_after_the_backward_pass(devices, end, by_reference_counts_alone):
+    """What waits for the backward pass is the sum itself, which becomes ``.grad``."""
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # so that sums are added, and not taken
+    with ScatterOnceParallel(model, 2, devices(3)) as engine:
+        engine.forward_backward(*FIRST, CE)
+        before = set(map(id, tensors()))
+        loss = engine.loss(*FIRST, CE)
+        sums = [weakref.ref(t) for t in tensors() if id(t) not in before and t is not loss]
+        sizes = sorted(t().numel() for t in sums)
+        assert sizes == sorted(p.numel() for p in model.parameters())
+        if end == "backward":
+            loss.backward()
+        elif end == "dropped":
+            del loss
+        else:
+            model[0].bias.register_hook(fail)
+            with pytest.raises(KeyError):
+                loss.backward()
+        assert in_time(lambda: not any(t() is not None for t in sums))
+
+
+def fail(_):
+    raise KeyError("mine")
+
+
+def tensors():
+    found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    return [t for t in found if t.is_floating_point()]
+
+
+def step_of_a_rank(group, devices, accum):
+    model = build(mlp, seed=group.rank())
+    inputs, targets = ((FIRST, SECOND)[group.rank()]) if group.rank() < 2 else FIRST
+    with ScatterOnceParallel(model, accum, devices, process_group=group) as engine:
+        loss = engine.loss(inputs, targets, CE)
+        (loss / 3).backward()
+        found = gradients(model)
+        with torch.no_grad():
+            number = engine.loss(inputs, targets, CE)
+        with (
+            torch.set_grad_enabled(group.rank() == 0),
+            pytest.raises(RuntimeError, match="trained"),
+        ):
+            engine.loss(inputs, targets, CE)
+        engine.loss(inputs, targets, CE).backward()
+    return loss.detach(), number, found
+
+
+def test_ranks_give_the_gradient_of_all_batches(devices):
+    found = gang()(2, step_of_a_rank, devices(2), 2)
+    twin = mlp()
+    both = [torch.cat(pair) for pair in zip(FIRST, SECOND, strict=True)]
+    expected = CE(twin(both[0]), both[1])
+    (expected / 3).backward()
+    for loss, number, grads in found:
+        assert_close(loss, expected.detach(), "loss")
+        assert torch.equal(loss, number)
+        for name, gradient in gradients(twin).items():
+            assert_close(grads[name], gradient, name)
+            assert torch.equal(grads[name], found[0][2][name])

@@ -107,7 +107,8 @@ class RecordedStep:
     def finish(self) -> None:
         """The step is over: sort the spans, and find out which seconds are their own."""
         self.end = time.perf_counter()
-        self.spans.sort(key=lambda span: (span.start, -span.end))
+        # A copy is sorted: a worker that was left behind by an interrupt may still append to it.
+        self.spans = sorted(self.spans, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)
         for span in self.spans:
             stack = around[span.replica]

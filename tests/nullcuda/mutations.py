@@ -289,7 +289,7 @@ def trial(mutation: Mutation) -> tuple[str, float]:
         shutil.copytree(ROOT / "scatterpar", copy / "scatterpar")
         for file, source in sources().items():
             for text, instead in ((mutation.text, mutation.instead), *mutation.also):
-                source = source.replace(text, instead)  # noqa: PLW2901 (several changes of one file)
+                source = source.replace(text, instead)
             (copy / file).write_text(source)
         pytest = ["-m", "pytest", "-p", "nullcuda.plugin", "-p", "no:cacheprovider", "-xq"]
         done = subprocess.run(

@@ -117,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     torch.manual_seed(1)
-    device = args.devices[0] if args.devices else torch.accelerator.current_accelerator() or "cpu"
+    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = args.devices[0] if args.devices else default
     dtype = torch.float64 if args.double else torch.float32
     characters, text = lines(args.longest)
     model = GPT(characters, args.longest, args.size, dropout=args.dropout).to(device, dtype)

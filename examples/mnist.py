@@ -108,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     torch.manual_seed(1)
-    device = args.devices[0] if args.devices else torch.accelerator.current_accelerator() or "cpu"
+    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = args.devices[0] if args.devices else default
     dtype = torch.float64 if args.double else torch.float32
     model = Net(args.dropout).to(device, dtype)
     engine = None if args.stock else ScatterOnceParallel(model, args.accum, args.devices)

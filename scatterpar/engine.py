@@ -17,6 +17,8 @@ In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the los
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.ledger import Ledger
@@ -54,8 +56,11 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
+from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.trace import Trace
 from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
 _MOST_REPLICAS = 2**16  # of one rank: how far its random numbers are from the next one's
@@ -206,10 +211,13 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         how, pools = self._compile_how, self.buffers_from == "batch"
-        self._workers = Workers(len(self.device_ids), "this engine")
+        self._workers = Workers(self.device_ids, "this engine")
         self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
+        self._trace: Trace | None = None
+        self._step_ended = math.nan
+        self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
 
     def forward_backward(
         self,
@@ -332,14 +340,14 @@ class ScatterOnceParallel(Wrapper):
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
-        with self._workers.exclusive(self.module):
+        with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
             outcome = self._ranks.together(compute) if self._ranks else compute()
-            with outcome.attempt:
+            with outcome.attempt, outcome.attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise and request.backward else None
                 loss = commit(outcome, deferred=deferred)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
-            self.last_step = outcome.report(noise)
+            self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
@@ -359,6 +367,7 @@ class ScatterOnceParallel(Wrapper):
         """All of the step but the commit."""
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._copies
+            self._latest = request.sizes, plan, attempt.generators
             with phase("scatter"):  # 2
                 request = request.in_order(plan.order)
                 weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
@@ -366,8 +375,8 @@ class ScatterOnceParallel(Wrapper):
             with phase("replicate"):  # 3
                 copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
             with phase("compute"):  # 4
-                verify, ranks = self._verifier.verify, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, verify, ranks)
+                checks, ranks = self._verifier, self._ranks
+                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
                 return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
@@ -376,9 +385,9 @@ class ScatterOnceParallel(Wrapper):
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
-        earlier = self._ranks.rank * _MOST_REPLICAS if self._ranks else None
         try:
-            with Attempt(self._workers, plan, earlier) as attempt:
+            clock = self._trace.clock(plan) if self._trace else None
+            with Attempt(self._workers, plan, self._earlier, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -386,6 +395,11 @@ class ScatterOnceParallel(Wrapper):
                 self._copies.leave_behind()
             else:
                 self._copies.let_go()
+
+    @property
+    def _earlier(self) -> int | None:
+        """How many replicas of other processes are numbered before these."""
+        return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
@@ -440,7 +454,9 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(rows, costs)
             request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
-                return infer(attempt, self._copies, self.module, request, self.buffers_from)
+                return infer(
+                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                )
 
     def check(
         self,
@@ -491,6 +507,112 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records the steps in the body: what each replica did when, and what bounds the step.
+
+        Outside of it nothing is recorded. Steps that fail are recorded too; inference is not.
+
+        Returns:
+            A :class:`Trace`, as a context manager. ``print`` shows a table and a sentence that says
+            what to pass; in a notebook it is a picture; ``save("step.json")`` writes it for
+            Perfetto.
+
+        Raises:
+            RuntimeError: inside of another trace of this engine.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+            >>> with engine.trace() as trace:
+            ...     loss = engine.forward_backward(inputs, targets, nn.MSELoss())
+            >>> len(trace.steps)
+            1
+        """
+        if self._trace is not None:
+            raise RuntimeError("this engine is being traced already: leave that trace first")
+        chosen = {"graphs": self.graphs, "shares": self._pace.learns}
+        options = frozenset(name for name, is_on in chosen.items() if is_on)
+        trace = self._trace = Trace(self.device_ids, options)
+        try:
+            with trace.recorded():
+                yield trace
+        finally:
+            self._trace = None
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[float]:
+        """The body is a step, recorded if there is a trace.
+
+        It is given the seconds since the step before, which the engine waited for its caller.
+        """
+        waited = time.perf_counter() - self._step_ended
+        try:
+            with self._trace.step() if self._trace else contextlib.nullcontext():
+                yield 0.0 if math.isnan(waited) else waited
+        finally:
+            self._step_ended = time.perf_counter()
+
+    def replay(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        criterion: Callable[[Any, Any], Any] | None = None,
+        *,
+        replica: int,
+        sub_step: int,
+        **options: Any,
+    ) -> tuple[Tensor | None, Any]:
+        """One sub-step of a step alone, in this thread: for debuggers and ``detect_anomaly``.
+
+        Forward pass, loss and backward pass of the sub-step's rows, by the user's module and
+        criterion themselves, in plain torch. Random numbers are those of the last step, until
+        somebody draws from torch's generators or seeds them; then those of a step that would begin
+        now. Parameters and buffers are read as they are. Earlier sub-steps of the replica run
+        first if what they drew or left in buffers is needed; no debugger stops in these.
+        Parameters, ``.grad``, buffers, the module's attributes and random state are put back.
+
+        Args:
+            inputs: as in ``forward_backward``, and so are the next two.
+            targets: what the criterion takes.
+            criterion: the loss.
+            replica: the number of the replica, from 0. The note on an error has the whole call.
+            sub_step: the number of its sub-step, from 0.
+            options: as in ``forward_backward``.
+
+        Returns:
+            The sub-step's own loss, 0-dim, and the module's output, both detached, on the master.
+            With ``whole_batch`` there is the forward pass alone, and the loss is ``None``.
+
+        Raises:
+            ValueError: as ``forward_backward``, or no such replica or sub-step. What the module or
+                the criterion raises arrives as it is.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(10, 4), torch.randint(2, (10,))
+            >>> loss = engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+            >>> loss, output = engine.replay(
+            ...     inputs, targets, nn.CrossEntropyLoss(), replica=1, sub_step=0
+            ... )
+            >>> output.shape
+            torch.Size([3, 2])
+        """
+        backward = torch.is_grad_enabled()
+        request = self._request(inputs, targets, criterion, backward=backward, **options)
+        with self._workers.exclusive(self.module):
+            request = request.checked(self.device_ids[0])
+            plan, generators = self.plan(request.sizes, request.costs), None
+            if self._latest is not None:
+                sizes, latest, drawn_from = self._latest
+                if (sizes, latest.costs) == (request.sizes, plan.costs):
+                    plan = latest
+                    generators = drawn_from if drawn_from.are_latest else None
+            if generators is None:
+                generators = Generators([share.device for share in plan.shares], self._earlier)
+            place = replica, sub_step
+            return replay(self.module, request, plan, place, generators, self._workers)
 
     @property
     def shares(self) -> tuple[float, ...]:

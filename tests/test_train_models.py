@@ -150,7 +150,7 @@ def two_gpus(monkeypatch):
     """A machine with two GPUs, as far as choosing goes."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
 
 

@@ -224,10 +224,10 @@ class Own(nn.Module):
         super().__init__()
         self.first, self.layer = nn.Linear(FEATURES, CLASSES), layer
         self.reduction = reduction
-        self.calls = 0
+        self.calls = [0]
 
     def forward(self, inputs, targets):
-        self.calls += 1
+        self.calls[0] += 1
         return F.mse_loss(self.layer(self.first(inputs)), targets, reduction=self.reduction)
 
 

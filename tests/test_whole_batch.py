@@ -364,7 +364,7 @@ class Everything(nn.Module):
             "scale": self.log_scale.exp(),
             "itself": self.log_scale,
             "unused": z * 3,
-            "doubled": torch.cat([z, -z]),
+            "doubled": torch.stack([z, -z], 1).flatten(0, 1),
             "constant": torch.ones(len(inputs), 2),
         }
 

@@ -40,9 +40,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     >>> resolve(["cpu:0", "cpu:1"])
     (device(type='cpu', index=0), device(type='cpu', index=1))
     """
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_ids is None:
         if accelerator is None:
             return (torch.device("cpu"),)
@@ -227,6 +225,15 @@ def reads_late(tensor: Tensor, device: torch.device) -> bool:
 def mark(device: torch.device) -> torch.Event:
     """An event that has happened once ``device`` has done what its current stream was given."""
     return _sleepy_mark(device) or torch.accelerator.current_stream(device).record_event()
+
+
+def timed_mark(device: torch.device | None) -> torch.Event | None:
+    """An event, on the device's current stream, whose time can be told; on the host none."""
+    if device is None or device.type == "cpu":
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 def finish(device: torch.device) -> None:

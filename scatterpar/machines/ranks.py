@@ -126,6 +126,7 @@ class Ranks:
         return replace(
             outcome,
             loss=loss,
+            terms=terms,
             gradients=gradients,
             buffers=buffers,
             writings=(),

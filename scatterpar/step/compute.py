@@ -10,31 +10,72 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
+from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.buffers import Writing, running
 from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.step import nested
 from scatterpar.step.captured import brought_along, other_leaves, statistics
 from scatterpar.step.markers import has_entries
-from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Computed
+from scatterpar.step.nested import join_rows, needs_layout
+from scatterpar.step.outcome import Computed, Result
 from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival, scatter
-from scatterpar.step.substeps import Task, forward, hand_out, noted, prepare_autograd, pull, train
+from scatterpar.step.substeps import (
+    Task,
+    forward,
+    hand_out,
+    kept,
+    noted,
+    prepare_autograd,
+    pull,
+    train,
+)
 from scatterpar.step.weights import Weights
-from scatterpar.step.whole_batch import Peers, first_pass, output_at, train_whole
+from scatterpar.step.whole_batch import Peers, Seen, first_pass, output_at, train_whole
+from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import Attempt
 
-Verify = Callable[[Attempt, Request, Sequence[Task], Sequence[Replicas], Peers | None], None]
+
+class Checks(Protocol):
+    """What tells whether a step computes what its user means."""
+
+    def verify(
+        self,
+        attempt: Attempt,
+        request: Request,
+        tasks: Sequence[Task],
+        parts: Sequence[Replicas],
+        peers: Peers | None,
+    ) -> None:
+        """Raise ``ValueError`` if losses do not combine as the engine is about to combine them."""
+
+    def layout_of(
+        self,
+        attempt: Attempt,
+        request: Request,
+        task: Task,
+        output_of: Callable[[Any], Any],
+        sizes: Sequence[Any],
+    ) -> Any:
+        """How many entries of each output belong to a row; ``None`` if nobody looks."""
+
+    def watch_state(
+        self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
+    ) -> Callable[[], None]:
+        """A function that warns of state that sub-steps have moved since this call."""
+
 
 _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
 
@@ -45,7 +86,7 @@ def compute(
     copies: Replicas,
     arrivals: Sequence[Arrival],
     weights: Weights,
-    verify: Verify,
+    checks: Checks,
     peers: Peers | None,
 ) -> Computed:
     """Every replica's sub-steps, each by its worker: gradients are in the replicas afterwards.
@@ -56,47 +97,117 @@ def compute(
     prepare_autograd()
     parts = copies.parts
     brought = brought_along(request.criterion)
-    attempt.keep(statistics(brought))
+    reached = statistics(brought)
+    attempt.keep(reached)
     named = other_leaves(brought, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
-        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash)
+        clock = attempt.clock
+        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash, clock)
         whole = request.whole_batch
         with guarded(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
+            of_model = _buffers_of_model(reached, parts)
             if whole:
+                tell_moved = checks.watch_state(request, tasks, parts)
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
-                verify(attempt, request, tasks, parts, peers)
-                work = partial(train, request=request)
+                with clock.span("verify"):
+                    checks.verify(attempt, request, tasks, parts, peers)
+                tell_moved = checks.watch_state(request, tasks, parts)
+                work = partial(train, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)
+            layout = _layout_of_step(attempt, request, tasks, seen if whole else results, checks)
         if whole:
             peers = None if request.most else peers  # a trial is this process's own
             criterion = copies.criteria[0]
             with guarded(parts, again=True):  # the second pass undoes what the first one rebound
-                results = train_whole(attempt, request, tasks, seen, parts, criterion, peers)
+                results = train_whole(
+                    attempt, request, tasks, seen, parts, criterion, peers, layout
+                )
         attempt.ledger.settle()
-        return Computed(results, stash.gradients())
+        tell_moved()
+        _join_returned(request, tasks, results, layout)
+        moved = {id(t) for t, before in of_model if not same_bits(t, before)}
+        return Computed(results, stash.gradients(), moved)
+
+
+def _buffers_of_model(
+    reached: Sequence[Tensor], parts: Sequence[Replicas]
+) -> list[tuple[Tensor, Tensor]]:
+    """Those of the tensors that replicas have copies of, with their values."""
+    of_model = {id(t) for part in parts for t in part.tensors} if reached else set()
+    return [(t, t.clone()) for t in reached if id(t) in of_model]
+
+
+def _layout_of_step(
+    attempt: Attempt,
+    request: Request,
+    tasks: Sequence[Task],
+    found: Sequence[Seen] | Sequence[Result],
+    checks: Checks,
+) -> Any:
+    """How many entries of outputs belong to a row, if outputs are joined and sizes do not tell."""
+    pieces = [p for one in found for p in (one.pieces if isinstance(one, Seen) else one.outputs)]
+    rows = [stop - start for task in tasks for start, stop in task.share.micro_batches]
+    if not pieces or not needs_layout(pieces, request.dim, rows):
+        return None
+
+    def output_of(inputs: Any) -> Any:
+        output = tasks[0].output_of(inputs)
+        return output if request.whole_batch else kept(output, request.return_outputs)
+
+    return checks.layout_of(attempt, request, tasks[0], output_of, pieces[0])
+
+
+def _join_returned(
+    request: Request, tasks: Sequence[Task], results: Sequence[Result], layout: Any
+) -> None:
+    """Join the outputs of each replica's micro-batches, if they were asked for."""
+    if request.order or not request.return_outputs:  # those of a plan by cost meet on the master
+        return
+    for task, result in zip(tasks, results, strict=True):
+        rows = [stop - start for start, stop in task.share.micro_batches]
+        weights = rows if request.whole_batch else task.weights
+        with noted(task.share):
+            result.outputs = join_rows(
+                result.outputs, request.dim, weights, rows, strict=True, layout=layout
+            )
 
 
 def infer(
-    attempt: Attempt, copies: Replicas, module: nn.Module, request: Request, buffers_from: str
+    attempt: Attempt,
+    copies: Replicas,
+    module: nn.Module,
+    request: Request,
+    buffers_from: str,
+    checks: Checks,
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 
     The request's ``inputs`` are positional and keyword arguments.
     """
-    plan, ledger = attempt.plan, attempt.ledger
-    arrivals = scatter(request.batch, plan, request.dim, ledger)
+    plan, ledger, dim = attempt.plan, attempt.ledger, request.dim
+    arrivals = scatter(request.batch, plan, dim, ledger)
     copies.refresh(module, None, ledger)
     tasks, parts = hand_out(request, plan, copies, arrivals), copies.parts
-    lists = has_entries(request.batch)
+    lists, layout = has_entries(request.batch), None
     with guarded(parts):
         warm_up(attempt, tasks, parts, _predicted)
-        outputs = attempt.run(partial(_infer_share, dim=request.dim, lists=lists), tasks)
-    output = collect(outputs, plan, request.dim, ledger, lists=lists)
+        pieces = attempt.run(_infer_share, tasks)
+        rows = [[stop - start for start, stop in share.micro_batches] for share in plan.shares]
+        if needs_layout([*chain(*pieces)], dim, [*chain(*rows)]):
+            output_of = partial(_called, tasks[0])
+            layout = checks.layout_of(attempt, request, tasks[0], output_of, pieces[0][0])
+    outputs: Sequence[Any] = pieces
+    if not plan.order:
+        outputs = [
+            join_rows(own, dim, n, n, lists=lists, layout=layout)
+            for own, n in zip(pieces, rows, strict=True)
+        ]
+    output = collect(outputs, plan, dim, ledger, lists=lists, layout=layout)
     ledger.settle()
     if any(part.training for part in module.modules()):
         buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
@@ -107,26 +218,26 @@ def infer(
     return output
 
 
-def _infer_share(task: Task, *, dim: int, lists: bool, proceed: Callable[[], None]) -> Any:
+def _infer_share(task: Task, *, proceed: Callable[[], None]) -> list[Any]:
     outputs = []
-    rows = [stop - start for start, stop in task.share.micro_batches]
-    for number in range(len(rows)):
+    for number in range(len(task.share.micro_batches)):
         if number:
             proceed()
         with noted(task.share, number):
             outputs.append(_predicted(task, task.arrival.rows_of(number)))
-    if task.share.row_numbers:
-        return outputs
-    with noted(task.share):
-        return join_rows(outputs, dim, rows, rows, lists=lists)
+    return outputs
+
+
+def _called(task: Task, inputs: Any) -> Any:
+    args, kwargs = inputs
+    with torch.no_grad():
+        return task.module(*args, **kwargs)
 
 
 def _predicted(task: Task, rows: Any) -> Any:
-    with torch.no_grad():
-        (args, kwargs), _ = rows
-        output = task.module(*args, **kwargs)
-        nested.refuse_generators(output)
-        return output
+    output = _called(task, rows[0])
+    nested.refuse_generators(output)
+    return output
 
 
 def _loss(task: Task, rows: Any) -> Tensor:
@@ -157,6 +268,7 @@ def warm_up(
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
+    tasks = [replace(task, clock=SILENT) for task in tasks]
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
@@ -177,7 +289,8 @@ def warm_up(
             done[replica].set()
 
     try:
-        attempt.run(one_at_a_time, tasks)
+        with attempt.clock.span("warm-up"):
+            attempt.run(one_at_a_time, tasks)
     finally:
         attempt.clock.passes.clear()  # this says nothing of the devices' pace
         attempt.generators.rollback()  # what torch draws while it compiles is the process's own

@@ -140,6 +140,7 @@ def join_rows(
     *,
     strict: bool = False,
     lists: bool = False,
+    layout: Any = None,
     order: Sequence[int] = (),
 ) -> Any:
     """One value out of the pieces of consecutive rows, of the same nested types.
@@ -150,7 +151,8 @@ def join_rows(
 
     Where ``rows`` are given, tensors hold so many along ``dim``, or several entries for each. One
     that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
-    once: it has nothing to do with rows, as a codebook has not.
+    once: it has nothing to do with rows, as a codebook has not. ``layout``, nested like a piece,
+    says how many entries a row has where that was measured, 0 for a codebook.
 
     ``order`` has the numbers of the rows in the pieces, one piece after the other, if these are not
     consecutive: what is joined has the rows in rising order. (A single piece has them so already.)
@@ -166,12 +168,14 @@ def join_rows(
 
     def are_entries(values: Sequence[Any]) -> bool:
         """Inside of an output, where a list may be one of tensors that have the rows, too."""
+        values = values[: len(pieces)]
         if not (lists and rows and _are_entries(values, rows)):
             return False
         found = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
         return not found or any(t.shape[dim:][:1] != (n,) for t, n in found)
 
     def one(leaves: list[Any]) -> Any:
+        leaves, measured = leaves[: len(pieces)], leaves[len(pieces) :]
         if isinstance(leaves[0], PackedSequence):
             raise ValueError(
                 "outputs that are PackedSequences cannot be joined, since entries of all rows lie "
@@ -183,13 +187,20 @@ def join_rows(
             return leaves[0] if _all_same(leaves) else leaves
         if not leaves[0].ndim:
             return _average(leaves, weights)
-        has_rows = rows is None or _have(rows, leaves, dim, strict)
+        has_rows = rows is None or _have(rows, leaves, dim, strict, *measured)
         if not has_rows:
             return leaves[0]
         joined = torch.cat(leaves, dim)
         return joined.index_select(dim, _places(order, joined, dim)) if order else joined
 
-    return merge(one, pieces, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+    values = pieces if layout is None else [*pieces, layout]
+    return merge(one, values, lambda v: isinstance(v[0], PackedSequence) or are_entries(v))
+
+
+def needs_layout(pieces: Sequence[Any], dim: int, rows: Sequence[int]) -> bool:
+    """Whether sizes alone do not tell rows of several entries each from what has no rows."""
+    sizes = [t.size(dim) for t in tensors(pieces[0]) if -t.ndim <= dim < t.ndim]
+    return len(pieces) > 1 and any(n > rows[0] and n % rows[0] == 0 for n in sizes)
 
 
 def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
@@ -210,13 +221,17 @@ def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
     return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
 
 
-def _have(rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool) -> bool:
+def _have(
+    rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool, measured: Any = None
+) -> bool:
     """Whether tensors hold the rows, and not something else that is the same for all."""
     sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
-    if sizes != list(rows) and all(same_bits(leaves[0], other) for other in leaves[1:]):
+    may_be_one = not measured and sizes != list(rows)
+    if may_be_one and all(same_bits(leaves[0], other) for other in leaves[1:]):
         return False
     entries = {size / n for size, n in zip(sizes, rows, strict=True)}  # for each row
     flattened = not strict and dim == 0 and len(entries) == 1 and min(entries) % 1 == 0
+    flattened = flattened and measured != 0
     others = {leaf.shape[:dim] + leaf.shape[dim:][1:] for leaf in leaves}
     if not (entries == {1} or (flattened and entries != {0})) or len(others) > 1:
         shapes = " and ".join(str(tuple(leaf.shape)) for leaf in leaves)

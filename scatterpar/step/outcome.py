@@ -14,7 +14,7 @@ from scatterpar.devices.verbs import physical
 from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BufferValue, Layer, Writing
 from scatterpar.replicas.replicas import Replicas
-from scatterpar.report import GradientNoise, StepReport
+from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.request import Request
 from scatterpar.step.weights import Weights
 from scatterpar.threads.workers import Attempt
@@ -28,7 +28,7 @@ class Result:
 
     loss: float = 0.0  # its part of the batch's: the weighted sum over its micro-batches
     dtype: torch.dtype = torch.float32  # of the losses
-    outputs: Any = None  # the module's, detached and joined, where they were asked for
+    outputs: Any = None  # the module's, detached, where they were asked for; joined at the end
 
 
 class Computed(NamedTuple):
@@ -36,6 +36,7 @@ class Computed(NamedTuple):
 
     results: list[Result]
     past: list[Gradient]  # what came to leaves of the user's past the replicas
+    moved: set[int]  # the ids of the user's buffers that the criterion has written
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Outcome:
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
     is_mean: bool  # the loss is a mean of the terms, not a sum
+    needs_terms: bool  # it is torch's, which is NaN where there are none
+    check_finite: bool
     terms: float  # how many there are
     scale: float  # the gradient scaler's factor
     spread: Spread  # of the replicas' gradients, where that was asked for
@@ -75,14 +78,24 @@ class Outcome:
 
     def returned(self) -> Tensor:
         """The loss on the master: filled in, not copied, since the host waits for a copy."""
+        if self.needs_terms and not self.terms:
+            text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
+            if self.check_finite:
+                raise FloatingPointError(f"{text}; nothing was changed")
+            warn(f"{text}; here the loss is 0, and nothing is added to gradients")
         device = physical(self.plan.shares[0].device)
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
-    def report(self, noise: GradientNoise | None) -> StepReport:
-        """What the step did, in numbers."""
+    def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
+        """What the step did, in numbers; it began ``waited`` seconds after the one before."""
         clock, ledger = self.attempt.clock, self.attempt.ledger
         counted = clock.seconds, ledger.bytes, ledger.messages
-        return StepReport(self.plan, self.loss, *counted, self.retries, noise)
+        of_replicas = [0.0] * len(self.plan.shares)
+        for spans in clock.passes:
+            for replica, (start, end) in spans.items():
+                of_replicas[replica] += end - start
+        of_step = self.plan, self.loss, *counted, self.retries, noise
+        return StepReport(*of_step, waited=waited, replica_seconds=tuple(of_replicas))
 
 
 def measure(

@@ -28,7 +28,7 @@ from scatterpar.step import nested
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.step.weights import Weights
+from scatterpar.step.weights import Weights, is_counted
 from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
@@ -43,14 +43,15 @@ def reduce(
     measures_noise: bool,
 ) -> Outcome:
     """What the step computed, in the master's memory; ``policy`` says whose buffers."""
-    plan, ledger, (results, past) = attempt.plan, attempt.ledger, computed
+    plan, ledger, (results, past, moved) = attempt.plan, attempt.ledger, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
     kept = [part.writing() for part in parts] if policy != "mean" else [None]
     writings = [writing for writing in kept if writing is not None]
-    if None in kept:
+    if moved or None in kept:
         writings, buffers = [], reduce_buffers(parts, plan.shares, policy, ledger)
+        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
     else:
         buffers = [value for writing in writings for value in writing.buffers]
     return Outcome(
@@ -58,6 +59,8 @@ def reduce(
         loss=sum(result.loss for result in results),
         dtype=results[0].dtype,
         is_mean=request.is_mean,
+        needs_terms=request.count is None and is_counted(request.criterion, request.reduction),
+        check_finite=request.check_finite,
         terms=weights.terms,
         scale=request.scale,
         spread=spread,
@@ -246,6 +249,7 @@ def collect(
     weights: Sequence[float] | None = None,
     strict: bool = False,
     lists: bool = False,
+    layout: Any = None,
 ) -> Any:
     """The shares' outputs joined on the master, rows in order; see ``join_rows``.
 
@@ -264,7 +268,16 @@ def collect(
     if plan.order:
         here = [*chain(*here)]
         rows = [len(own) for share in plan.shares for own in share.row_numbers]
-    return join_rows(here, dim, weights or rows, rows, strict=strict, lists=lists, order=plan.order)
+    return join_rows(
+        here,
+        dim,
+        weights or rows,
+        rows,
+        strict=strict,
+        lists=lists,
+        layout=layout,
+        order=plan.order,
+    )
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

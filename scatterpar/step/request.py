@@ -35,6 +35,7 @@ class Request:
         batches: the inputs and targets of each batch, one or several. This and what follows is
             known once it is ``checked``.
         sizes: the rows of each of them.
+        asked: the request before it was checked.
         scale: the scaler's factor.
     """
 
@@ -58,6 +59,7 @@ class Request:
     batches: Sequence[tuple[Any, Any]] = ()
     sizes: Sequence[int] = ()
     scale: float = 1.0
+    asked: Request | None = None
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
@@ -128,7 +130,24 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
-        return replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
+        own = replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
+        return replace(own, asked=self)
+
+    def replay_call(self, replica: int, sub_step: int) -> str:
+        """The call that computes one sub-step alone, with the options that the user passed."""
+        asked = self.asked or self
+        said = ["inputs"]
+        if asked.targets is not None:
+            said.append("targets")
+        if asked.criterion is not None:
+            said.append("criterion" if asked.targets is not None else "criterion=criterion")
+        said += [f"replica={replica}", f"sub_step={sub_step}"]
+        for name in ("reduction", "count", "scaler", "return_outputs", "whole_batch", "costs"):
+            value = getattr(asked, name)
+            if value is not None and value is not False:
+                shown = repr(value) if isinstance(value, (str, bool)) else name
+                said.append(f"{name}={shown}")
+        return f"engine.replay({', '.join(said)})"
 
     def _require_functions(self) -> None:
         """Refuse what is no function, or is one in another's place."""

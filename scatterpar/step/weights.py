@@ -100,7 +100,8 @@ def is_counted(criterion: Any, reduction: str | None) -> bool:
     if loss is None:
         return True
     hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    return not hooked and type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    plain = type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    return plain and not hooked and type(loss).__call__ is nn.Module.__call__
 
 
 def _averages_classes(criterion: Any) -> bool:

@@ -113,10 +113,24 @@ class Seen:
     """What the first pass leaves of one share."""
 
     pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
-    joined: list[Any]  # those of each span, so that its gradient is cut into those of its pieces
     last: Any  # the last micro-batch's output, with its graph
     states: list[State]  # where the generators were before each micro-batch
-    outputs: Any  # what is returned of them, where they were asked for
+    outputs: list[Any]  # what is returned of each, where they were asked for
+    joined: Sequence[Any] = ()  # of each span, so that its gradient is cut into those of its pieces
+
+    def join(self, share: Share, request: Request, layout: Any) -> None:
+        """Join the pieces of each span."""
+        rows, lists = (
+            [stop - start for start, stop in share.micro_batches],
+            has_entries(request.batch),
+        )
+        with noted(share):
+            self.joined = [
+                join_rows(
+                    self.pieces[few], request.dim, rows[few], rows[few], lists=lists, layout=layout
+                )
+                for few in _of_each_span(share)
+            ]
 
 
 class WholeBatch:
@@ -126,9 +140,15 @@ class WholeBatch:
     """
 
     def __init__(
-        self, request: Request, seen: Sequence[Seen], shares: Sequence[Share], ledger: Ledger
+        self,
+        request: Request,
+        seen: Sequence[Seen],
+        shares: Sequence[Share],
+        ledger: Ledger,
+        layout: Any,
     ) -> None:
         self._request, self._shares, self._ledger = request, shares, ledger
+        self._layout = layout
         self._own = [
             nested.on_tensors(partial(self._leaf, share), one.joined)
             for one, share in zip(seen, shares, strict=True)
@@ -213,7 +233,9 @@ class WholeBatch:
         """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
         rows, lists = self._rows, has_entries(self._request.batch)
         dim, order = self._request.dim, self._order
-        joined = join_rows(self._pieces, dim, rows, rows, lists=lists, order=order)
+        joined = join_rows(
+            self._pieces, dim, rows, rows, lists=lists, layout=self._layout, order=order
+        )
         return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
@@ -252,20 +274,28 @@ def train_whole(
     parts: Sequence[Replicas],
     criterion: Callable[[Any, Any], Any],
     peers: Peers | None,
+    layout: Any,
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    ``seen`` is what first passes found. The loss is in the first replica's result, and in that of
-    the first process of ``peers``, who have rows of the batch too. ``criterion`` is as it is on the
-    master.
+    ``seen`` is what first passes found, ``layout`` how many entries of outputs a row has. The loss
+    is in the first replica's result, and in that of the first process of ``peers``, who have rows
+    of the batch too. ``criterion`` is as it is on the master.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    batch = WholeBatch(request, seen, [task.share for task in tasks], attempt.ledger)
+    shares = [task.share for task in tasks]
+    joins = [
+        partial(one.join, share, request, layout) for one, share in zip(seen, shares, strict=True)
+    ]
+    devices = [share.device for share in shares]
+    attempt.workers.parallel_apply(joins, [()] * len(joins), devices=devices)
+    batch = WholeBatch(request, seen, shares, attempt.ledger, layout)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach)
     try:
-        with generators.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+        # Out here interrupts wait: none cuts it in half.
+        with attempt.clock.span("criterion"), generators.of_criterion(seed):
             loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
@@ -285,9 +315,9 @@ def train_whole(
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, rows: Any) -> Any:
+def output_at(task: Task, rows: Any, number: int = 0, name: str = "forward") -> Any:
     """The module's output for the rows of one micro-batch."""
-    with task.in_turn():
+    with task.in_turn(number), task.span(name, number):
         return task.output_of(rows[0])
 
 
@@ -298,7 +328,7 @@ def first_pass(
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
-    share, keep, dim = task.share, request.return_outputs, request.dim
+    share, keep = task.share, request.return_outputs
     keeps_rows = request.keeps_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
@@ -308,22 +338,13 @@ def first_pass(
         if number:
             proceed()
         output = None  # its graph goes before the next one comes
-        with noted(share, number):
-            states.append(attempt.generators.get_state(share.replica))
-            output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
+        with noted(share, number, request):
+            states.append(attempt.generators.mark(share.replica, number))
+            output = output_at(task, task.rows_of(number, keep=keeps_rows), number)
             pieces.append(nested.on_tensors(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
-    rows = [stop - start for start, stop in share.micro_batches]
-    with noted(share):
-        joined = [
-            join_rows(pieces[few], dim, rows[few], rows[few], lists=has_entries(request.batch))
-            for few in _of_each_span(share)
-        ]
-        outputs: Any = returned if request.order else None
-        if keep and not request.order:
-            outputs = join_rows(returned, dim, rows, rows, strict=True)
-    return Seen(pieces, joined, output, states, outputs)
+    return Seen(pieces, output, states, returned)
 
 
 def _tried(
@@ -377,7 +398,8 @@ def second_pass(
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
     with noted(task.share, last):
-        _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
+        with task.span("backward", last):
+            _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
@@ -388,9 +410,10 @@ def second_pass(
             proceed()
             with noted(task.share, number):
                 attempt.generators.set_state(share.replica, own.states[number])
-                output = output_at(task, task.arrival.rows_of(number))
+                output = output_at(task, task.rows_of(number), number, "recompute")
                 changes.append(_differences(output, own.pieces[number]))
-                _pull(nested.tensors(output), _gradients(own.pieces[number]))
+                with task.span("backward", number):
+                    _pull(nested.tensors(output), _gradients(own.pieces[number]))
                 waiting = unalias(waiting)
                 del output
     _require_unchanged(changes, share)

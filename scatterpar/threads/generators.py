@@ -159,6 +159,8 @@ class Generators:
         self._devices = [physical(device) for device in devices]
         self._earlier = earlier or 0
         self._before = {device: _state(device) for device in (_CPU, *self._devices)}
+        self._after: State = {}  # where a commit left the process's own, if anything was drawn
+        self._marks: dict[int, tuple[int, State]] = {}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
         self._alone = len(devices) == 1 and earlier is None
         if self._alone:  # it draws from the process's own
@@ -207,6 +209,36 @@ class Generators:
         found = ((device, self._generators.get((replica, device))) for device in self._before)
         return {device: one.state for device, one in found if one is not None}
 
+    def mark(self, replica: int, sub_step: int) -> State:
+        """Remember where the generators of ``replica`` are as a sub-step begins; returns that."""
+        state = self.get_state(replica)
+        self._marks[replica] = sub_step, state
+        return state
+
+    def to_draw_again(self, replica: int, sub_step: int) -> tuple[int, State]:
+        """The sub-step from which ``replica`` has to run to draw what it drew in ``sub_step``.
+
+        That one itself if it was the last to begin, or if nothing was drawn before; else the first.
+        With it comes the state to begin in, of the CPU's generator and of the master's device's.
+        """
+        own, master = self._devices[replica], self._devices[0]
+        start = {device: self._generator(replica, device).start for device in {_CPU, own}}
+        marked, state = self._marks.get(replica, (0, {}))
+        state = start | state
+        if sub_step != marked:
+            undrawn = all(torch.equal(state[device], start[device]) for device in start)
+            marked, state = sub_step if undrawn and sub_step < marked else 0, start
+        return marked, {master if device == own else device: s for device, s in state.items()}
+
+    @property
+    def are_latest(self) -> bool:
+        """Whether the process's generators are as this step found or left them."""
+        now = {device: _state(device) for device in {_CPU, self._devices[0]}}
+        return any(
+            all(torch.equal(state, there.get(device, state)) for device, state in now.items())
+            for there in (self._before, self._before | self._after)
+        )
+
     def set_state(self, replica: int, state: State) -> None:
         """Let ``replica`` draw again what it drew from ``state`` on."""
         for device in self._before:
@@ -224,8 +256,9 @@ class Generators:
 
         The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
         """
-        if all(one.is_in for one in self._generators.values()):
-            return  # what was drawn was drawn from them
+        if all(one.is_in for one in self._generators.values()):  # they have moved by themselves
+            self._after = {device: one.state for (_, device), one in self._generators.items()}
+            return
         after = {device: state for device, state in self._before.items() if device != _CPU}
         for source in {_CPU, self._devices[0]}:
             first = self._generators.get((0, source))
@@ -235,13 +268,14 @@ class Generators:
                 s.drawn and self._source(s.device) == source for s in self._generators.values()
             ):
                 after[source] = _Generator(source, self._seed(source, _NEXT)).state
-        _put_all(after)
+        self._after = after
+        put_all(after)
 
     def rollback(self) -> None:
         """Leave all generators as they were before the step; replicas begin anew."""
         if not self._alone:  # who draws from the process's own
             self._generators.clear()
-        _put_all(self._before)
+        put_all(self._before)
 
     def _generator(self, number: int, device: torch.device) -> _Generator:
         key = number, device
@@ -274,7 +308,7 @@ class _Generator:
             start = self.generator.manual_seed(start).get_state()
         else:
             self.generator.set_state(start)
-        self._start = start
+        self.start = start
 
     @property
     def state(self) -> Tensor:
@@ -282,11 +316,11 @@ class _Generator:
 
     @property
     def drawn(self) -> bool:
-        return not torch.equal(self.state, self._start)
+        return not torch.equal(self.state, self.start)
 
     def set_state(self, state: Tensor | None) -> None:
         """Back to ``state``, or to the start."""
-        state = self._start if state is None else state
+        state = self.start if state is None else state
         if self.is_in:
             _put(self.device, state)
         else:
@@ -318,7 +352,8 @@ def _put(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _put_all(states: Mapping[torch.device, Tensor]) -> None:
+def put_all(states: Mapping[torch.device, Tensor]) -> None:
+    """Let the process's own generators go on from these states."""
     for device, state in states.items():
         if not torch.equal(_state(device), state):
             _put(device, state)

@@ -353,7 +353,7 @@ class _Evaluation:
 
     def __init__(self, loss: Loss, leaves: Sequence[Tensor], put_back: Callable[[], None]) -> None:
         self._loss, self._leaves, self._put_back = loss, leaves, put_back
-        self.numbers = _SameNumbers()  # type: ignore[no-untyped-call]
+        self.numbers = SameNumbers()
         self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.calls: set[int] = set()  # how many operators drew, each time
         self.dtypes: set[torch.dtype] = set()
@@ -374,13 +374,15 @@ class _Evaluation:
             leaf.data = _nudged(leaf.data, max(torch.finfo(d).eps for d in went_through) / 2)
 
 
-class _SameNumbers(TorchDispatchMode):
+class SameNumbers(TorchDispatchMode):
     """Random numbers that do not depend on the rows: each operator draws one for all places.
 
     Dropout keeps everything: one number for all would keep all or nothing.
     """
 
-    calls = 0  # how many operators drew
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0  # how many operators drew
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

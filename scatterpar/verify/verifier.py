@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,19 @@ from scatterpar.replicas.replicas import Replicas, guarded
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
+from scatterpar.step.markers import opened
 from scatterpar.step.request import Count, Request
-from scatterpar.step.scatter import scatter
+from scatterpar.step.scatter import Delivery, scatter
 from scatterpar.step.substeps import Task, hand_out, prepare_autograd
 from scatterpar.step.weights import is_counted
 from scatterpar.threads.workers import Attempt, Workers
-from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, Unsure
-from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
+from scatterpar.torch_private import uncompiled
+from scatterpar.verify.check import has_statistics
+from scatterpar.verify.layout import measure_layout
+from scatterpar.verify.moving_state import StateWatch, warning_about
+from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, SameNumbers, Unsure
+from scatterpar.verify.rows import Parts, choose, is_label, pick, range_of, telling
+from scatterpar.verify.untouched import untouched
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
@@ -99,6 +105,58 @@ class Verifier:
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Kind] = {}
+        self._layouts: dict[Hashable, Any] = {}
+        self._state_steps = 0
+        self._warned: set[str] = set()  # names of state that moves
+
+    def watch_state(
+        self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
+    ) -> Callable[[], None]:
+        """A function that warns, once by name, of state that sub-steps have moved since."""
+        sub_steps = sum(len(task.share.micro_batches) for task in tasks)
+        self._state_steps += 1
+        if not request.verify or sub_steps == 1 or self._state_steps > _OFTEN:
+            return lambda: None
+        watch = StateWatch(parts[:1] if request.whole_batch else parts)
+
+        def tell() -> None:
+            moved = [name for name in watch.moved() if name not in self._warned]
+            if moved:
+                warn(warning_about(moved, sub_steps))
+                self._warned.update(moved)
+
+        return tell
+
+    def layout_of(
+        self,
+        attempt: Attempt,
+        request: Request,
+        task: Task,
+        output_of: Callable[[Any], Any],
+        piece: Any,
+    ) -> Any:
+        """How many entries of each output belong to a row, measured once for each kind of output.
+
+        Raises:
+            ValueError: outputs of parts, joined, are not what one call gives.
+        """
+        if not request.verify:
+            return None
+        start, stop = task.share.micro_batches[0]
+        shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
+        module = cast(nn.Module, task.module)
+        key = str((shapes, module.training, request.whole_batch, bool(request.return_outputs)))
+        if key in self._layouts:
+            return self._layouts[key]
+        few = request.of_largest() if request.sizes else request
+        rows = few.rows or attempt.plan.rows
+        some = sorted({0, rows // 2, rows - 1})
+        look = partial(_outputs_of, attempt, few, task, output_of, [some, some[:-1], some[-1:]])
+        (outputs,) = attempt.workers.parallel_apply([look], [()], devices=[task.share.device])
+        layout, shows = measure_layout(outputs, [len(some), len(some) - 1, 1], request.dim)
+        if shows:
+            self._layouts[key] = layout
+        return layout
 
     def verify(
         self,
@@ -178,6 +236,28 @@ def difference(
         with contextlib.suppress(Exception), guarded(parts):  # the user's, of rows it never met
             return _rehearsed(engine._workers, request, first, parts, some, request.rows).off
     return None
+
+
+def _outputs_of(
+    attempt: Attempt,
+    request: Request,
+    task: Task,
+    output_of: Callable[[Any], Any],
+    choices: Sequence[Sequence[int]],
+) -> list[Any]:
+    """The outputs for each choice of rows, without a trace."""
+    user_state, same_numbers = untouched([], [task.share.device]), SameNumbers()
+    bring = partial(Delivery(Ledger()).bring, task.share.device)
+    outputs = []
+    for rows in choices:
+        with attempt.apart(task), user_state, uncompiled(), same_numbers, torch.no_grad():
+            for replica in task.replicas:
+                for layer in replica.roots[0].modules():
+                    if has_statistics(layer):
+                        layer.training = False
+            inputs = nested.transform(bring, pick(request.inputs, rows, request.dim))
+            outputs.append(output_of(opened(inputs, copy=True)))
+    return outputs
 
 
 def _rehearsed(

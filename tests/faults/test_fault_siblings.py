@@ -55,7 +55,8 @@ def test_siblings_stop_at_their_next_sub_step(devices, failing):
         assert sorted(model.visits) == [0, 1, 2]
         device = devices(3)[failing]
         note = f"in replica {failing} on {device}, sub-step 0 of {ACCUM}, counted from 0"
-        assert caught.value.__notes__ == [note]
+        call = f"engine.replay(inputs, criterion=criterion, replica={failing}, sub_step=0)"
+        assert caught.value.__notes__ == [note, f"alone, in this thread:\n{call}"]
 
 
 class Together(nn.Linear):
@@ -77,6 +78,8 @@ def test_the_lowest_replica_speaks_and_the_others_are_noted(devices, kind):
         assert caught.value is errors[0]
         assert caught.value.__notes__ == [
             f"in replica 0 on {devices(3)[0]}, sub-step 0 of 2, counted from 0",
+            "alone, in this thread:\n"
+            "engine.replay(inputs, criterion=criterion, replica=0, sub_step=0)",
             f"replica 1 failed too: {errors[1]!r}",
             f"replica 2 failed too: {errors[2]!r}",
         ]

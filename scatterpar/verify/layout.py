@@ -1,0 +1,68 @@
+"""How many entries of an output belong to a row: measured on three rows and on parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.step import nested
+from scatterpar.verify.check import relative_difference
+
+_TOLERANCE = 1e-2  # kernels round by the number of rows
+
+
+def measure_layout(outputs: Sequence[Any], sizes: Sequence[int], dim: int) -> tuple[Any, bool]:
+    """Measure how many entries along ``dim`` each row has in each tensor of an output.
+
+    Args:
+        outputs: the output for all of some rows, for the first of them, and for the others.
+        sizes: how many rows these are.
+        dim: the dimension that holds the rows.
+
+    Returns:
+        The number of entries, nested like an output, 0 for what has nothing to do with rows; and
+        whether the values could show another order of entries.
+
+    Raises:
+        ValueError: outputs of the parts, joined, are not the output for all of the rows.
+    """
+    shows = True
+
+    def entries(leaves: list[Any]) -> int | None:
+        nonlocal shows
+        if not all(isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim for leaf in leaves):
+            return None
+        lengths = [leaf.size(dim) for leaf in leaves]
+        if lengths == [lengths[0]] * 3 or lengths == [*sizes]:
+            return 1 if lengths == [*sizes] else 0
+        whole, first, second = leaves
+        joined = torch.cat([first, second], dim)
+        if [n * sizes[0] for n in lengths] != [lengths[0] * n for n in sizes]:
+            raise ValueError(_refusal(lengths, sizes, "which is no number of entries per row"))
+        if not _is_close(joined, whole):
+            raise ValueError(_refusal(lengths, sizes, "and not in the order of the rows"))
+        shows = shows and not same_bits(torch.cat([second, first], dim), whole)
+        return int(lengths[0] // sizes[0])
+
+    return nested.merge(entries, outputs), shows
+
+
+def _is_close(joined: Tensor, whole: Tensor) -> bool:
+    if same_bits(joined, whole) or not (whole.is_floating_point() or whole.is_complex()):
+        return same_bits(joined, whole)
+    return relative_difference([joined], [whole])[0] <= _TOLERANCE
+
+
+def _refusal(lengths: Sequence[int], sizes: Sequence[int], problem: str) -> str:
+    entries = " and ".join(map(str, lengths))
+    rows = " and ".join(map(str, sizes))
+    return (
+        f"the module's output has {entries} entries for {rows} rows, {problem}: the outputs of "
+        f"micro-batches cannot be joined to what one call gives. Return one entry per row, such "
+        f"as torch.stack([a, b], 1) in the place of torch.cat([a, b]). Nothing was changed; an "
+        f"engine made with verify=False does not check."
+    )

@@ -1,0 +1,152 @@
+"""One sub-step of a step, alone, in the caller's thread: the user's own module, in plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scatterpar import torch_private
+from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.ledger import Ledger
+from scatterpar.plan import Plan, Share
+from scatterpar.replicas.mirror import Snapshot, Survey
+from scatterpar.step.captured import brought_along, statistics
+from scatterpar.step.request import Request, check_int
+from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.substeps import Task, forward, kept, prepare_autograd, require_trainable
+from scatterpar.step.weights import weigh
+from scatterpar.step.whole_batch import output_at
+from scatterpar.threads.context import autocast_types
+from scatterpar.threads.generators import Generators, put_all
+from scatterpar.threads.workers import Workers, note
+from scatterpar.verify.untouched import untouched
+
+
+def replay(
+    module: nn.Module,
+    request: Request,
+    plan: Plan,
+    place: tuple[int, int],
+    generators: Generators,
+    workers: Workers,
+) -> tuple[Tensor | None, Any]:
+    """The loss and the output of the sub-step at ``place``: numbers of replica and sub-step.
+
+    ``generators`` are those of the step, or new ones. Leaves no trace.
+    """
+    share = _share_at(plan, *place)
+    replica, last = place
+    device = plan.shares[0].device
+    roots = [module, *brought_along(request.criterion)]
+    request = request.in_order(plan.order)
+    here = replace(plan, shares=(replace(share, device=device),))
+    # Buffers that forward passes write are right after the earlier sub-steps alone.
+    first, state = generators.to_draw_again(replica, 0 if statistics(roots) else last)
+
+    def run() -> tuple[Tensor | None, Any]:
+        prepare_autograd()
+        with _unobserved():  # counts the terms of all micro-batches
+            weights = weigh(request, plan, micro_batches(request.batch, plan, request.dim))
+        with Ledger() as ledger:
+            (arrival,) = scatter(request.batch, here, request.dim, ledger)
+            task = Task(share, module, arrival, request.criterion, weights.of_shares[replica])
+            put_all(state)
+            for number in range(first, last):
+                try:
+                    with _unobserved():
+                        _sub_step(task, request, number)
+                except BaseException as error:
+                    note(error, f"in sub-step {number}, which runs before sub-step {last}")
+                    raise
+            return _sub_step(task, request, last)
+
+    threads = torch.get_num_threads()
+    with _left_alone(roots, device), torch_private.uncompiled():
+        try:
+            if len(plan.shares) > 1:  # kernels sum in another order with other numbers of threads
+                torch.set_num_threads(max(1, threads // workers.count))
+            found: tuple[Tensor | None, Any]
+            (found,) = workers.parallel_apply([run], [()], devices=[device])
+            return found
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None, Any]:
+    """Forward, loss and backward; a loss of the whole batch is not there."""
+    rows, keep = task.arrival.rows_of(number), request.return_outputs or True
+    if request.whole_batch:
+        return None, kept(output_at(task, rows), keep)
+    output, loss = forward(task, rows)
+    output = kept(output, keep)
+    factor = task.weights[number] * request.scale
+    if factor and request.backward:
+        if not loss.requires_grad:
+            require_trainable(task.module)
+        with contextlib.ExitStack() as stack:
+            for kind in autocast_types():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            gradient = torch.full_like(loss, factor, requires_grad=False)
+            # A graph that the module keeps is the user's.
+            torch.autograd.backward([loss], [gradient], retain_graph=True)
+    return loss.detach(), output
+
+
+@contextlib.contextmanager
+def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
+    """Put back random state, and what modules and tensors hold; without hooks on leaves."""
+    survey = Survey(roots)
+    snapshot = Snapshot(survey.containers)
+    values = [(tensor, tensor.detach().clone()) for tensor in survey.tensors.values()]
+    leaves = [tensor for tensor, _ in values if tensor.requires_grad and tensor.is_leaf]
+    gradients = [leaf.grad for leaf in leaves]
+    with untouched((), [device]), torch_private.hooks_taken_off(leaves):
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
+            with torch.no_grad():
+                for tensor, value in values:
+                    if not same_bits(tensor, value):
+                        tensor.detach().copy_(value)
+            if not snapshot.unchanged():
+                snapshot.restore()
+
+
+def _share_at(plan: Plan, replica: int, sub_step: int) -> Share:
+    check_int("replica", replica)
+    check_int("sub_step", sub_step)
+    if not 0 <= replica < len(plan.shares):
+        raise ValueError(
+            f"replica={replica}: {plan.rows} rows are those of replicas 0 to "
+            f"{len(plan.shares) - 1}; print engine.last_step.plan or engine.plan(...)"
+        )
+    number = len(plan.shares[replica].micro_batches)
+    if not 0 <= sub_step < number:
+        raise ValueError(
+            f"sub_step={sub_step}: of {plan.rows} rows, replica {replica} has the sub-steps 0 to "
+            f"{number - 1}; print engine.last_step.plan or engine.plan(...)"
+        )
+    return plan.shares[replica]
+
+
+@contextlib.contextmanager
+def _unobserved() -> Iterator[None]:
+    """``breakpoint()`` does nothing in the body, and no debugger stops there."""
+    hook, trace = sys.breakpointhook, sys.gettrace()
+    sys.breakpointhook = lambda *_, **__: None
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
+        sys.settrace(trace)

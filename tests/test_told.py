@@ -1,0 +1,194 @@
+"""Exact, refused, or told: what people write that was silently something else once.
+
+Each test names what was wrong: a loss, a gradient, outputs or state that differed from plain
+torch's without a word.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from faults.state import capture, differences
+from helpers.models import CLASSES, FEATURES, mlp
+from helpers.oracle import assert_close, assert_step, build, randint, randn
+from torch import nn
+from torch.nn import functional as F
+
+from scatterpar import ScatterOnceParallel
+
+ROWS = 24
+INPUTS, VALUES, LABELS = randn(ROWS, FEATURES), randn(ROWS, CLASSES), randint(CLASSES, ROWS)
+IGNORED = torch.full((ROWS,), -100)
+
+
+# --- outputs that are joined ---
+
+
+class Views(nn.Module):
+    """Two views of each row, as SimCLR's usual form gives them: all first ones, then all second."""
+
+    def __init__(self, join=torch.cat):
+        super().__init__()
+        self.encode, self.join = nn.Linear(FEATURES, 4), join
+
+    def forward(self, rows):
+        return self.join([self.encode(rows), self.encode(-0.5 * rows)])
+
+
+def stacked(views):
+    return torch.stack(views, 1).flatten(0, 1)
+
+
+def agreement(features, _):
+    first, second = features.split(len(features) // 2)
+    return F.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_two_views_after_each_other_are_no_entries_of_rows(devices, accum):
+    """The loss of SimCLR was 5.081, and is 3.378: views of other micro-batches lay between."""
+    with ScatterOnceParallel(build(Views), accum, devices(2)) as engine:
+        before = capture(engine.module)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"not in the order of the rows.*torch.stack"):
+                engine.forward_backward(INPUTS, None, agreement, whole_batch=True)
+        assert differences(before, capture(engine.module)) == []
+        with pytest.raises(ValueError, match="not in the order of the rows"), torch.no_grad():
+            engine(INPUTS)
+    with ScatterOnceParallel(build(lambda: Views(stacked)), accum, devices(2)) as engine:
+        assert_step(engine, INPUTS, None, lambda o, _: o.std(0).sum(), whole_batch=True)
+        with torch.no_grad():
+            assert_close(engine(INPUTS), engine.module(INPUTS), "output")
+
+
+class Masks(nn.Module):
+    """Five masks for each picture, flat; where nothing was learned yet they are all background."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(FEATURES, 5)
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
+
+    def forward(self, rows):
+        return self.head(rows).flatten()
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_equal_entries_of_rows_are_no_codebook(devices, accum):
+    """Of 120 entries came 20."""
+    with ScatterOnceParallel(build(Masks), accum, devices(2)).eval() as engine, torch.no_grad():
+        assert engine(INPUTS).shape == (ROWS * 5,)
+        engine.module.head.weight.fill_(1.0)
+        assert_close(engine(INPUTS), engine.module(INPUTS), "output")
+
+
+def test_equal_entries_are_not_returned_as_one():
+    with ScatterOnceParallel(build(Masks), 3, ["cpu"] * 2) as engine:
+        loss = lambda o, _: o.square().mean()  # noqa: E731
+        with pytest.raises(ValueError, match="cannot be joined"):
+            engine.forward_backward(INPUTS, None, loss, return_outputs=True)
+
+
+# --- torch's own cross entropy ---
+
+
+class Called(nn.CrossEntropyLoss):
+    """Divides by all rows, whatever is ignored."""
+
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets, reduction="sum") / len(output)
+
+
+def test_a_subclass_that_overrides_its_call_is_looked_at(devices):
+    """It was taken for torch's own, whose terms are counted."""
+    targets = LABELS.where(torch.arange(ROWS) % 5 > 1, -100)
+    engine = ScatterOnceParallel(mlp(), 3, devices(2))
+    with engine, pytest.raises(ValueError, match=r"reduction=|count="):
+        engine.forward_backward(INPUTS, targets, Called())
+
+
+def test_labels_that_are_all_ignored_are_told():
+    """torch's loss is NaN, and the engine's was 0.0 without a word."""
+    with ScatterOnceParallel(mlp(), 3, ["cpu"]) as engine:
+        with pytest.warns(UserWarning, match="all are ignored.*NaN"):
+            loss = engine.forward_backward(INPUTS, IGNORED, nn.CrossEntropyLoss())
+        assert loss.item() == 0
+    with ScatterOnceParallel(mlp(), 3, ["cpu"], check_finite=True) as engine:
+        before = capture(engine.module)
+        with pytest.raises(FloatingPointError, match="all are ignored"):
+            engine.forward_backward(INPUTS, IGNORED, nn.CrossEntropyLoss())
+        assert differences(before, capture(engine.module)) == []
+
+
+# --- state ---
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES)
+
+    def forward(self, rows):
+        return self.body(rows)
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+@pytest.mark.parametrize("buffers", ["master", "mean", "batch"])
+def test_statistics_that_the_criterion_moves_in_the_model_stay(whole_batch, buffers):
+    """They were those of the replica, in which nothing had moved them: zeros."""
+    model, twin = build(Normed), build(Normed)
+
+    def loss_with(module):
+        return lambda output, targets: F.mse_loss(module.norm(output), targets)
+
+    loss_with(twin)(twin(INPUTS), VALUES).backward()
+    with ScatterOnceParallel(model, 1, ["cpu"], buffers=buffers) as engine:
+        criterion = loss_with(model)
+        engine.forward_backward(INPUTS, VALUES, criterion, whole_batch=whole_batch)
+    for name, expected in twin.named_buffers():
+        assert torch.equal(dict(model.named_buffers())[name], expected), name
+
+
+class Queue(nn.Module):
+    """Keeps the last features, a counter, and its last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = nn.Linear(FEATURES, CLASSES), 0
+        self.register_buffer("queue", torch.zeros(4, CLASSES))
+        self.last = torch.zeros(())
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, rows):
+        output = self.norm(self.body(rows))
+        with torch.no_grad():
+            self.queue.mul_(0.9)[:] += output.mean(0)
+        self.calls += 1
+        self.last = output.detach().mean()
+        return output
+
+
+def test_state_that_sub_steps_move_is_told_once_by_name(devices):
+    """A queue of MoCo's was off by 0.45 to 1.96, and nobody was told."""
+    words = "(?s)buffer 'queue', the attribute 'calls', the attribute 'last': at each of the 6"
+    with ScatterOnceParallel(build(Queue), 3, devices(2)) as engine:
+        with pytest.warns(UserWarning, match=words) as caught:
+            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+    with ScatterOnceParallel(build(Queue), 1, devices(1)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+
+
+def test_weights_that_each_pass_computes_are_no_state(devices):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = build(lambda: torch.nn.utils.weight_norm(nn.Linear(FEATURES, CLASSES)))
+    with ScatterOnceParallel(layer, 3, devices(2)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())

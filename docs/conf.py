@@ -28,7 +28,8 @@ include_patterns = [
 exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-info"]
 
 myst_heading_anchors = 3
-autodoc_mock_imports = ["sentence_transformers"]  # large, and not needed to describe ours
+# Large, and not needed to describe ours.
+autodoc_mock_imports = ["lightning", "sentence_transformers", "torchmetrics"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88

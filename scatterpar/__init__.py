@@ -15,6 +15,7 @@ from scatterpar.report import GradientNoise, StepReport
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.markers import Replicated, Rows
 from scatterpar.step.weights import count_labels
+from scatterpar.trace import Trace
 
 __all__ = [
     "DataParallelCriterion",
@@ -28,6 +29,7 @@ __all__ = [
     "ShardedOptimizer",
     "Share",
     "StepReport",
+    "Trace",
     "count_labels",
     "doctor",
     "gather",
@@ -37,4 +39,4 @@ __all__ = [
     "zero_init_residual",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"

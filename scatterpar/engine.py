@@ -17,6 +17,8 @@ In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the los
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +58,7 @@ from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.step.weights import weigh
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.trace import Trace
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
@@ -208,10 +211,12 @@ class ScatterOnceParallel(Wrapper):
 
     def _hire(self) -> None:
         how, pools = self._compile_how, self.buffers_from == "batch"
-        self._workers = Workers(len(self.device_ids), "this engine")
+        self._workers = Workers(self.device_ids, "this engine")
         self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
+        self._trace: Trace | None = None
+        self._step_ended = math.nan
         self._latest: tuple[Sequence[int], Plan, Generators] | None = None  # the last step's
 
     def forward_backward(
@@ -335,14 +340,14 @@ class ScatterOnceParallel(Wrapper):
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
         """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
-        with self._workers.exclusive(self.module):
+        with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
             outcome = self._ranks.together(compute) if self._ranks else compute()
-            with outcome.attempt:
+            with outcome.attempt, outcome.attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise and request.backward else None
                 loss = commit(outcome, deferred=deferred)  # 6
             self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
-            self.last_step = outcome.report(noise)
+            self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
@@ -381,7 +386,8 @@ class ScatterOnceParallel(Wrapper):
         """One try at a step: what is raised in the body leaves no trace in random numbers."""
         check_links(self.device_ids)
         try:
-            with Attempt(self._workers, plan, self._earlier) as attempt:
+            clock = self._trace.clock(plan) if self._trace else None
+            with Attempt(self._workers, plan, self._earlier, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -501,6 +507,52 @@ class ScatterOnceParallel(Wrapper):
             attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
             return compare(self.module, request, master, self._workers, attempt)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records the steps in the body: what each replica did when, and what bounds the step.
+
+        Outside of it nothing is recorded. Steps that fail are recorded too; inference is not.
+
+        Returns:
+            A :class:`Trace`, as a context manager. ``print`` shows a table and a sentence that says
+            what to pass; in a notebook it is a picture; ``save("step.json")`` writes it for
+            Perfetto.
+
+        Raises:
+            RuntimeError: inside of another trace of this engine.
+
+        Example:
+            >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
+            >>> inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+            >>> with engine.trace() as trace:
+            ...     loss = engine.forward_backward(inputs, targets, nn.MSELoss())
+            >>> len(trace.steps)
+            1
+        """
+        if self._trace is not None:
+            raise RuntimeError("this engine is being traced already: leave that trace first")
+        chosen = {"graphs": self.graphs, "shares": self._pace.learns}
+        options = frozenset(name for name, is_on in chosen.items() if is_on)
+        trace = self._trace = Trace(self.device_ids, options)
+        try:
+            with trace.recorded():
+                yield trace
+        finally:
+            self._trace = None
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[float]:
+        """The body is a step, recorded if there is a trace.
+
+        It is given the seconds since the step before, which the engine waited for its caller.
+        """
+        waited = time.perf_counter() - self._step_ended
+        try:
+            with self._trace.step() if self._trace else contextlib.nullcontext():
+                yield 0.0 if math.isnan(waited) else waited
+        finally:
+            self._step_ended = time.perf_counter()
 
     def replay(
         self,

@@ -259,9 +259,9 @@ class Pace:
 
     def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
         self._device_ids = tuple(device_ids)
-        self._learns = isinstance(shares, str) and shares == "auto"
+        self.learns = isinstance(shares, str) and shares == "auto"
         self._paces: dict[torch.device, deque[float]] = {}
-        given = None if self._learns else shares
+        given = None if self.learns else shares
         self.shares = _checked(given, len(device_ids)) or (1.0,) * len(device_ids)
 
     def observe(self, plan: Plan, passes: Sequence[Mapping[int, tuple[float, float]]]) -> None:
@@ -269,7 +269,7 @@ class Pace:
 
         A device's first step is left out: it pays for what is done only once.
         """
-        if not self._learns:
+        if not self.learns:
             return
         for device in {share.device for share in plan.shares}:
             own = [share for share in plan.shares if share.device == device]

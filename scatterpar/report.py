@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +73,9 @@ class StepReport:
         retries: how often the step ran out of memory and was planned anew.
         noise: with ``measure_noise=True``: how noisy the gradient is, from what the replicas'
             gradients differ. NaN where there is nothing to compare, such as a batch of one row.
+        waited: seconds from the end of the step before to the start of this one: the loader, the
+            optimizer and what else the caller did. Zero for the first step.
+        replica_seconds: for each replica, how long its worker was at work.
     """
 
     plan: Plan
@@ -80,20 +85,53 @@ class StepReport:
     messages: dict[str, int]
     retries: int = 0
     noise: GradientNoise | None = None
+    waited: float = 0.0
+    replica_seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         """The loss, then a line a phase: milliseconds, bytes copied, and in how many copies."""
-        table = [("phase", "ms", "bytes", "copies")]
-        for phase, seconds in self.seconds.items():
-            copied = f"{self.bytes[phase]:,}", f"{self.messages[phase]:,}"
-            table.append((phase, f"{seconds * 1000:,.1f}", *copied))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            name.ljust(widths[0])
-            + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
-            for name, *cells in table
-        ]
+        return "\n".join([self._title(), as_text(self._phases())])
+
+    def _repr_html_(self) -> str:
+        """The phases, the replicas and the wait before the step as tables, for notebooks."""
+        shares = zip(self.plan.shares, self.replica_seconds, strict=False)
+        replicas = [("replica", "device", "rows", "ms")]
+        replicas += [(f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares]
+        waited = f"waited {_ms(self.waited)} ms for this step to be asked for"
+        tables = as_html(self._phases()) + as_html(replicas)
+        return f"<p>{self._title()}; {waited}</p>{tables}"
+
+    def _title(self) -> str:
         used = len(self.plan.shares)
         replicas = "replica" if used == 1 else "replicas"
-        title = f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
-        return "\n".join([title, *lines])
+        return f"loss {self.loss:.6g}, {self.plan.rows} rows on {used} {replicas}"
+
+    def _phases(self) -> list[tuple[str, ...]]:
+        table: list[tuple[str, ...]] = [("phase", "ms", "bytes", "copies")]
+        for phase, seconds in self.seconds.items():
+            copied = f"{self.bytes[phase]:,}", f"{self.messages[phase]:,}"
+            table.append((phase, _ms(seconds), *copied))
+        return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f}"
+
+
+def as_text(table: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines, in columns: the first one to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in table
+    )
+
+
+def as_html(table: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the first one of headings, as a table of HTML."""
+    head, *body = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th"] + ["td"] * (len(table) - 1), table, strict=True)
+    )
+    rows = "".join(f"<tr>{row}</tr>" for row in body)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

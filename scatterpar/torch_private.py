@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -34,12 +35,16 @@ class Missing(RuntimeError):
     """The version of torch lacks a private entry point that the package needs."""
 
 
+def _missing(what: str, why: str) -> Missing:
+    return Missing(
+        f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
+        f"version of torch that the README names"
+    )
+
+
 def _require(what: str, why: str, found: bool) -> None:
     if not found:
-        raise Missing(
-            f"torch {torch.__version__} has no {what}, which scatterpar needs {why}; install a "
-            f"version of torch that the README names"
-        )
+        raise _missing(what, why)
 
 
 def _has(path: str) -> bool:
@@ -59,20 +64,34 @@ for _why, _names in {
     "to see what was written": "Tensor._version",
     "to see who keeps a parameter's node": "Tensor._use_count",
     "to make replicas": "nn.Module._replicate_for_data_parallel",
-    "to step": "optim.Optimizer.profile_hook_step",
+    "to see hooks on gradients": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks",
+    "to step": "optim.Optimizer.profile_hook_step optim.Optimizer._patch_step_function",
     "to tell of modes that replicas lack": "_C._len_torch_dispatch_stack "
-    "_C._len_torch_function_stack",
+    "_C._len_torch_function_stack overrides._get_current_function_mode_stack "
+    "utils._python_dispatch._get_current_dispatch_mode_stack",
     "to carry hooks to its threads": "_C._autograd._top_saved_tensors_default_hooks",
     "to carry autocast to its threads": "_C._get_privateuse1_backend_name",
     "to know what a backward pass computes anew": "_C._current_graph_task_id",
     "for its backward passes": "autograd.graph._engine_run_backward",
     "to compute in forked processes": "autograd.Variable._execution_engine.is_checkpoint_valid",
+    "to tell profilers what it does": "autograd.profiler._is_profiler_enabled "
+    "_C._autograd._profiler_enabled _C._autograd._profiler_type _C._autograd._enable_profiler "
+    "_C._autograd._disable_profiler _C._profiler.ProfilerConfig _C._profiler._ExperimentalConfig",
     "to compile": "fx.traceback.preserve_node_meta fx.traceback.has_preserved_node_meta",
+    "for models that use higher-order operators": "_ops._higher_order_ops "
+    "_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS",
     "to give every replica its random numbers": "_C._jit_get_all_schemas _C._dispatch_key_parse "
     "_C.DispatchKeySet _C._IncludeDispatchKeyGuard _C._ExcludeDispatchKeyGuard",
 }.items():
     for _name in _names.split():
         _require(f"torch.{_name}", _why, _has(_name))
+
+
+def _late(module: str, name: str, why: str) -> Any:
+    """Returns ``name`` of a module that ``import torch`` leaves out; raises ``Missing``."""
+    with contextlib.suppress(ImportError, AttributeError):
+        return getattr(importlib.import_module(f"torch.{module}"), name)
+    raise _missing(f"torch.{module}.{name}", why)
 
 
 # --- an optimizer within another: its hooks are the other's, and run once ----------------------
@@ -87,8 +106,9 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
     """What runs before and after ``load_state_dict``."""
     own = vars(optimizer)
-    hooks = [own[f"_optimizer_load_state_dict_{when}_hooks"] for when in ("pre", "post")]
-    return [list(each.values()) for each in hooks]
+    names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
+    _require("such hooks in optimizers", "to load", own.keys() >= set(names))
+    return [list(own[name].values()) for name in names]
 
 
 # --- the caller's context: there is no public way to read what is set --------------------------
@@ -105,13 +125,46 @@ def modes() -> list[str]:
     """Names of this thread's modes, which see every operator; the default device's and ours not."""
     if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
         return []
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    stack = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
-    kinds = [type(mode) for mode in stack if not isinstance(mode, DeviceContext)]
+    default_device = _late("utils._device", "DeviceContext", "to tell of modes that replicas lack")
+    stack = [
+        *torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        *torch.overrides._get_current_function_mode_stack(),
+    ]
+    kinds = [type(mode) for mode in stack if not isinstance(mode, default_device)]
     return [kind.__name__ for kind in kinds if not kind.__module__.startswith("scatterpar.")]
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch is on, in whichever thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records the operators of this thread, and not those of all threads."""
+    return profiler_is_on() and torch._C._autograd._profiler_enabled()
+
+
+def emits_nvtx() -> bool:
+    """Whether this thread is in ``torch.autograd.profiler.emit_nvtx()``."""
+    return torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
+
+
+@contextlib.contextmanager
+def nvtx_emitted() -> Iterator[None]:
+    """What ``emit_nvtx()`` is, without its waits for the device, nor its end for other threads."""
+    kinds: Any = torch._C._profiler
+    flags = [False] * 5  # shapes, memory, stacks, operations, modules
+    config = kinds.ProfilerConfig(kinds.ProfilerState.NVTX, *flags, kinds._ExperimentalConfig())
+    torch._C._autograd._enable_profiler(config, set())
+    try:
+        yield
+    finally:
+        torch._C._autograd._disable_profiler()
+
+
+PROFILE_ALL_THREADS = (
+    "experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)"
+)
 
 
 def private_accelerator() -> str:
@@ -212,7 +265,7 @@ def renew_engine() -> None:
 
 def is_compiled_module(value: Any) -> bool:
     """Whether ``torch.compile`` made this module of another one."""
-    return isinstance(value, torch._dynamo.OptimizedModule) if has_dynamo() else False
+    return has_dynamo() and isinstance(value, _late("_dynamo", "OptimizedModule", "to compile"))
 
 
 def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,11 +289,14 @@ def many_graphs() -> Iterator[None]:
     One function serves all replicas: cards, ragged sizes, training and evaluation. Beyond the
     limit torch goes on without compiling, in silence.
     """
-    import torch._dynamo.config as config
-
-    more = max(config.recompile_limit, 64)
-    in_all = max(config.accumulated_recompile_limit, 4 * more)
-    with config.patch(recompile_limit=more, accumulated_recompile_limit=in_all):
+    limit, in_all = (
+        _late("_dynamo.config", name, "to compile replicas")
+        for name in ("recompile_limit", "accumulated_recompile_limit")
+    )
+    more = max(limit, 64)
+    with torch._dynamo.config.patch(
+        recompile_limit=more, accumulated_recompile_limit=max(in_all, 4 * more)
+    ):
         yield
 
 
@@ -397,14 +453,9 @@ def _has_key() -> bool:
 def _let_higher_order_operators_through() -> None:
     """They look their kernels up in Python, and know nothing of fallbacks."""
     key, ops = _key(), torch._ops
-    known = getattr(ops, "_higher_order_ops", None)
-    defaults = getattr(ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", None)
-    _require("table of higher-order operators", "for models that use them", known is not None)
-    _require("list of keys they fall through", "for models that use them", defaults is not None)
-    assert known is not None
-    assert defaults is not None
-    defaults.append(key)  # for those that are registered later
-    for name, operator in known.items():
+    # For those that are registered later:
+    ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for name, operator in ops._higher_order_ops.items():
         if name in _TRACING:
             operator.py_impl(key)(functools.partial(_alone, operator))
         else:
@@ -453,6 +504,4 @@ def _wait_before_control_flow_compiles() -> None:
 
 
 def _compile_lock() -> Any:
-    from torch._dynamo.convert_frame import compile_lock
-
-    return compile_lock
+    return _late("_dynamo.convert_frame", "compile_lock", "to compile one replica at a time")

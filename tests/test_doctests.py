@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 
 import pytest
+from helpers.optional import needed
 from tqdm import tqdm
 
 import scatterpar
@@ -23,8 +24,10 @@ MODULES = [
 @pytest.mark.draws
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
-    if name.endswith(".sentence_transformers"):
+    if "sentence_transformers" in name:
         pytest.importorskip("sentence_transformers")
+    if name.endswith((".lightning", ".metrics")):
+        needed("lightning", "'.[lightning]'")
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert not failed
 

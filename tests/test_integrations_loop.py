@@ -89,7 +89,7 @@ def test_the_only_call_of_a_step_is_found(outputs):
 
 
 def test_the_calls_of_several_replicas_are_found_in_order():
-    assert each_call(([1, 2], 3)) == each_call([1, 2, 3]) == [1, 2, 3]
+    assert each_call(([1, 2], 3)) == each_call([[1, 2], [3]]) == each_call([1, 2, 3]) == [1, 2, 3]
 
 
 def test_it_needs_no_library():

@@ -30,7 +30,7 @@ def data(rows=12):
 
 
 def workers():
-    return [t.name for t in threading.enumerate() if t.name.startswith("scatterpar-")]
+    return [t.name for t in threading.enumerate() if t.name.startswith("scatterpar replica ")]
 
 
 def fail(engine):

@@ -63,7 +63,9 @@ def wait_until_idle(thread):
 
 
 def workers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("scatterpar-")]
+    return [
+        thread for thread in threading.enumerate() if thread.name.startswith("scatterpar replica ")
+    ]
 
 
 @pytest.mark.parametrize("which", [[0], [2], [0, 1, 2]])
@@ -75,7 +77,7 @@ def test_an_exception_while_it_waits(devices, which):
         for number in which:
             wait_until_idle(crew[number])
             kill(crew[number])
-        names = ", ".join(f"scatterpar-{number}" for number in which)
+        names = ", ".join(crew[number].name for number in which)
         with pytest.raises(
             RuntimeError, match=rf"this engine lost a worker \({names}\): .*outside"
         ):

@@ -90,7 +90,7 @@ def test_everything_was_put_back():
 
 EXPECTED = {
     "test_thread": "leaked threads: ['left-behind']",
-    "test_engine_that_lives_on": "leaked threads: ['scatterpar-0', 'scatterpar-1']",
+    "test_engine_that_lives_on": "leaked threads: ['scatterpar replica 0, cpu', 's",
     "test_num_threads": "changed globals: {'num_threads'",
     "test_default_dtype": "changed globals: {'default dtype'",
     "test_default_device": "changed globals: {'default device'",

@@ -78,7 +78,8 @@ def test_short_work_keeps_to_the_cores(devices, cores, patience):
     with ScatterOnceParallel(model, 1, devices(REPLICAS), verify=False) as engine:
         engine.forward_backward(randn(REPLICAS, 2), criterion=mean)
     assert watch.most <= cores
-    assert sorted(watch.threads) == [f"scatterpar-{i}" for i in range(REPLICAS)]
+    names = [f"scatterpar replica {i}, {device}" for i, device in enumerate(devices(REPLICAS))]
+    assert sorted(watch.threads) == names
 
 
 class Meets(nn.Linear):

@@ -1,12 +1,11 @@
-"""What one step moves between memories and how long it takes, counted where it happens."""
+"""What one step moves between memories, counted where it happens."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Self
 
 import torch
@@ -18,8 +17,6 @@ PHASES = ("scatter", "replicate", "compute", "reduce")
 
 # From which device to which copies go through the host's memory: see ``check_links``.
 DETOURS: set[tuple[torch.device, torch.device]] = set()
-
-Span = tuple[float, float]  # start and end, in seconds of time.perf_counter()
 
 _STAGED = 2  # parcels that may lie in the host's pinned memory at once
 
@@ -213,20 +210,3 @@ class Ahead(Ledger):
             current = torch.accelerator.current_stream(self._stream.device)
             current.wait_event(self._copied.pop(number))
             self._targets.pop(number, None)
-
-
-class Clock:
-    """Wall time by phase, and when each replica was at work, for each time that they ran."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.passes: list[dict[int, Span]] = []
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body as part of phase ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start

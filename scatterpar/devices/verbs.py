@@ -227,6 +227,15 @@ def mark(device: torch.device) -> torch.Event:
     return _sleepy_mark(device) or torch.accelerator.current_stream(device).record_event()
 
 
+def timed_mark(device: torch.device | None) -> torch.Event | None:
+    """An event, on the device's current stream, whose time can be told; on the host none."""
+    if device is None or device.type == "cpu":
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 def finish(device: torch.device) -> None:
     """Sleep until ``device`` has done what its current stream was given, where one can sleep."""
     event = None if device.type == "cpu" else _sleepy_mark(device)

@@ -91,13 +91,14 @@ class Additions:
 
 
 def each_call(outputs: Any) -> list[Any]:
-    """The values that calls returned, one per micro-batch in row order.
+    """The values that calls returned, one per micro-batch.
 
-    ``outputs`` are those of a step, one entry per replica, or those of inference. The engine
-    returns the only value if there is one, else the list of them.
+    ``outputs`` are those of a step, whose order is that of the rows, or of inference, which joins
+    the replicas' lists entry by entry.
     """
-    parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    return list(chain.from_iterable(one if isinstance(one, list) else [one] for one in parts))
+    if not isinstance(outputs, (tuple, list)):
+        return [outputs]
+    return list(chain.from_iterable(map(each_call, outputs)))
 
 
 def rows_of(batch: Any) -> int:

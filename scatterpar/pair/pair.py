@@ -92,7 +92,7 @@ class DataParallelModel(Wrapper):
         self._hire()
 
     def _hire(self) -> None:
-        self._workers = Workers(len(self.device_ids), "this DataParallelModel")
+        self._workers = Workers(self.device_ids, "this DataParallelModel")
         self._proven: set[Hashable] = set()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ class DataParallelCriterion(Wrapper):
         self._hire()
 
     def _hire(self) -> None:
-        self._workers = Workers(len(self.device_ids or ()), "this DataParallelCriterion")
+        self._workers = Workers(self.device_ids or (), "this DataParallelCriterion")
         self._proven: set[Hashable] = set()
 
     def forward(
@@ -202,7 +202,7 @@ class DataParallelCriterion(Wrapper):
         if count is not None:
             check_function("count", count)
         if self._workers.count < len(outputs):
-            self._workers = Workers(len(outputs), "this DataParallelCriterion")
+            self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
         with self._workers.exclusive(), Crossing() as crossing:
             reduction = resolve_reduction(self.module, reduction)
             request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)

@@ -41,7 +41,7 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = ("_workers", "_copies", "_verifier", "_graphs", "_latest", "_proven")
+    _transient = ("_workers", "_copies", "_verifier", "_graphs", "_latest", "_proven", "_trace")
 
     def __init__(self) -> None:
         super().__init__()

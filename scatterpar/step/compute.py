@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ from scatterpar.step.substeps import (
 )
 from scatterpar.step.weights import Weights
 from scatterpar.step.whole_batch import Peers, Seen, first_pass, output_at, train_whole
+from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import Attempt
@@ -99,7 +101,8 @@ def compute(
     attempt.keep(reached)
     named = other_leaves(brought, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
-        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash)
+        clock = attempt.clock
+        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash, clock)
         whole = request.whole_batch
         with guarded(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
@@ -108,7 +111,8 @@ def compute(
                 tell_moved = checks.watch_state(request, tasks, parts)
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
-                checks.verify(attempt, request, tasks, parts, peers)
+                with clock.span("verify"):
+                    checks.verify(attempt, request, tasks, parts, peers)
                 tell_moved = checks.watch_state(request, tasks, parts)
                 work = partial(train, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None and request.backward:
@@ -264,6 +268,7 @@ def warm_up(
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
+    tasks = [replace(task, clock=SILENT) for task in tasks]
 
     def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
@@ -284,7 +289,8 @@ def warm_up(
             done[replica].set()
 
     try:
-        attempt.run(one_at_a_time, tasks)
+        with attempt.clock.span("warm-up"):
+            attempt.run(one_at_a_time, tasks)
     finally:
         attempt.clock.passes.clear()  # this says nothing of the devices' pace
         attempt.generators.rollback()  # what torch draws while it compiles is the process's own

@@ -33,6 +33,7 @@ from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import Launched, Task, forward, kept, pull
+from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Attempt
 
@@ -58,13 +59,14 @@ class _Graph:
     output: Any = None
     replay: Callable[..., None] | None = None
 
-    def compute(self, task: Task, keep: bool) -> None:
+    def compute(self, task: Task, keep: bool, number: int = 0) -> None:
         """The sub-step itself: what is captured, or on the CPU called again."""
-        output, loss = forward(task, self.rows)
+        output, loss = forward(task, self.rows, number)
         self.output = kept(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
-        pull([loss], [self.factor], autocast_types())
+        with task.span("backward", number):
+            pull([loss], [self.factor], autocast_types())
 
 
 @dataclass
@@ -142,19 +144,20 @@ class Graphed(Launched):
         key = _shape_of(source) if weight else None
         graph = own.graphs.get(key)
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before
-            came = source if task.arrival.is_here else task.arrival.rows_of(number)
+            came = source if task.arrival.is_here else task.rows_of(number)
             copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
         elif key is not None and own.may_capture():
-            rows = task.arrival.rows_of(number)
+            rows = task.rows_of(number)
             try:
-                graph = own.graphs[key] = self._captured(opened(rows, copy=True))
+                graph = own.graphs[key] = self._captured(opened(rows, copy=True), number)
             except _Refused as error:
                 own.refuse(str(error))
         if graph is None or graph.replay is None:
             return super().run(number, weight, rows)
         self._put_in_place(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
-        graph.replay(task, bool(self._keep))
+        with task.span("replay", number):
+            graph.replay(task, bool(self._keep), number)
         output = kept(opened(graph.output, copy=True), self._keep) if self._keep else None
         return graph.loss.clone(), output
 
@@ -177,21 +180,21 @@ class Graphed(Launched):
                 gradient.copy_(came)
             leaves[i].grad = self._in_place[i] = gradient
 
-    def _captured(self, rows: Any) -> _Graph:
+    def _captured(self, rows: Any, number: int) -> _Graph:
         """A graph for micro-batches like ``rows``, which it keeps. Leaves no trace.
 
         Raises:
             _Refused: it cannot be had.
         """
-        task, own = self._task, self._own
+        task, own = replace(self._task, clock=SILENT), self._own
         came = [leaf.grad for leaf in task.leaves]
         try:
-            with self._attempt.apart(task):
+            with self._task.span("capture", number), self._attempt.apart(task):
                 with verbs.beside(own.stream):
-                    graph = self._warmed_up(rows)
+                    graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
-                self._capture(graph)
+                self._capture(task, graph)
         except Exception as error:
             if is_out_of_memory(error):
                 own.forget()  # their memory may be what is missing
@@ -201,8 +204,8 @@ class Graphed(Launched):
                 leaf.grad = earlier
         return graph
 
-    def _capture(self, graph: _Graph) -> None:
-        own, given = self._own, (self._task, bool(self._keep))
+    def _capture(self, task: Task, graph: _Graph) -> None:
+        own, given = self._own, (task, bool(self._keep))
         try:
             graph.replay, own.pool = verbs.capture(own.stream, graph.compute, *given, pool=own.pool)
         except Exception as error:
@@ -210,14 +213,14 @@ class Graphed(Launched):
                 raise
             what = str(error).strip().partition("\n")[0]
             raise _Refused(
-                f"a sub-step of {type(self._task.module).__name__} cannot be captured: it waits "
+                f"a sub-step of {type(task.module).__name__} cannot be captured: it waits "
                 f"for the device, or does what a graph cannot repeat ({type(error).__name__}: "
                 f"{what})"
             ) from error
 
-    def _warmed_up(self, rows: Any) -> _Graph:
+    def _warmed_up(self, task: Task, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
-        task, leaves, number = self._task, self._task.leaves, self._task.share.replica
+        leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
         assert stash is not None
         for leaf in leaves:

@@ -86,11 +86,16 @@ class Outcome:
         device = physical(self.plan.shares[0].device)
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
-    def report(self, noise: GradientNoise | None) -> StepReport:
-        """What the step did, in numbers."""
+    def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
+        """What the step did, in numbers; it began ``waited`` seconds after the one before."""
         clock, ledger = self.attempt.clock, self.attempt.ledger
         counted = clock.seconds, ledger.bytes, ledger.messages
-        return StepReport(self.plan, self.loss, *counted, self.retries, noise)
+        of_replicas = [0.0] * len(self.plan.shares)
+        for spans in clock.passes:
+            for replica, (start, end) in spans.items():
+                of_replicas[replica] += end - start
+        of_step = self.plan, self.loss, *counted, self.retries, noise
+        return StepReport(*of_step, waited=waited, replica_seconds=tuple(of_replicas))
 
 
 def measure(

@@ -20,6 +20,7 @@ from scatterpar.step.captured import note_strangers
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Arrival
+from scatterpar.threads.clock import SILENT, Clock, Span
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.generators import Generators, followed
 from scatterpar.threads.sharing import Stash
@@ -40,6 +41,7 @@ class Task:
         replicas: the replica of the model, and the criterion's where it has one here.
         leaves: what backward passes give gradients.
         stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
+        clock: times the parts of sub-steps.
     """
 
     share: Share
@@ -50,12 +52,25 @@ class Task:
     replicas: Sequence[Replica] = ()
     leaves: Sequence[Tensor] = ()
     stash: Stash | None = None
+    clock: Clock = SILENT
 
-    def in_turn(self) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[Span | None]:
+        """Times the body as a part of the sub-step of this number."""
+        return self.clock.span(name, self.share, number)
+
+    def rows_of(self, number: int, *, keep: bool = False) -> Any:
+        """The rows of one micro-batch, as ``Arrival.rows_of``, timed."""
+        with self.span("arrival", number) as span:
+            rows = self.arrival.rows_of(number, keep=keep)
+            if span is not None:
+                span.elements = sum(tensor.numel() for tensor in nested.tensors(rows[0]))
+            return rows
+
+    def in_turn(self, number: int) -> contextlib.AbstractContextManager[None]:
         """For the Python of a forward pass and its loss, which replicas may take turns to run."""
         if self.stash is None:
             return contextlib.nullcontext()
-        return self.stash.turn_to_launch(self.share.device)
+        return self.stash.turn_to_launch(self.share.device, self.span("waiting", number))
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -79,6 +94,12 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+_ONE_ROW = (
+    "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
+    "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
+)
+
+
 class noted:
     """Note on whatever is raised in the body where it happened; of a ``request``, how to replay."""
 
@@ -98,6 +119,8 @@ class noted:
             if self._number is not None:
                 where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
             note(error, f"{where}, counted from 0")
+            if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
+                note(error, _ONE_ROW)
             if self._request is not None and self._number is not None:
                 call = self._request.replay_call(self._share.replica, self._number)
                 note(error, f"alone, in this thread:\n{call}")
@@ -110,6 +133,7 @@ def hand_out(
     arrivals: Sequence[Arrival],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
+    clock: Clock = SILENT,
 ) -> list[Task]:
     """What each replica is given to do; with fewer rows than replicas, the last ones rest."""
     tasks = []
@@ -126,6 +150,7 @@ def hand_out(
                 replicas=replicas,
                 leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
                 stash=stash,
+                clock=clock,
             )
         )
     return tasks
@@ -150,14 +175,15 @@ class Launched:
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task = self._task
-        output, loss = forward(task, task.arrival.rows_of(number) if rows is None else rows)
+        output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
         output_kept = kept(output, self._keep) if self._keep else None
         del output
         if weight and self._request.backward:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
-            pull([loss], [factor], self._autocast)
+            with task.span("backward", number):
+                pull([loss], [factor], self._autocast)
             if self._waiting:  # for all of them in the first sub-step, as a rule
                 self._waiting = unalias(self._waiting)
         return loss.detach(), output_kept
@@ -220,19 +246,19 @@ def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequenc
             torch.set_autocast_enabled(kind, True)
 
 
-def forward(task: Task, rows: tuple[Any, Any]) -> tuple[Any, Tensor]:
+def forward(task: Task, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
     """The output of one micro-batch of inputs and targets, and its loss, in turn.
 
     What the criterion reaches is stashed.
     """
     inputs, targets = rows
-    with task.in_turn():
+    with task.in_turn(number), task.span("forward", number):
         output = task.output_of(inputs)
         del rows, inputs
         if task.stash is None or not task.takes_turns:
             return output, loss_of(output, targets, task.criterion)
         nodes = nodes_of(nested.tensors(output))
-        with task.stash.turn_on(task.share.device):
+        with task.stash.turn_on(task.share.device, task.span("waiting", number)):
             loss = loss_of(output, targets, task.criterion)
         task.stash.reach(loss, nodes, task.share.replica)
         return output, loss

@@ -294,7 +294,8 @@ def train_whole(
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach)
     try:
-        with generators.of_criterion(seed):  # out here interrupts wait: none cuts it in half
+        # Out here interrupts wait: none cuts it in half.
+        with attempt.clock.span("criterion"), generators.of_criterion(seed):
             loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
@@ -314,9 +315,9 @@ def train_whole(
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, rows: Any) -> Any:
+def output_at(task: Task, rows: Any, number: int = 0, name: str = "forward") -> Any:
     """The module's output for the rows of one micro-batch."""
-    with task.in_turn():
+    with task.in_turn(number), task.span(name, number):
         return task.output_of(rows[0])
 
 
@@ -339,7 +340,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with noted(share, number, request):
             states.append(attempt.generators.mark(share.replica, number))
-            output = output_at(task, task.arrival.rows_of(number, keep=keeps_rows))
+            output = output_at(task, task.rows_of(number, keep=keeps_rows), number)
             pieces.append(nested.on_tensors(_leaf, output))
             if keep:
                 returned.append(kept(output, keep))
@@ -397,7 +398,8 @@ def second_pass(
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
     with noted(task.share, last):
-        _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
+        with task.span("backward", last):
+            _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
     own.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
@@ -408,9 +410,10 @@ def second_pass(
             proceed()
             with noted(task.share, number):
                 attempt.generators.set_state(share.replica, own.states[number])
-                output = output_at(task, task.arrival.rows_of(number))
+                output = output_at(task, task.rows_of(number), number, "recompute")
                 changes.append(_differences(output, own.pieces[number]))
-                _pull(nested.tensors(output), _gradients(own.pieces[number]))
+                with task.span("backward", number):
+                    _pull(nested.tensors(output), _gradients(own.pieces[number]))
                 waiting = unalias(waiting)
                 del output
     _require_unchanged(changes, share)

@@ -17,7 +17,15 @@ import torch
 
 from scatterpar.devices import verbs
 from scatterpar.report import warn
-from scatterpar.torch_private import modes, private_accelerator, saved_tensors_hooks
+from scatterpar.torch_private import (
+    PROFILE_ALL_THREADS,
+    emits_nvtx,
+    is_profiled,
+    modes,
+    nvtx_emitted,
+    private_accelerator,
+    saved_tensors_hooks,
+)
 
 _AUTOCAST_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu")
 
@@ -59,10 +67,17 @@ class Context:
                 f"replicas compute in threads of their own; enter it in the module's forward, or "
                 f"use one replica, which computes in the caller's thread"
             )
+        self._makers: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
+        if is_profiled() and emits_nvtx():
+            self._makers.append(nvtx_emitted)
+        elif is_profiled():
+            warn(
+                f"torch.profiler records the caller's thread alone, and replicas compute in "
+                f"threads of their own: to see their operators, pass it {PROFILE_ALL_THREADS}"
+            )
         self._variables = contextvars.copy_context()
         self._streams = verbs.current_streams()
         self._default = torch.get_default_device()
-        self._makers: list[Callable[[], contextlib.AbstractContextManager[object]]] = []
         if torch.is_inference_mode_enabled():
             self._makers.append(torch.inference_mode)
         elif not torch.is_grad_enabled():

@@ -23,6 +23,7 @@ from scatterpar.torch_private import HAS_LOCK, edges_to_leaves, hooks_taken_off
 _CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
 _PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
 _LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
+_UNTIMED = contextlib.nullcontext()
 _LOOKING = threading.Lock()  # of all engines: whoever looks has switched collection off
 
 
@@ -41,9 +42,9 @@ class Turn:
         self._seen: object = None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """The body is the only one, or beside one that does not get on."""
-        with self._next:
+    def taken(self, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED) -> Iterator[None]:
+        """The body is the only one, or beside one that does not get on. Waits in ``waiting``."""
+        with waiting, self._next:
             mine = self._lock.acquire(blocking=False) or self._wait()
             if mine:
                 self._whose = self._watch(threading.get_ident())
@@ -170,11 +171,15 @@ class Stash:
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient
 
-    def turn_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    def turn_on(
+        self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
+    ) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
-        return self._turns[physical(device)].taken()
+        return self._turns[physical(device)].taken(waiting)
 
-    def turn_to_launch(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    def turn_to_launch(
+        self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
+    ) -> contextlib.AbstractContextManager[None]:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 
         Threads that launch at the same time take the interpreter's lock from each other in every
@@ -182,7 +187,7 @@ class Stash:
         where there is one replica, all go at once.
         """
         if HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
-            return self._launching.taken()
+            return self._launching.taken(waiting)
         return contextlib.nullcontext()
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:

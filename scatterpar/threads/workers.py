@@ -30,8 +30,9 @@ from torch import Tensor
 
 from scatterpar import torch_private
 from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Clock, Ledger
+from scatterpar.devices.ledger import Ledger
 from scatterpar.plan import Plan
+from scatterpar.threads.clock import Clock
 from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.sharing import Claims
@@ -147,7 +148,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 class Workers:
-    """``count`` threads that run what ``parallel_apply`` gives them, one replica each.
+    """A thread for each of ``devices`` that runs what ``parallel_apply`` gives it: one replica.
 
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
@@ -161,8 +162,11 @@ class Workers:
     exit_by: ClassVar[float] = math.inf  # on the monotonic clock
     _living: ClassVar[set[weakref.ref[Workers]]] = set()  # no WeakSet: one is copied in Python
 
-    def __init__(self, count: int, owner: str) -> None:
-        self.count = count
+    def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
+        self.count = len(devices)
+        self._names = [f"scatterpar replica {i}" for i in range(self.count)]
+        for i, device in enumerate(devices):
+            self._names[i] += "" if device is None else f", {device}"
         self._owner = owner
         self._lock = threading.Lock()
         self._posting = threading.RLock()  # who closes comes before all of a job, or after
@@ -372,10 +376,8 @@ class Workers:
         self._queues = [SimpleQueue() for _ in range(self.count)]
         ready = threading.Barrier(self.count + 1)
         self._threads = threads = [
-            threading.Thread(
-                target=_serve, args=(queue, budget, ready), daemon=True, name=f"scatterpar-{i}"
-            )
-            for i, queue in enumerate(self._queues)
+            threading.Thread(target=_serve, args=(queue, budget, ready), daemon=True, name=name)
+            for queue, name in zip(self._queues, self._names, strict=True)
         ]
         try:
             for thread in threads:  # each in a new context: a worker would keep the caller's
@@ -413,12 +415,14 @@ class Attempt:
     be entered again. ``earlier`` replicas of other processes are numbered before these.
     """
 
-    def __init__(self, workers: Workers, plan: Plan, earlier: int | None = None) -> None:
+    def __init__(
+        self, workers: Workers, plan: Plan, earlier: int | None = None, clock: Clock | None = None
+    ) -> None:
         self.workers = workers
         self.plan = plan
         self.generators = Generators([share.device for share in plan.shares], earlier)
         self.ledger = Ledger()
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
 

@@ -145,7 +145,7 @@ class Soak:
 
 
 def _workers() -> int:
-    return sum(thread.name.startswith("scatterpar-") for thread in threading.enumerate())
+    return sum(thread.name.startswith("scatterpar replica ") for thread in threading.enumerate())
 
 
 def soak(

@@ -1,0 +1,375 @@
+"""Lightning's ``Trainer`` on all devices of one process.
+
+``training_step`` runs for every micro-batch, on a replica of the LightningModule. The Trainer gets
+the loss of the whole batch, whose backward pass brings the gradient of the whole batch. All else is
+the Trainer's: order of the hooks, optimizers, schedules, callbacks, checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations import metrics
+from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, rows_of
+from scatterpar.step import nested
+from scatterpar.step.markers import Rows
+
+__all__ = ["ScatterOnceStrategy"]
+
+_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains a LightningModule on all devices of one process, with the gradient of one device.
+
+    For the ``Trainer`` of ``lightning.pytorch``, which has ``world_size`` 1: a batch of the loader
+    is divided over the replicas. Validation, test and prediction run on all replicas, too. The
+    LightningModule stays as it is, with automatic optimization.
+
+    Args:
+        device_ids: one entry per replica, as in ``ScatterOnceParallel``. By default the devices
+            that ``devices=`` of the ``Trainer`` names.
+        accum: sub-steps per replica, as in ``ScatterOnceParallel``.
+        count: ``count(batch)`` returns the number of terms that the mean loss of
+            ``training_step`` averages over in ``batch``. By default the number of rows.
+        reduction: ``"sum"`` if ``training_step`` returns the sum of its terms.
+        options: further arguments of ``ScatterOnceParallel``, such as ``buffers="batch"``.
+
+    Raises:
+        ValueError: ``graphs=True``; at ``fit`` what needs other processes or another owner of the
+            gradients, by name: manual optimization, sharded parameters, ``sync_batchnorm``,
+            ``num_nodes``, ``dataloader_iter``.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> class Classifier(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = torch.nn.Linear(4, 2)
+        ...     def training_step(self, batch, batch_idx):
+        ...         images, labels = batch
+        ...         return torch.nn.functional.cross_entropy(self.net(images), labels)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), 0.1)
+        >>> data = TensorDataset(torch.randn(20, 4), torch.randint(2, (20,)))
+        >>> trainer = pl.Trainer(
+        ...     strategy=ScatterOnceStrategy(accum=2), accelerator="cpu", devices=2, max_epochs=1,
+        ...     logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        ...     enable_model_summary=False,
+        ... )
+        >>> trainer.fit(Classifier(), DataLoader(data, 8))
+        >>> trainer.global_step  # 20 rows, 8 of them per step
+        3
+    """
+
+    strategy_name = "scatter_once"
+
+    def __init__(
+        self,
+        device_ids: Sequence[DeviceLike] | None = None,
+        accum: Any = 1,
+        *,
+        count: Callable[[Any], Any] | None = None,
+        reduction: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if options.get("graphs"):
+            raise ValueError(
+                "ScatterOnceStrategy does not go together with graphs=True, which replays kernels "
+                "without Python, and so without self.log; leave graphs out"
+            )
+        self.parallel_devices: list[torch.device] | None = None  # the Trainer's devices=, set by it
+        self._device_ids, self._options = device_ids, {"accum": accum, **options}
+        self._count, self._reduction = count, reduction
+        self._engine: ScatterOnceParallel | None = None
+        self._compiled: dict[str, Any] = {}
+
+    # One process, one model, several devices.
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of the LightningModule: that of the first replica."""
+        return physical(resolve(self._device_ids or self.parallel_devices or ["cpu"])[0])
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up what one device needs, and the engine."""
+        module = self._module()
+        if trainer.training:
+            _refuse(trainer, module)
+            if "buffers" not in self._options and any(map(_normalises_batches, module.modules())):
+                warnings.warn(_BATCH_NORM, stacklevel=2)
+        super().setup(trainer)
+        if module._compiler_ctx is not None:  # torch.compile(module); replicas compile forward
+            own = vars(module)
+            self._compiled = {name: own[name] for name in (*_STEPS, "_compiler_ctx") if name in own}
+            to_uncompiled(module)
+            compile = self._compiled["_compiler_ctx"]["dynamo_ctx"]
+            module._compiled_call_impl = compile(module._call_impl)
+        devices = self._device_ids or self.parallel_devices
+        self._engine = ScatterOnceParallel(Modules([module]), device_ids=devices, **self._options)
+
+    def teardown(self) -> None:
+        """Close the engine, and do what one device needs."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._compiled:
+            self._module()._compiled_call_impl = None
+            vars(self._module()).update(self._compiled)
+        self._engine, self._compiled = None, {}
+        super().teardown()
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Run the hooks on batch transfer, but leave the batch on the host, to be scattered."""
+        return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
+
+    # The steps.
+
+    def training_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
+        """Compute the whole batch's loss, with ``training_step`` on the replicas."""
+        engine, step = self._running_engine(), "training_step"
+        with self.precision_plugin.train_step_context(), self._inputs(step, batch, rest) as inputs:
+            loss, calls = engine.loss(
+                inputs,
+                reduction=self._reduction,
+                count=self._count and partial(_counted, count=self._count),
+                scaler=getattr(self.precision_plugin, "scaler", None),
+                return_outputs=itemgetter("call"),
+            )
+        extras = self._finish(calls)
+        return loss if extras is None else {**extras, "loss": loss}
+
+    def validation_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
+        """Run ``validation_step`` on the replicas."""
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", batch, rest)
+
+    def test_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
+        """Run ``test_step`` on the replicas."""
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", batch, rest)
+
+    def predict_step(self, batch: Any, *rest: Any, **_: Any) -> Any:
+        """Run ``predict_step`` on the replicas."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", batch, rest)
+
+    def _evaluate(self, step: str, batch: Any, rest: Sequence[Any]) -> Any:
+        engine = self._running_engine()
+        with torch.no_grad(), self._inputs(step, batch, rest) as inputs:
+            calls = engine(inputs.pop("work"), **inputs)["call"]
+        return self._finish(calls)
+
+    @contextlib.contextmanager
+    def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """The engine's inputs for a method of the LightningModule, whose metrics are put aside."""
+        module = self._module()
+        own = metrics.metrics_of(module)
+        how = {"step": step, "rest": list(rest), "count": self._count}
+        with metrics.placed(module, dict.fromkeys(own, metrics.ABSENT)):
+            empty = {path: metrics.emptied(metric) for path, metric in own.items()}
+            rows = {"batch": as_rows(batch), "rows": Rows(range(rows_of(batch)))}
+            yield {"work": _call, "own_metrics": empty, **rows, **how}
+
+    def _finish(self, outputs: Any) -> Any:
+        """Bring to the module what calls left on replicas. Returns the calls' outputs, joined."""
+        module, device = self._module(), self.root_device
+        calls = sorted(each_call(outputs), key=attrgetter("rows"))
+        own = metrics.single(metrics.metrics_of(module))
+        for path, metric in own.items():
+            states = [call.states[path] for call in calls if path in call.states]
+            metrics.merge(metric, states, device)
+        logged = defaultdict(list)  # by name, and by how often the call has logged it before
+        for call in calls:
+            call.additions.add_to(module)
+            times: Counter[str] = Counter()
+            for name, value, options in call.logged:
+                logged[name, times[name]].append((call, value, options))
+                times[name] += 1
+        for (name, _), entries in logged.items():
+            _log(module, name, entries, own, device)
+        found = [nested.on_tensors(lambda t: t.to(device), call.output) for call in calls]
+        return _joined(found, [call.weight for call in calls], [len(call.rows) for call in calls])
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _running_engine(self) -> ScatterOnceParallel:
+        assert self._engine is not None
+        return self._engine
+
+
+def _call(
+    modules: Modules,
+    batch: Any,
+    rows: Sequence[int],
+    step: str,
+    rest: Sequence[Any],
+    own_metrics: Mapping[str, Any],
+    count: Callable[[Any], Any] | None,
+) -> dict[str, Any]:
+    """Call a step function for one micro-batch, on a replica of the LightningModule."""
+    module: Any = modules.parts[0]
+    before, device = module.device, next((p.device for p in module.parameters()), module.device)
+    own = {path: metric.clone().to(device) for path, metric in own_metrics.items()}
+    call = _Call(module, rows)
+    vars(module).update(log=call.log, _device=device)
+    try:
+        with metrics.placed(module, own):
+            output = getattr(module, step)(batch, *rest)
+    finally:
+        del vars(module)["log"]
+        vars(module)["_device"] = before
+    loss = None
+    if step == "training_step":
+        loss, output = _split(output)
+    call.end(module, output, own, len(rows) if count is None else count(batch))
+    return {"loss": loss, "call": call}
+
+
+def _split(output: Any) -> tuple[Tensor, Any]:
+    """The loss that ``training_step`` returns, and what it returns beside."""
+    is_mapping = isinstance(output, Mapping)
+    loss = output.get("loss") if is_mapping else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step returned {loss!r} as the loss of a micro-batch, and no part of a batch "
+            f"can be skipped; return a loss that is zero, such as (output * 0).sum()"
+        )
+    return loss, {k: v for k, v in output.items() if k != "loss"} if is_mapping else None
+
+
+class _Call:
+    """What one call of a step function left on its replica. No dataclass, as ``Additions``."""
+
+    def __init__(self, module: Any, rows: Sequence[int]) -> None:
+        self.additions, self.rows = Additions(module), rows
+        self.logged: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def log(self, *args: Any, **options: Any) -> None:
+        """Note a value, to be logged once for all calls."""
+        given = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
+        del given["self"]
+        self.logged.append((given.pop("name"), given.pop("value"), given))
+
+    def end(self, module: Any, output: Any, own: Mapping[str, Any], count: Any) -> None:
+        """Keep what the call left on ``module`` and in its ``own`` metrics, without graphs."""
+        self.additions.end(module)
+        self.states, self._count = metrics.states_of(own), count
+        self.output = nested.on_tensors(Tensor.detach, output)
+        paths = {id(metric): path for path, metric in metrics.single(own).items()}
+        self.logged = [
+            (name, paths[id(value)] if isinstance(value, Metric) else _number(value), options)
+            for name, value, options in self.logged
+        ]
+
+    @property
+    def weight(self) -> float:
+        """The number of terms that a mean of the call averages over."""
+        return float(self._count)
+
+
+def _log(
+    module: LightningModule,
+    name: str,
+    entries: Sequence[tuple[_Call, Any, dict[str, Any]]],
+    own: Mapping[str, Metric],
+    device: torch.device,
+) -> None:
+    """Log for the whole batch what calls logged under one name, or the metric that they did."""
+    calls, found, every = zip(*entries, strict=True)
+    options = every[-1]
+    if isinstance(found[0], str):  # the path of a metric
+        module.log(name, own[found[0]], **options)
+        return
+    values = [value.to(device) for value in found]
+    sizes = [
+        one.get("batch_size") or len(call.rows) for call, one in zip(calls, every, strict=True)
+    ]
+    weights = [one.get("batch_size") or call.weight for call, one in zip(calls, every, strict=True)]
+    how = options.get("reduce_fx", "mean")
+    reduce = _REDUCTIONS.get(getattr(how, "__name__", how))
+    value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
+    module.log(name, value, **options | {"batch_size": sum(sizes)})
+
+
+def _counted(inputs: Mapping[str, Any], _: Any, *, count: Callable[[Any], Any]) -> Any:
+    return count(inputs["batch"])
+
+
+def _number(value: Any) -> Tensor:
+    """A logged number, as Lightning's ``log`` takes it: a 0-dim tensor."""
+    is_tensor = isinstance(value, Tensor)
+    dtype = torch.get_default_dtype()
+    return value.detach().squeeze() if is_tensor else torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
+    """Outputs of calls as one: tensors and lists with rows joined, numbers averaged.
+
+    The list of them, if they cannot be joined.
+    """
+    if isinstance(outputs[0], Mapping):
+        return {k: _joined([one[k] for one in outputs], weights, rows) for k in outputs[0]}
+    try:
+        return nested.join_rows(outputs, 0, weights, rows, lists=True)
+    except ValueError:  # such as tensors without rows
+        return list(outputs)
+
+
+def _normalises_batches(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse, by name, what needs other processes, or another owner of the gradients."""
+    found = {
+        "manual optimization (automatic_optimization=False)": not module.automatic_optimization,
+        "sharded parameters": any(type(p).__name__ == "DTensor" for p in module.parameters()),
+        "sync_batchnorm=True": trainer._accelerator_connector._layer_sync is not None,
+        "num_nodes above 1": trainer._accelerator_connector._num_nodes_flag > 1,
+        "training_step(dataloader_iter)": is_param_in_hook_signature(
+            module.training_step, "dataloader_iter", explicit=True
+        ),
+    }
+    for name, given in found.items():
+        if given:
+            raise ValueError(
+                f"ScatterOnceStrategy does not go together with {name}: it trains one whole model "
+                f"in one process, on batches of which training_step returns the loss; use a "
+                f"strategy of Lightning's"
+            )
+
+
+_BATCH_NORM = (
+    "the model has batch normalisation, which sees one micro-batch at a time; pass "
+    'buffers="batch" to ScatterOnceStrategy to move running statistics once per batch, with all '
+    'its rows, or buffers="master" to move them with each micro-batch of replica 0'
+)

@@ -1,0 +1,112 @@
+"""torchmetrics' metrics in a module that replicas run.
+
+Each call of a step function updates empty copies of the metrics. Their states are merged into the
+module's own metrics afterwards, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from scatterpar.step import nested
+
+State = tuple[dict[str, Any], int, bool]  # values, number of updates, whether there is a value
+
+ABSENT = nn.Identity()  # stands where a module has a metric, so that replicas have none
+
+
+def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The metrics and collections of metrics in ``module``, by path; not those inside of others."""
+    found = {}
+    for name, child in module.named_children():
+        if isinstance(child, (Metric, MetricCollection)):
+            found[prefix + name] = child
+        else:
+            found |= metrics_of(child, f"{prefix}{name}.")
+    return found
+
+
+def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """Each single metric by its path, those in collections and in other metrics too."""
+    return {
+        path: metric
+        for prefix, one in metrics.items()
+        for path, metric in one.named_modules(prefix=prefix)
+        if isinstance(metric, Metric)
+    }
+
+
+@contextlib.contextmanager
+def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
+    """In the body, ``module`` has ``metrics`` at their paths, in the place of what is there."""
+    places = [path.rpartition(".") for path in metrics]
+    owners: list[tuple[dict[str, Any], str]] = [
+        (module.get_submodule(parent)._modules, name) for parent, _, name in places
+    ]
+    before = [children[name] for children, name in owners]
+    try:
+        for (children, name), metric in zip(owners, metrics.values(), strict=True):
+            children[name] = metric
+        yield
+    finally:
+        for (children, name), metric in zip(owners, before, strict=True):
+            children[name] = metric
+
+
+def emptied(metric: Any) -> Any:
+    """A copy of ``metric`` without state. Copies no state, which may be that of an epoch."""
+    memo: dict[int, Any] = {}
+    for one in single({"": metric}).values():
+        states = [getattr(one, name) for name in one._defaults]
+        memo |= {id(value): [] for value in states if isinstance(value, list)}
+        memo |= {id(value): None for value in (one._forward_cache, one._computed)}
+    copied = copy.deepcopy(metric, memo)
+    copied.reset()
+    return copied
+
+
+def states_of(metrics: Mapping[str, Any]) -> dict[str, State]:
+    """The state of each single metric that was updated."""
+    for one in metrics.values():
+        for part in one.modules():
+            if isinstance(part, MetricCollection):  # members of a group share the first one's state
+                part.values(copy_state=False)
+    return {
+        path: (metric.metric_state, metric._update_count, metric._forward_cache is not None)
+        for path, metric in single(metrics).items()
+        if metric._update_count
+    }
+
+
+def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None:
+    """Merge the states of calls into ``metric``; its value for the step is that of all of them.
+
+    Raises:
+        ValueError: a state that torchmetrics cannot merge.
+    """
+    step = emptied(metric)
+    for values, updates, _ in states:
+        for name, value in values.items():
+            if metric._reductions[name] is None and isinstance(value, Tensor):
+                raise ValueError(
+                    f"the state {name!r} of {type(metric).__name__} cannot be merged with that of "
+                    f"another micro-batch; return predictions and targets from training_step, and "
+                    f"update the metric in on_train_batch_end"
+                )
+        own = nested.on_tensors(lambda tensor: tensor.detach().to(device), values)
+        for target in (metric, step):
+            before = target.metric_state
+            for name, value in own.items():
+                setattr(target, name, value)
+            target._update_count += updates
+            target._reduce_states(before)  # what was there first, then the call's
+            target._computed = None
+    if any(has_value for *_, has_value in states):
+        metric._forward_cache = step.compute()

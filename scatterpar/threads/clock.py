@@ -1,0 +1,155 @@
+"""What a step takes: seconds by phase, and, for a trace or a profiler, every part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from scatterpar.devices.ledger import PHASES
+from scatterpar.devices.verbs import timed_mark
+from scatterpar.plan import Plan, Share
+from scatterpar.torch_private import profiler_is_on
+
+ON_DEVICES = "forward", "backward", "recompute", "replay"  # what replicas launch
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Span:
+    """One part of a step, timed as a context manager.
+
+    Attributes:
+        name: what was done, such as ``"forward"``.
+        replica: whose part it is; ``None`` for the caller's thread.
+        sub_step: the number of the micro-batch; ``None`` for what belongs to none.
+        start: when the host began, in seconds of ``time.perf_counter()``.
+        end: when the host was done, which on an accelerator is when all was launched.
+        own: seconds of it that are not those of a span inside.
+        on_device: when the device did it, on an accelerator: start and end, by the host's clock.
+        elements: of the input tensors that arrived in it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        share: Share | None,
+        sub_step: int | None,
+        record: RecordedStep | None,
+        block: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        self.name, self.sub_step = name, sub_step
+        self.replica = None if share is None else share.replica
+        self.start = self.end = self.own = 0.0
+        self.on_device: tuple[float, float] | None = None
+        self.marks: list[torch.Event] = []
+        self.elements = 0
+        is_launched = record is not None and name in ON_DEVICES and share is not None
+        self._device = share.device if is_launched and share is not None else None
+        self._record, self._block = record, block
+
+    def __enter__(self) -> Self:
+        self._block.__enter__()
+        self._mark()
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.end = time.perf_counter()
+        self._mark()
+        if self._record is not None:
+            self._record.spans.append(self)
+        self._block.__exit__(*error)
+
+    def _mark(self) -> None:
+        event = None if self._device is None else timed_mark(self._device)
+        if event is not None:
+            self.marks.append(event)
+
+
+@dataclass
+class RecordedStep:
+    """One step of a trace.
+
+    Attributes:
+        start: when it began, in seconds of ``time.perf_counter()``.
+        end: when it was over.
+        plan: how its rows were cut, in the last try if memory ran out.
+        spans: what was done, in order of their starts.
+        error: what it raised, as text; ``None`` for a step that was committed.
+    """
+
+    start: float
+    end: float = 0.0
+    plan: Plan | None = None
+    spans: list[Span] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """The rows of each replica that had some."""
+        return {share.replica: share.rows for share in self.plan.shares} if self.plan else {}
+
+    def finish(self) -> None:
+        """The step is over: sort the spans, and find out which seconds are their own."""
+        self.end = time.perf_counter()
+        self.spans.sort(key=lambda span: (span.start, -span.end))
+        around: dict[int | None, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            stack = around[span.replica]
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+            span.own = span.end - span.start
+            if stack:
+                stack[-1].own -= span.own
+            stack.append(span)
+
+
+class Clock:
+    """Wall time by phase, and when each replica was at work, for each time that they ran.
+
+    With a ``record``, every part of the step is appended to it. While a torch profiler is on, every
+    part is a ``record_function`` block, too. Otherwise parts are not looked at.
+    """
+
+    def __init__(self, record: RecordedStep | None = None) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.passes: list[dict[int, tuple[float, float]]] = []  # start and end by replica
+        self._record = record
+        self._is_profiled = profiler_is_on()
+        self._is_idle = record is None and not self._is_profiled
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as part of phase ``name``."""
+        start = time.perf_counter()
+        try:
+            with self.span(name):
+                yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def span(
+        self, name: str, share: Share | None = None, sub_step: int | None = None
+    ) -> contextlib.AbstractContextManager[Span | None]:
+        """A part of the step, of the caller or of the replica that has ``share``."""
+        if self._is_idle:
+            return _NOTHING
+        block: contextlib.AbstractContextManager[Any] = _NOTHING
+        if self._is_profiled:
+            label = f"scatterpar {name}" if sub_step is None else f"scatterpar {name} {sub_step}"
+            block = torch.profiler.record_function(label)
+        return Span(name, share, sub_step, self._record, block)
+
+
+SILENT = Clock()  # for sub-steps that are no part of the step

@@ -1,0 +1,24 @@
+"""Libraries that a test needs and another environment may lack."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+
+def needed(name: str, extra: str) -> Any:
+    """The module ``name``; skips the test's file if its package is not installed.
+
+    torchmetrics and fastai import torchvision, which is imported first: PyPI's does not import
+    beside torch's CPU build otherwise (docs/image-folders.md).
+    """
+    if find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"needs {extra}: docs/other-loops.md", allow_module_level=True)
+    if find_spec("torchvision") is not None:
+        from scatterpar.train.pictures import library
+
+        library("torchvision")
+    return importlib.import_module(name)

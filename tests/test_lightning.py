@@ -1,0 +1,485 @@
+"""Lightning's Trainer with ScatterOnceStrategy beside the stock Trainer on one device."""
+
+from __future__ import annotations
+
+import doctest
+import logging
+from functools import partial
+
+import pytest
+import torch
+from helpers.optional import needed
+from helpers.oracle import randint, randn, seeded
+from helpers.pages import blocks, read
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = needed("lightning.pytorch", "'.[lightning]'")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    EarlyStopping,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers.logger import Logger  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
+from torchmetrics import AUROC, MeanSquaredError, MetricCollection, PearsonCorrCoef  # noqa: E402
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score  # noqa: E402
+
+from scatterpar.integrations import lightning  # noqa: E402
+from scatterpar.integrations.lightning import ScatterOnceStrategy  # noqa: E402
+
+pytestmark = [
+    pytest.mark.draws,
+    pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|isinstance|_check_fn):"),
+    pytest.mark.filterwarnings("ignore::Warning:lightning"),
+]
+
+SAME = 1e-9
+LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
+ROWS, FEATURES, CLASSES = 41, 6, 3  # with batches of 12 the last one has 5 rows
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def device_ids(request):
+    return request.param
+
+
+class Recorder(Logger):
+    """Keeps what is logged."""
+
+    name, version = "recorder", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+
+class Classifier(pl.LightningModule):
+    """Logs, counts and measures in every way that a step can."""
+
+    def __init__(self, lr=0.05):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.double()
+        self.lr = lr
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        f1 = {"macro": MulticlassF1Score(CLASSES), "recall": MulticlassAccuracy(CLASSES)}
+        self.measures = MetricCollection(f1)
+        self.auroc = AUROC("multiclass", num_classes=CLASSES)
+        self.rows_seen = 0
+        self.first = []
+        self.ended = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x)
+        loss = functional.cross_entropy(scores, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", scores.amax(), reduce_fx="max")
+        self.log("smallest", scores.amin(), reduce_fx=torch.min, on_step=False, on_epoch=True)
+        right = (scores.argmax(1) == y).sum().double()
+        self.log_dict({"right": right, "rows": len(x)}, reduce_fx="sum", on_epoch=True)
+        self.accuracy(scores, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.measures.update(scores, y)
+        self.log_dict(self.measures, on_step=False, on_epoch=True)
+        self.rows_seen += len(x)
+        self.first.extend(x[:, 0].tolist())
+        return {"loss": loss, "scores": scores, "mean": scores.mean(), "batch_idx": batch_idx}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended.append({name: torch.as_tensor(v).detach() for name, v in outputs.items()})
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x)
+        self.log("val_loss", functional.cross_entropy(scores, y), prog_bar=True)
+        self.auroc.update(scores, y)
+        self.log("val_auroc", self.auroc)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return {"scores": self(batch[0]), "labels": batch[1], "batch_idx": batch_idx}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader(batch_size=12, rows=ROWS):
+    return DataLoader(TensorDataset(randn(rows, FEATURES), randint(CLASSES, rows)), batch_size)
+
+
+def made(kind=Classifier, **options):
+    with seeded(3):
+        return kind(**options)
+
+
+def trainer(strategy=None, **options):
+    """A Trainer with ``strategy``, or the stock one on one device."""
+    plain = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": Recorder(),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "log_every_n_steps": 1,
+    }
+    own = {} if strategy is None else {"strategy": strategy}
+    return pl.Trainer(**plain | own | options)
+
+
+def fitted(strategy=None, module=None, **options):
+    """The trained module, and its Trainer."""
+    module = made() if module is None else module
+    own = trainer(strategy, **options)
+    with seeded(5):
+        own.fit(module, loader(), loader(9))
+    return module, own
+
+
+def assert_same(ours, stock, tolerance=SAME):
+    ours, stock = ours.state_dict(), stock.state_dict()
+    assert ours.keys() == stock.keys()
+    for name, one in ours.items():
+        torch.testing.assert_close(one, stock[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def assert_logged(ours, stock, tolerance=1e-6):
+    """Both logged the same; Lightning keeps numbers in single precision."""
+    assert ours.logger.rows
+    for (step, one), (other_step, other) in zip(ours.logger.rows, stock.logger.rows, strict=True):
+        assert step == other_step
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 3},
+        {"limit_train_batches": 2, "limit_val_batches": 1, "overfit_batches": 2},
+    ],
+    ids=str,
+)
+def test_a_run_is_that_of_one_device(options, device_ids):
+    ours, own = fitted(ScatterOnceStrategy(device_ids, accum=2), **options)
+    stock, one = fitted(**options)
+    assert own.world_size == 1
+    assert_same(ours, stock)
+    assert_logged(own, one)
+    assert (ours.rows_seen, ours.first) == (stock.rows_seen, stock.first)
+    for mine, other in zip(ours.ended, stock.ended, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(value, other[name], msg=name)
+
+
+def test_the_trainers_devices_are_replicas():
+    strategy = ScatterOnceStrategy(accum=2)
+    own = trainer(strategy, devices=2, max_epochs=1)
+    replicas = []
+    module = made()
+    module.on_train_end = lambda: replicas.extend(strategy._engine.device_ids)
+    own.fit(module, loader())
+    assert replicas == [torch.device("cpu")] * 2
+    assert own.world_size == 1
+
+
+def test_validation_test_and_prediction_run_on_all_replicas(device_ids):
+    def run(strategy=None):
+        module, own = made(), trainer(strategy)
+        results = own.validate(module, loader(), verbose=False)
+        results += own.test(module, loader(), verbose=False)
+        return results, own.predict(module, loader())
+
+    (ours, predicted), (stock, expected) = run(ScatterOnceStrategy(device_ids, 2)), run()
+    assert [*map(sorted, ours)] == [*map(sorted, stock)]
+    for one, other in zip(ours, stock, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    for one, other in zip(predicted, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_run_goes_on_with_the_other(ours_first, tmp_path):
+    def strategy(ours):
+        return ScatterOnceStrategy(["cpu:0", "cpu:1"], 2) if ours else None
+
+    stock, _ = fitted()
+    _, own = fitted(strategy(ours_first), max_epochs=1)
+    own.save_checkpoint(tmp_path / "it.ckpt")
+    module, own = made(), trainer(strategy(not ours_first))
+    own.fit(module, loader(), loader(9), ckpt_path=tmp_path / "it.ckpt", weights_only=False)
+    assert own.current_epoch == 2
+    assert_same(module, stock)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision(precision, device_ids):
+    scales = []
+
+    class Single(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.float()
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch[0].float(), batch[1]), batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            return super().validation_step((batch[0].float(), batch[1]), batch_idx)
+
+    def run(strategy):
+        half = precision == "16-mixed"
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40) if half else None
+        plugin = MixedPrecision(precision, "cpu", scaler)
+        module, _ = fitted(strategy, made(Single), plugins=[plugin], gradient_clip_val=0.5)
+        scales.append(scaler and scaler.get_scale())
+        return module
+
+    ours, stock = run(ScatterOnceStrategy(device_ids, 2)), run(None)
+    assert_same(ours, stock, 3e-2)
+    assert scales[0] == scales[1]  # the first steps overflow in float16, in both
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: EMAWeightAveraging(decay=0.5),
+        lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1),
+        lambda: EarlyStopping("val_loss", mode="max", patience=1),
+    ],
+    ids=["ema", "swa", "early-stopping"],
+)
+def test_callbacks(callback):
+    (ours, own), (stock, one) = (
+        fitted(strategy, max_epochs=4, callbacks=[callback()])
+        for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), None)
+    )
+    assert own.current_epoch == one.current_epoch
+    assert_same(ours, stock)
+    assert_logged(own, one)
+
+
+def test_the_learning_rate_finder():
+    def run(strategy):
+        own, module = trainer(strategy), made()
+        found = Tuner(own).lr_find(module, loader(), num_training=12, early_stop_threshold=None)
+        return found.results["loss"], found.suggestion(skip_begin=0, skip_end=0)
+
+    (ours, rate), (stock, expected) = run(ScatterOnceStrategy(["cpu"] * 2, 2)), run(None)
+    assert ours == pytest.approx(stock, rel=1e-5)
+    assert rate == pytest.approx(expected)
+
+
+class Parts(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules(whole):
+    def module():
+        return torch.compile(made(), backend="eager") if whole else made(Parts)
+
+    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 2), module(), max_epochs=1)
+    stock, _ = fitted(None, made() if whole else made(Parts), max_epochs=1)
+    if whole:
+        assert ours._orig_mod._compiler_ctx is not None  # compiled still
+        ours = ours._orig_mod
+    assert_same(ours, stock)
+
+
+class Tokens(pl.LightningModule):
+    """A mean over labels, some of which are ignored; a dict of rows, some of them texts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(FEATURES, CLASSES).double()
+        self.texts = []
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "x": 2 * batch["x"]}
+
+    def training_step(self, batch, batch_idx):
+        assert len(batch["text"]) == len(batch["x"])
+        self.texts.extend(batch["text"])
+        loss = functional.cross_entropy(self.net(batch["x"]).transpose(1, 2), batch["y"])
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def labelled(batch):
+    return batch["y"].ne(-100).sum()
+
+
+def test_count_says_what_a_mean_is_of(device_ids):
+    x, y = randn(20, 4, FEATURES), randint(CLASSES, 20, 4)
+    y[randn(20, 4) > 0.5] = -100
+    y[:3] = -100
+    rows = [{"x": x[i], "y": y[i], "text": f"row {i}"} for i in range(20)]
+
+    def run(strategy):
+        module, own = made(Tokens), trainer(strategy)
+        own.fit(module, DataLoader(rows, 6))
+        return module, own
+
+    ours, own = run(ScatterOnceStrategy(device_ids, 2, count=labelled))
+    stock, one = run(None)
+    assert_same(ours, stock)
+    assert_logged(own, one)
+    assert ours.texts == stock.texts
+
+
+def test_losses_that_do_not_combine_as_said_are_refused():
+    y = torch.full((8, 4), -100)
+    y[:, 0] = y[0] = 1
+    x = randn(8, 4, FEATURES)
+    rows = [{"x": x[i], "y": y[i], "text": ""} for i in range(8)]
+    with pytest.raises(ValueError, match="count="):
+        trainer(ScatterOnceStrategy(["cpu"] * 2)).fit(made(Tokens), DataLoader(rows, 8))
+
+
+class Sum(Classifier):
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+def test_a_sum():
+    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, 3, reduction="sum"), made(Sum))
+    assert_same(ours, fitted(None, made(Sum))[0])
+
+
+def test_an_error_is_the_users_and_leaves_the_module_whole():
+    class Failing(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2 and self.rows_seen > 30:
+                raise LookupError("a bug")
+            return super().training_step(batch, batch_idx)
+
+    module = made(Failing)
+    accuracy = module.accuracy
+    with pytest.raises(LookupError, match="a bug"):
+        fitted(ScatterOnceStrategy(["cpu"] * 2, 2), module)
+    assert module.accuracy is accuracy
+    assert "log" not in vars(module)
+    assert "measures.macro.tp" not in module.state_dict()
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Iterates(Classifier):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+class Skips(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Correlates(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.correlation = PearsonCorrCoef()
+
+    def training_step(self, batch, batch_idx):
+        self.correlation.update(self(batch[0])[:, 0], batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Manual, {}, "manual optimization"),
+        (Iterates, {}, "dataloader_iter"),
+        (Skips, {}, "training_step returned None"),
+        (Correlates, {}, "PearsonCorrCoef cannot be merged"),
+        (Classifier, {"sync_batchnorm": True}, "sync_batchnorm"),
+        (Classifier, {"num_nodes": 2}, "num_nodes"),
+    ],
+)
+def test_refused_by_name(kind, options, words):
+    with pytest.raises(ValueError, match=words):
+        fitted(ScatterOnceStrategy(["cpu"] * 2), made(kind), **options)
+
+
+def test_graphs_are_refused():
+    with pytest.raises(ValueError, match="graphs=True"):
+        ScatterOnceStrategy(graphs=True)
+
+
+class Normalised(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8).double())
+
+
+def test_batch_normalisation_is_told_once(recwarn):
+    fitted(ScatterOnceStrategy(["cpu"] * 2), made(Normalised))
+    told = [str(one.message) for one in recwarn if "batch normalisation" in str(one.message)]
+    assert len(told) == 1
+    assert 'buffers="batch"' in told[0]
+    recwarn.clear()
+    ours, _ = fitted(ScatterOnceStrategy(["cpu"] * 2, buffers="batch"), made(Normalised))
+    assert not [one for one in recwarn if "batch normalisation" in str(one.message)]
+    assert ours.net[1].num_batches_tracked == 8  # once a step
+
+
+def test_a_metric_of_means_and_one_inside_of_a_list():
+    class Regressor(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.many = nn.ModuleList([MeanSquaredError()])
+
+        def training_step(self, batch, batch_idx):
+            self.many[0](self(batch[0])[:, 0].contiguous(), batch[0][:, 0].contiguous())
+            self.log("error", self.many[0], on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    (_, own), (_, one) = (
+        fitted(strategy, made(Regressor))
+        for strategy in (ScatterOnceStrategy(["cpu:0", "cpu:1"], 2), None)
+    )
+    assert_logged(own, one)
+
+
+def test_the_page(monkeypatch):
+    (snippet,) = blocks(read("docs/lightning.md"), "python")
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False))
+    exec(snippet, {"module": made(), "loader": loader()})
+
+
+def test_the_example():
+    failed, tried = doctest.testmod(lightning)
+    assert tried
+    assert not failed

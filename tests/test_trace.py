@@ -1,0 +1,451 @@
+"""engine.trace(): what is recorded, what is said to bound a step, pictures; profilers, too."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import pytest
+import torch
+from helpers.pages import blocks, namespace, read, run
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from scatterpar import Rows, ScatterOnceParallel, Trace
+from scatterpar.plan import make_plan
+from scatterpar.threads.clock import Clock, RecordedStep
+from scatterpar.torch_private import PROFILE_ALL_THREADS
+
+pytestmark = pytest.mark.draws
+LAYOUTS = [["cpu"] * 2, ["cpu:0", "cpu:1"], ["cpu"]]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(rows=12):
+    return torch.randn(rows, 4), torch.arange(rows) % 2
+
+
+def traced(engine, *given, steps=1, **options):
+    with engine.trace() as trace:
+        for _ in range(steps):
+            engine.forward_backward(*given, **options)
+    return trace
+
+
+def events(trace, tmp_path):
+    trace.save(tmp_path / "step.json")
+    return json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
+def counted(trace, tmp_path):
+    """How many complete events of each name each thread has, by the threads' names."""
+    found = events(trace, tmp_path)
+    threads = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    complete = [e for e in found if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in complete)
+    return Counter((threads[e["tid"]], e["name"]) for e in complete)
+
+
+# --- what is recorded ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}, {"return_outputs": True}])
+def test_every_sub_step_has_one_forward_and_one_backward(devices, options, tmp_path):
+    with ScatterOnceParallel(network(), 3, devices) as engine:
+        trace = traced(engine, *batch(), nn.CrossEntropyLoss(), steps=2, **options)
+    found = counted(trace, tmp_path)
+    for replica, device in enumerate(devices):
+        thread = f"replica {replica}, {device}"
+        assert (found[thread, "forward"], found[thread, "backward"]) == (6, 6)
+        again = 4 if options.get("whole_batch") else 0  # all but each replica's last one
+        assert found[thread, "recompute"] == again
+        assert found[thread, "arrival"] == 6 + again
+    assert [found["caller", n] for n in ("step", "replicate", "reduce", "commit")] == [2] * 4
+
+
+def test_a_loss_that_is_pulled_later_is_recorded_where_it_is_computed(tmp_path):
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, engine.trace() as trace:
+        engine.loss(inputs, targets, nn.CrossEntropyLoss()).backward()
+    found = counted(trace, tmp_path)
+    assert found["replica 1, cpu", "forward"] == found["replica 1, cpu", "backward"] == 3
+
+
+def test_rows_that_are_dealt_by_cost_are_recorded(tmp_path):
+    costs = [1.0] * 6 + [4.0] * 6
+    with ScatterOnceParallel(network(), device_ids=["cpu"] * 2, micro_batch_cost=8.0) as engine:
+        trace = traced(engine, *batch(), nn.CrossEntropyLoss(), costs=costs)
+        shares = engine.plan(12, costs).shares
+    found = counted(trace, tmp_path)
+    for share in shares:
+        thread, count = f"replica {share.replica}, cpu", len(share.micro_batches)
+        assert found[thread, "forward"] == found[thread, "backward"] == count
+
+
+def test_graphs_and_compiled_replicas_are_recorded_too(tmp_path):
+    """What is captured, warmed up or checked is no sub-step of the step."""
+    for options in ({"graphs": True}, {"compile": {"backend": "eager"}}):
+        with ScatterOnceParallel(network(), 3, ["cpu"] * 2, **options) as engine:
+            found = counted(traced(engine, *batch(), nn.CrossEntropyLoss(), steps=2), tmp_path)
+        for replica in range(2):
+            thread = f"replica {replica}, cpu"
+            assert (found[thread, "forward"], found[thread, "backward"]) == (6, 6), options
+
+
+def test_spans_of_a_replica_nest_and_lie_in_its_step():
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
+        trace = traced(engine, *batch(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
+    for step in trace.steps:
+        assert step.error is None
+        assert step.rows == {0: 6, 1: 6}
+        for span in step.spans:
+            assert step.start <= span.start <= span.end <= step.end
+            assert -1e-9 <= span.own <= span.end - span.start
+        waits = [span for span in step.spans if span.name == "waiting"]  # in the criterion
+        assert {(s.replica, s.sub_step) for s in waits} == {
+            (r, n) for r in (0, 1) for n in range(3)
+        }
+
+
+def test_a_step_that_fails_is_in_it(tmp_path):
+    def criterion(output, targets):
+        raise ValueError("no such loss")
+
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2, verify=False) as engine:
+        with engine.trace() as trace, pytest.raises(ValueError, match="no such loss"):
+            engine.forward_backward(inputs, targets, criterion)
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert [step.error for step in trace.steps] == ["ValueError: no such loss"]
+    assert counted(trace, tmp_path)["replica 0, cpu", "forward"] == 1
+    assert "step 0 failed: ValueError: no such loss" in str(trace)
+    assert "failed" in trace._repr_svg_()
+
+
+def test_nothing_is_recorded_outside_of_it():
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
+        trace = traced(engine, inputs, targets, nn.CrossEntropyLoss())
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        with engine.trace() as other:
+            engine.check(inputs, targets, nn.CrossEntropyLoss())
+            engine.eval()(inputs)
+    assert (len(trace.steps), len(other.steps)) == (1, 0)
+    assert str(other) == "No step was recorded."
+    with pytest.raises(ValueError, match="no step was recorded: call forward_backward inside"):
+        other._repr_svg_()
+
+
+def test_one_trace_at_a_time():
+    refused = pytest.raises(RuntimeError, match="traced already")
+    engine = ScatterOnceParallel(network(), 3, ["cpu"] * 2)
+    with engine, engine.trace(), refused, engine.trace():
+        pass
+
+
+def test_gradients_are_the_same_bits_with_it():
+    inputs, targets = batch()
+    plain, seen = network(), network()
+    for model in (plain, seen):
+        with ScatterOnceParallel(model, 3, ["cpu"] * 2) as engine:
+            if model is seen:
+                traced(engine, inputs, targets, nn.CrossEntropyLoss())
+            else:
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    for one, other in zip(plain.parameters(), seen.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+# --- what bounds a step -------------------------------------------------------------------------
+
+STEPS = 4
+
+
+def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *options, accum=2):
+    """The sentence on steps of a second, whose replicas have spans (name, start, seconds, …)."""
+    devices = [torch.device(device) for device in devices]
+    trace = Trace(devices, frozenset(options))
+    at = 0.0
+    for number in range(STEPS):
+        step = RecordedStep(at + wait, plan=make_plan(64, devices, accum))
+        spans = [("compute", None, None, 0.0, computing)]
+        spans += [span for share in step.plan.shares for span in spans_of_replica(share, number)]
+        for name, share, sub_step, start, seconds, *more in spans:
+            with Clock(step).span(name, share, sub_step) as span:
+                span.marks.clear()
+            span.start, span.end = step.start + start, step.start + start + seconds
+            span.elements = more[0] if more else 64
+            if more[1:]:
+                span.on_device = span.start, span.end + more[1]
+        step.finish()
+        step.end = at = step.start + 1.0
+        trace.steps.append(step)
+    trace._end = at
+    return trace.bounds().sentence()
+
+
+def busy(seconds, name="forward", **more):
+    return lambda share, _: [(name, share, 0, 0.0, seconds(share), *more.values())]
+
+
+def test_one_slow_replica():
+    says = told(busy(lambda share: 0.9 if share.replica else 0.3))
+    assert says == (
+        "Replica 1, cpu, takes 3.0 times as long as the others, who wait for it 30% of the time. "
+        'Pass shares="auto".'
+    )
+
+
+def test_one_slow_replica_that_is_known():
+    says = told(busy(lambda share: 0.9 if share.replica else 0.3), ["cpu"] * 2, 0.0, 1.0, "shares")
+    assert says.endswith('shares="auto" is set, and learns that from step to step.')
+
+
+def test_long_rows_on_one_replica():
+    def spans(share, _):
+        longer = 3 if share.replica else 1
+        return [
+            ("arrival", share, 0, 0.0, 0.001, 64 * longer),
+            ("forward", share, 0, 0.1, 0.3 * longer, 0),
+        ]
+
+    says = told(spans)
+    assert "Replica 1, cpu, takes 3.0 times as long" in says
+    assert says.endswith(
+        "Its rows are longer: put rows of like length together, or pass micro_batch_cost=, and "
+        "costs= to the step."
+    )
+
+
+def test_another_slow_replica_in_every_step():
+    says = told(
+        lambda share, number: [
+            ("forward", share, 0, 0.0, 0.9 if share.replica == number % 2 else 0.3)
+        ]
+    )
+    assert "In other steps it is another one" in says
+    assert "micro_batch_cost=" in says
+
+
+def test_the_caller():
+    says = told(busy(lambda share: 0.9), wait=1.5)
+    assert says.startswith("The engine waited 60% of the time for its caller")
+    assert "num_workers=" in says
+
+
+def test_launching():
+    """A device that is done when the host is was waiting for it; one that is behind was not."""
+    launch = {"elements": 64, "lag": 0.001}
+    cards = ["cpu:0", "cpu:1"]  # of which the test says when they were done
+    says = told(busy(lambda _: 0.4, **launch), cards)
+    assert says.startswith("Launching bounds the steps, 100% of the time")
+    assert says.endswith("Pass graphs=True, or a smaller accum=, for fewer and larger sub-steps.")
+    says = told(busy(lambda _: 0.4, **launch), cards, 0.0, 1.0, "graphs")
+    assert says.endswith("Pass a smaller accum=, for fewer and larger sub-steps.")
+    launch["lag"] = 0.4
+    assert told(busy(lambda _: 0.4, **launch), cards).startswith("Computing bounds the steps")
+
+
+def test_many_tiny_sub_steps():
+    def spans(share, _):
+        return [("forward", share, n, n / 100, 0.0005) for n in range(32)]
+
+    says = told(spans)
+    assert says == (
+        "Sub-steps are many and tiny: 64 a step, of 0.5 ms each. Pass a smaller accum=, for fewer "
+        "and larger sub-steps."
+    )
+
+
+def test_rows_that_arrive_late():
+    assert told(busy(lambda _: 0.5, "arrival")).startswith("Rows take 50% of the time to arrive")
+
+
+def test_turns_in_the_criterion():
+    says = told(busy(lambda _: 0.5, "waiting"))
+    assert says.startswith("Replicas wait 50% of the time for their turn in the criterion")
+
+
+def test_what_is_done_once_a_step():
+    def spans(share, _):
+        return [("replicate", None, None, 0.0, 0.5)] if share.replica == 0 else []
+
+    says = told(spans, computing=0.4)
+    assert says.startswith("What is done once a step takes 60% of the time, replicate most")
+
+
+def test_nothing_but_computing():
+    assert told(busy(lambda _: 0.9)) == "Computing bounds the steps: it takes 100% of the time."
+
+
+def test_a_loader_that_is_waited_for():
+    inputs, targets = batch()
+    with ScatterOnceParallel(network(), 2, ["cpu"] * 2) as engine:
+        start = time.perf_counter()
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+        seconds = time.perf_counter() - start
+        with engine.trace() as trace:
+            for _ in range(3):
+                time.sleep(3 * seconds + 0.2)
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    assert re.search(r"The engine waited \d+% of the time for its caller", str(trace)), str(trace)
+    assert engine.last_step.waited >= 0.2
+
+
+# --- what is shown ------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_row_per_replica():
+    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
+        title, head, *rows = str(traced(engine, *batch(), nn.CrossEntropyLoss())).splitlines()
+    assert title.startswith("1 step of ")
+    assert head.split()[2:] == ["rows", "sub-steps", "arrival", "forward", "backward", "idle"]
+    assert [row.split()[:4] for row in rows[:2]] == [
+        ["0", "cpu:0", "6", "3"],
+        ["1", "cpu:1", "6", "3"],
+    ]
+    assert rows[2].startswith("for all: scatter ")
+
+
+def test_the_picture_is_svg_with_a_bar_for_each_span():
+    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
+        trace = traced(engine, *batch(), nn.CrossEntropyLoss())
+    root = ElementTree.fromstring(trace._repr_svg_())
+    words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"caller", "replica 0, cpu:0", "replica 1, cpu:1", "forward"} <= set(words)
+    titles = Counter(e.text.split(":")[0] for e in root.iter("{http://www.w3.org/2000/svg}title"))
+    assert [titles[f"forward {n}"] for n in range(4)] == [2, 2, 2, 0]
+    assert titles["between steps"] == titles["reduce"] == 1
+
+
+def test_the_plot_is_matplotlibs():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
+        trace = traced(engine, *batch(), nn.CrossEntropyLoss())
+    axes = trace.plot()
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "caller",
+        "replica 0, cpu",
+        "replica 1, cpu",
+    ]
+    assert len(axes.patches) >= 2 * 3 * 3
+    assert trace.plot(axes) is axes
+    pyplot.close(axes.figure)
+
+
+def test_the_last_step_is_a_table_in_a_notebook():
+    with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
+        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+        assert engine.last_step.waited == 0.0
+        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+    report = engine.last_step
+    assert report.waited > 0
+    assert len(report.replica_seconds) == 2
+    assert min(report.replica_seconds) > 0
+    shown = ElementTree.fromstring(f"<div>{report._repr_html_()}</div>")
+    cells = [cell.text for cell in shown.iter("td")]
+    assert {"scatter", "replicate", "compute", "reduce", "cpu:0", "cpu:1"} <= set(cells)
+
+
+# --- profilers ----------------------------------------------------------------------------------
+
+
+def profiled(engine, **options):
+    with profile(activities=[ProfilerActivity.CPU], **options) as found:
+        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+    return Counter({entry.key: entry.count for entry in found.key_averages()})
+
+
+def test_a_profiler_of_all_threads_sees_the_operators_of_replicas():
+    config = eval(PROFILE_ALL_THREADS.partition("=")[2])  # what the page and the warning say
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2, verify=False) as engine:
+        engine.forward_backward(*batch(), nn.CrossEntropyLoss())
+        found = profiled(engine, experimental_config=config)
+    assert found["aten::addmm"] == 2 * 3 * 2  # layers, sub-steps, replicas
+    assert found["AddmmBackward0"] == 2 * 3 * 2
+    for number in range(3):
+        assert found[f"scatterpar forward {number}"] == found[f"scatterpar backward {number}"] == 2
+    assert found["scatterpar replicate"] == found["scatterpar reduce"] == 1
+
+
+def test_a_profiler_of_one_thread_is_told():
+    told = pytest.warns(UserWarning, match=re.escape(PROFILE_ALL_THREADS))
+    with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine, told:
+        found = profiled(engine)
+    assert found["scatterpar compute"] == 1
+
+
+def test_one_replica_is_in_the_callers_thread():
+    engine = ScatterOnceParallel(network(), 3, ["cpu"], verify=False)
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = profiled(engine)
+    assert found["aten::addmm"] == 2 * 3
+
+
+def test_threads_have_names():
+    names = []
+
+    def criterion(output, targets):
+        names.append(threading.current_thread().name)
+        return nn.functional.cross_entropy(output, targets)
+
+    with ScatterOnceParallel(network(), 1, ["cpu:0", "cpu:1"], verify=False) as engine:
+        engine.forward_backward(*batch(), criterion)
+    assert sorted(names) == ["scatterpar replica 0, cpu:0", "scatterpar replica 1, cpu:1"]
+
+
+# --- the user's error, with a way out -----------------------------------------------------------
+
+
+def test_batch_normalisation_of_one_row_says_what_to_pass():
+    """torch's own error stays; a note has the way out."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with ScatterOnceParallel(model, 4, ["cpu"] * 2) as engine:
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+            engine.forward_backward(*batch(7), nn.CrossEntropyLoss())
+        notes = "\n".join(caught.value.__notes__)
+        assert "a micro-batch of one row: use a smaller accum=, or micro_batch_size=" in notes
+        assert "in replica 1 on cpu, sub-step 0 of 3" in notes or "replica 0" in notes
+
+
+def test_elements_that_arrive_are_those_of_the_inputs():
+    inputs = [torch.randn(3 if n < 6 else 9, 4) for n in range(12)]
+
+    def collate(entries):
+        return (
+            torch.stack([entry.mean(0) for entry in entries])
+            if isinstance(entries, list)
+            else entries
+        )
+
+    with ScatterOnceParallel(network(), 2, ["cpu"] * 2, verify=False) as engine:
+        trace = traced(engine, Rows(inputs, collate), batch()[1], nn.CrossEntropyLoss())
+    arrived = Counter()
+    for span in trace.steps[0].spans:
+        arrived[span.replica] += span.elements
+    assert arrived[0] == arrived[1] == 6 * 4
+
+
+def test_the_page_runs_and_quotes_what_is_said():
+    page = read("docs/why-is-my-step-slow.md")
+    names = namespace() | {"ScatterOnceParallel": ScatterOnceParallel, "device_ids": ["cpu"] * 2}
+    for code in blocks(page, "python"):
+        run(code, names)
+    assert names["trace"].steps
+    assert PROFILE_ALL_THREADS.partition("=")[2] in page
+    source = read("scatterpar/bounds.py")
+    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| it says |")[2].partition("\n\n")[0])
+    assert len(quoted) > 10
+    for part in (part.strip() for text in quoted for part in text.split("…")):
+        assert part in source, part

@@ -64,7 +64,7 @@ class Bounds:
         lost, says = max([(0.0, ""), *self._losses()])
         if lost < _NOTABLE * self.total:
             lost, says = self.computing, "Computing bounds the steps: it takes {share}."
-        return says.format(share=f"{lost / self.total:.0%} of the time")
+        return says.format(share=f"{100 * lost / self.total:.0f} % of the time")
 
     def _losses(self) -> Iterator[tuple[float, str]]:
         yield (

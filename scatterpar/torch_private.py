@@ -263,6 +263,49 @@ def renew_engine() -> None:
 # --- compiled modules: there is no public way to compile another function in the same way --------
 
 
+@contextlib.contextmanager
+def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
+    """In the body, memory for work on ``stream`` is of a CUDA graph's ``pool``.
+
+    As Inductor's warm-ups do it: ``torch.cuda.use_mem_pool`` is for one thread, and a backward pass
+    is in another. Yields a function that lets go of the pool; until then it stays as it is.
+    """
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+    if pool is None or begin is None:  # then that memory is there twice while it is recorded
+        yield lambda: None
+        return
+    device = stream.device_index
+    begin(device, pool)
+    try:
+        yield functools.partial(torch._C._cuda_releasePool, device, pool)
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
+    """End a CUDA graph's capture that has failed, so that operators on ``device`` work as before.
+
+    Before torch 2.13 ``capture_end`` raises for a lost capture before it has told the allocator,
+    which keeps asking the graph what belongs to it, and the generator, which refuses to draw. The
+    next capture that succeeds tells the generator.
+    """
+    try:
+        graph.capture_end()
+    except Exception:  # the error that lost the capture is the one to tell
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with contextlib.suppress(RuntimeError):  # the allocator was told
+            if end is not None:
+                end(device.index, pool)
+                _LOST.append(graph)
+                another = type(graph)()
+                another.capture_begin(capture_error_mode="thread_local")
+                torch.empty(1, device=device).zero_()  # torch warns of a graph without a kernel
+                another.capture_end()
+
+
+_LOST: list[Any] = []
+
+
 def is_compiled_module(value: Any) -> bool:
     """Whether ``torch.compile`` made this module of another one."""
     return has_dynamo() and isinstance(value, _late("_dynamo", "OptimizedModule", "to compile"))

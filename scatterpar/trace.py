@@ -112,7 +112,7 @@ class Trace:
                 span.marks[1].synchronize()
                 start, end = (at + zero.elapsed_time(mark) / 1e3 for mark in span.marks)
                 span.on_device = start, end
-            span.marks.clear()
+            span.marks = ()
 
     def bounds(self) -> Bounds:
         """How much time the steps took, with what, and what bounds them."""

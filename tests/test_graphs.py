@@ -290,6 +290,35 @@ def test_another_criterion_or_what_is_in_it_too(two_places):
             scale += 1
 
 
+FLAGS = {
+    "matmul": (torch.backends.cuda.matmul, "allow_tf32"),
+    "convolution": (torch.backends.cudnn, "allow_tf32"),
+    "benchmark": (torch.backends.cudnn, "benchmark"),
+    "deterministic": (torch.backends.cudnn, "deterministic"),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_that_choose_kernels_are_captured_anew(two_places, flag):
+    """A graph keeps the kernels that it was captured with."""
+    model, inputs, targets = problem("mlp")
+    criterion, calls = nn.CrossEntropyLoss(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    holder, name = FLAGS[flag]
+    before = getattr(holder, name)
+    with ScatterOnceParallel(model, 1, two_places, graphs=True, verify=False) as engine:
+        engine.forward_backward(inputs, targets, criterion)
+        captured = len(calls)
+        engine.forward_backward(inputs, targets, criterion)
+        replayed = len(calls) - captured
+        setattr(holder, name, not before)
+        try:
+            engine.forward_backward(inputs, targets, criterion)
+        finally:
+            setattr(holder, name, before)
+    assert len(calls) - captured - replayed == captured > replayed
+
+
 # --- what cannot be captured runs without, and is told ---
 
 
@@ -340,6 +369,26 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
             if kind is not Asks:  # which sees a micro-batch
                 assert_gradients(model, plain_step(model, inputs, targets, criterion)[1])
     random.setstate(state)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="the CPU captures nothing")
+def test_cuda_launch_blocking_is_named_where_a_capture_fails(two_places, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    model, (inputs, targets) = build(lambda: Asks(FEATURES, CLASSES)), problem("mlp")[1:]
+    engine = ScatterOnceParallel(model.to(home()), 3, two_places, graphs=True, verify=False)
+    with engine, pytest.warns(match="with CUDA_LAUNCH_BLOCKING set, every kernel waits"):
+        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+
+
+def test_gradients_add_up_over_steps(places):
+    """What one step gave stays as it is in the next; graphs add up in tensors of their own."""
+    model, inputs, targets = problem("mlp")
+    criterion, halves = nn.CrossEntropyLoss(), (slice(0, 18), slice(18, 36))
+    wanted = [plain_step(model, inputs[half], targets[half], criterion)[1] for half in halves]
+    with ScatterOnceParallel(model, 2, places, graphs=True, verify=False) as engine:
+        for half in halves:
+            engine.forward_backward(inputs[half], targets[half], criterion)
+    assert_gradients(model, {name: one + wanted[1][name] for name, one in wanted[0].items()})
 
 
 @pytest.mark.draws

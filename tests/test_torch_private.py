@@ -73,6 +73,16 @@ def test_the_caller_s_context():
     assert private.private_accelerator()
 
 
+def test_profilers():
+    assert not private.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiler_is_on()
+        assert private.is_profiled()
+    assert not private.is_profiled()
+    assert not private.emits_nvtx()
+    assert callable(private.nvtx_emitted().__enter__)  # without CUDA nothing is emitted
+
+
 def test_graphs():
     leaf, tasks = torch.ones(2, requires_grad=True), []
     assert private.current_graph_task() == -1

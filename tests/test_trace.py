@@ -132,6 +132,15 @@ def test_a_step_that_fails_is_in_it(tmp_path):
     assert "failed" in trace._repr_svg_()
 
 
+def test_a_step_that_fails_before_it_has_a_plan_is_in_it():
+    inputs, targets = batch()
+    engine, refused = ScatterOnceParallel(network(), 3, ["cpu"] * 2), " rows"
+    with engine, engine.trace() as trace, pytest.raises(ValueError, match=refused):
+        engine.forward_backward(inputs, targets[:5], nn.CrossEntropyLoss())
+    assert "step 0 failed: ValueError" in str(trace)
+    assert "0 rows" in trace._repr_svg_()
+
+
 def test_nothing_is_recorded_outside_of_it():
     inputs, targets = batch()
     with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
@@ -182,7 +191,7 @@ def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *opt
         spans += [span for share in step.plan.shares for span in spans_of_replica(share, number)]
         for name, share, sub_step, start, seconds, *more in spans:
             with Clock(step).span(name, share, sub_step) as span:
-                span.marks.clear()
+                pass
             span.start, span.end = step.start + start, step.start + start + seconds
             span.elements = more[0] if more else 64
             if more[1:]:
@@ -201,7 +210,7 @@ def busy(seconds, name="forward", **more):
 def test_one_slow_replica():
     says = told(busy(lambda share: 0.9 if share.replica else 0.3))
     assert says == (
-        "Replica 1, cpu, takes 3.0 times as long as the others, who wait for it 30% of the time. "
+        "Replica 1, cpu, takes 3.0 times as long as the others, who wait for it 30 % of the time. "
         'Pass shares="auto".'
     )
 
@@ -239,7 +248,7 @@ def test_another_slow_replica_in_every_step():
 
 def test_the_caller():
     says = told(busy(lambda share: 0.9), wait=1.5)
-    assert says.startswith("The engine waited 60% of the time for its caller")
+    assert says.startswith("The engine waited 60 % of the time for its caller")
     assert "num_workers=" in says
 
 
@@ -248,7 +257,7 @@ def test_launching():
     launch = {"elements": 64, "lag": 0.001}
     cards = ["cpu:0", "cpu:1"]  # of which the test says when they were done
     says = told(busy(lambda _: 0.4, **launch), cards)
-    assert says.startswith("Launching bounds the steps, 100% of the time")
+    assert says.startswith("Launching bounds the steps, 100 % of the time")
     assert says.endswith("Pass graphs=True, or a smaller accum=, for fewer and larger sub-steps.")
     says = told(busy(lambda _: 0.4, **launch), cards, 0.0, 1.0, "graphs")
     assert says.endswith("Pass a smaller accum=, for fewer and larger sub-steps.")
@@ -268,12 +277,12 @@ def test_many_tiny_sub_steps():
 
 
 def test_rows_that_arrive_late():
-    assert told(busy(lambda _: 0.5, "arrival")).startswith("Rows take 50% of the time to arrive")
+    assert told(busy(lambda _: 0.5, "arrival")).startswith("Rows take 50 % of the time to arrive")
 
 
 def test_turns_in_the_criterion():
     says = told(busy(lambda _: 0.5, "waiting"))
-    assert says.startswith("Replicas wait 50% of the time for their turn in the criterion")
+    assert says.startswith("Replicas wait 50 % of the time for their turn in the criterion")
 
 
 def test_what_is_done_once_a_step():
@@ -281,11 +290,11 @@ def test_what_is_done_once_a_step():
         return [("replicate", None, None, 0.0, 0.5)] if share.replica == 0 else []
 
     says = told(spans, computing=0.4)
-    assert says.startswith("What is done once a step takes 60% of the time, replicate most")
+    assert says.startswith("What is done once a step takes 60 % of the time, replicate most")
 
 
 def test_nothing_but_computing():
-    assert told(busy(lambda _: 0.9)) == "Computing bounds the steps: it takes 100% of the time."
+    assert told(busy(lambda _: 0.9)) == "Computing bounds the steps: it takes 100 % of the time."
 
 
 def test_a_loader_that_is_waited_for():
@@ -298,7 +307,7 @@ def test_a_loader_that_is_waited_for():
             for _ in range(3):
                 time.sleep(3 * seconds + 0.2)
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert re.search(r"The engine waited \d+% of the time for its caller", str(trace)), str(trace)
+    assert re.search(r"The engine waited \d+ % of the time for its caller", str(trace)), str(trace)
     assert engine.last_step.waited >= 0.2
 
 

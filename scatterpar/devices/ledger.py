@@ -11,7 +11,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import launches, mark, on, physical, reads_late
+from scatterpar.devices.verbs import (
+    has_streams,
+    launches,
+    mark,
+    on,
+    physical,
+    reads_late,
+    stream_for,
+)
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
@@ -89,10 +97,9 @@ class Ledger:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self.count(tensor, phase)
-        is_late = launches(device)
         tensor = passable(tensor, device) if DETOURS else tensor
-        copied = tensor.to(physical(device), copy=True, non_blocking=is_late)
-        if is_late and reads_late(tensor, device):
+        copied = tensor.to(physical(device), copy=True, non_blocking=has_streams(device))
+        if reads_late(tensor, device):
             self._under_way[device] = mark(device)
         return copied
 
@@ -103,7 +110,7 @@ class Ledger:
         """
         self.count(source, phase)
         source = passable(source, target.device)
-        target.copy_(source, non_blocking=launches(target.device))
+        target.copy_(source, non_blocking=has_streams(target.device))
 
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
@@ -120,13 +127,13 @@ def passable(tensor: Tensor, device: torch.device) -> Tensor:
 class Ahead(Ledger):
     """Copies to one device, asked for before they are needed, by the thread that computes there.
 
-    What is asked for between two calls of ``depart`` is a parcel. On an accelerator parcels have a
-    stream of their own, and one on each card that they come from, so that neither end's computation
-    waits for them: torch puts a copy between cards on the current streams of both. Their memory is
-    that of the stream which computes, so a parcel waits for what that was given before, which may
-    still read what the memory held. It does not wait for what comes later, and that does not wait
-    for it, until it is to ``arrive``. Memory of the host that is not pinned is staged in memory
-    that is, of at most two parcels.
+    What is asked for between two calls of ``depart`` is a parcel. Where there are streams, parcels
+    have one that nothing else is on, and one on each card that they come from. So neither end's
+    computation waits for them: torch puts a copy between cards on the current streams of both.
+    Their memory is that of the stream which computes, so a parcel waits for what that was given
+    before, which may still read what the memory held. It does not wait for what comes later, and
+    that does not wait for it, until it is to ``arrive``. Memory of the host that is not pinned is
+    staged in memory that is, of at most two parcels.
 
     What the streams of ``sources``, where tensors to be copied are, were given before this is made
     comes before the copies.
@@ -140,11 +147,11 @@ class Ahead(Ledger):
         self._copied: dict[int, torch.Event] = {}
         self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
         self._asking = threading.Lock()  # a worker that was left behind asks while others settle
-        self._stream = torch.Stream(device) if launches(device) else None
+        self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():
-            if launches(source) and source != device:
-                sender = torch.Stream(source)
+            sender = stream_for(("sending to", device), source) if source != device else None
+            if sender is not None:
                 sender.wait_stream(torch.accelerator.current_stream(source))
                 self._senders.append(sender)
 
@@ -162,7 +169,7 @@ class Ahead(Ledger):
             with self._asking, on(device, ()), self._stream:
                 copied = mark(device)
                 targets, self._targets = self._targets, {}
-            copied.synchronize()  # MPS can wait for events alone
+            copied.synchronize()
             del targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:

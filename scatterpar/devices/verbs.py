@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +23,13 @@ DeviceLike = int | str | torch.device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+_POOL = 32  # streams that torch has for each device
+_taken: dict[tuple[torch.device, Hashable], torch.Stream] = {}
+_taking = threading.Lock()
+
+_recordings = 0  # how many devices record a graph just now
+_counting = threading.Lock()
 
 
 def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -54,6 +60,16 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     if not device_ids:
         raise ValueError("device_ids is empty; pass at least one device, or None for all of them")
     return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
+
+
+def named(words: str | Sequence[str]) -> list[str | int]:
+    """The entries of a command's ``--devices``, which commas or spaces separate.
+
+    >>> named(["cuda:0,cuda:1", "2"])
+    ['cuda:0', 'cuda:1', 2]
+    """
+    text = words if isinstance(words, str) else " ".join(words)
+    return [int(name) if name.isdecimal() else name for name in text.replace(",", " ").split()]
 
 
 def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.device:
@@ -93,9 +109,34 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def release() -> None:
-    """Give cached memory back, so that blocks of other sizes can be had."""
-    if torch.accelerator.is_available():
+    """Give cached memory back, so that blocks of other sizes can be had; not during a recording."""
+    with _counting:
+        if not _recordings and torch.accelerator.is_available():
+            _empty_cache()
+
+
+def _empty_cache() -> None:
+    try:
         torch.accelerator.empty_cache()
+    except RuntimeError:  # an allocator of somebody else's, which that does not know
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """The body records a graph, which can neither use memory that is cached nor give it back.
+
+    So that is given back before, unless another device records, when torch refuses to.
+    """
+    global _recordings
+    release()
+    with _counting:
+        _recordings += 1
+    try:
+        yield
+    finally:
+        with _counting:
+            _recordings -= 1
 
 
 def keep_memory(device: torch.device) -> None:
@@ -152,66 +193,52 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            number, index, kind = stream.stream_id, stream.device_index, stream.device_type
-            again = torch.Stream(stream_id=number, device_index=index, device_type=kind)
-            stack.enter_context(again)  # torch 2.11 lets no two threads enter one object
+            stack.enter_context(_again(stream))
         if device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(device.index))
         yield
 
 
-def another_stream(device: torch.device) -> torch.Stream | None:
-    """A stream for what must not be on the current one; the CPU has none."""
-    return None if device.type == "cpu" else torch.Stream(device)
+@functools.cache
+def has_streams(device: torch.device) -> bool:
+    """Whether ``device`` has streams beside the one of its operators, and events.
 
-
-@contextlib.contextmanager
-def beside(stream: torch.Stream | None) -> Iterator[None]:
-    """On another stream, between what the current one was given before and what comes later."""
-    if stream is None:
-        yield
-        return
-    current = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(current)
-    try:
-        with stream:
-            yield
-    finally:
-        current.wait_stream(stream)
-
-
-def can_capture(device: torch.device) -> bool:
-    """Whether ``capture`` is known here."""
-    return device.type == "cpu" or hasattr(torch.get_device_module(device.type), "CUDAGraph")
-
-
-def capture(
-    stream: torch.Stream | None, work: Callable[..., None], *args: Any, pool: Any = None
-) -> tuple[Callable[..., None], Any]:
-    """What gives the current device all that ``work(*args)`` would have given it, and has not yet.
-
-    On the CPU that is ``work`` itself, with the arguments of each call.
-
-    Before it, ``work``, in which nothing may wait for the device, has been called on ``stream``.
-    ``pool`` is the memory of an earlier one, which is never at work at the same time.
-
-    Returns:
-        It, and its memory.
+    The CPU has none, nor has MPS, where a new stream is the only one, nor have some devices of
+    other people. Copies to and from them end before they return.
     """
-    if stream is None:
-        return work, None
-    gc.collect()  # what is freed meanwhile may wait for the device
-    graph = torch.get_device_module(stream.device.type).CUDAGraph()
-    with beside(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work(*args)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return lambda *_: graph.replay(), graph.pool()
+    if device.type == "cpu":
+        return False
+    try:
+        with on(device, ()):  # else torch enters the caller's own card
+            one, other = torch.Stream(device), torch.Stream(device)
+            one.record_event()
+    except RuntimeError:
+        return False
+    return bool(one != other)
+
+
+def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
+    """The stream of ``device`` for one ``use``, the same one for as long as the process lives.
+
+    torch gives streams out in turn, from a pool of 32 per device: the 33rd is the first again. So
+    the engine takes each of its streams once. No two uses have the same stream, and none of
+    them was current here when it was taken. Returns ``None`` for a device without streams.
+    """
+    if not has_streams(device):
+        return None
+    with _taking:
+        if (device, use) not in _taken:
+            others = [stream for (where, _), stream in _taken.items() if where == device]
+            others.append(torch.accelerator.current_stream(device))
+            streams = (torch.Stream(device) for _ in range(_POOL))
+            _taken[device, use] = next(stream for stream in streams if stream not in others)
+        return _again(_taken[device, use])
+
+
+def _again(stream: torch.Stream) -> torch.Stream:
+    """The same stream as another object: torch 2.11 lets no two threads enter one object."""
+    number, index, kind = stream.stream_id, stream.device_index, stream.device_type
+    return torch.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
 def reads_late(tensor: Tensor, device: torch.device) -> bool:
@@ -219,7 +246,7 @@ def reads_late(tensor: Tensor, device: torch.device) -> bool:
 
     Memory of the host that is not pinned is staged at once.
     """
-    return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
+    return has_streams(device) and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def mark(device: torch.device) -> torch.Event:

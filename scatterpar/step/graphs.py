@@ -14,6 +14,7 @@ same code is called again, on the same tensors.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from scatterpar.devices import verbs
 from scatterpar.devices.chunks import copy_each
+from scatterpar.devices.recorder import Recorder
 from scatterpar.replicas.mirror import contents
 from scatterpar.replicas.replicas import Replicas
 from scatterpar.report import warn
@@ -32,7 +34,7 @@ from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Launched, Task, forward, kept, pull
+from scatterpar.step.substeps import Launched, Task, forward, kept
 from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Attempt
@@ -42,6 +44,11 @@ _CAPTURES = 32  # of one replica in all: more, and something changes from step t
 _WARM_UPS = 2  # the second one adds to gradients, as a graph does
 _BEYOND = "the criterion reaches parameters beside those of the module"
 _PLAIN = (bool, int, float, str, type(None))
+_PRECISIONS = (  # also where ``allow_tf32`` or ``set_float32_matmul_precision`` was set
+    torch.backends.cuda.matmul,
+    *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
+    torch.backends,
+)
 
 
 class _Refused(Exception):
@@ -65,27 +72,25 @@ class _Graph:
         self.output = kept(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
-        with task.span("backward", number):
-            pull([loss], [self.factor], autocast_types())
+        task.pull(loss, self.factor, autocast_types(), number)
 
 
 @dataclass
 class _Kept:
     """The graphs of one replica, and what they depend on."""
 
-    # One for all of them: nodes of autograd, which a traceback may hold, remember it.
-    stream: torch.Stream | None
+    recorder: Recorder
     untold: threading.Lock  # of all replicas; who tells that graphs cannot be had keeps it
     state: list[Any] = field(default_factory=list)
     graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    pool: Any = None
     captures: int = 0
     is_refused: bool = False
 
     def forget(self) -> None:
         """Let go of all that was captured."""
-        self.state, self.graphs, self.gradients, self.pool = [], {}, {}, None
+        self.state, self.graphs, self.gradients = [], {}, {}
+        self.recorder.forget()
 
     def refuse(self, why: str) -> None:
         """From now on capture nothing."""
@@ -121,7 +126,7 @@ class Graphs:
         """What computes the sub-steps of one replica in one step."""
         number, state = task.share.replica, _state_of(task, parts)
         if number not in self._kept:
-            self._kept[number] = _Kept(verbs.another_stream(task.share.device), self._untold)
+            self._kept[number] = _Kept(Recorder(task.share.device), self._untold)
         own = self._kept[number]
         if own.state != state:
             own.forget()
@@ -189,8 +194,9 @@ class Graphed(Launched):
         task, own = replace(self._task, clock=SILENT), self._own
         came = [leaf.grad for leaf in task.leaves]
         try:
-            with self._task.span("capture", number), self._attempt.apart(task):
-                with verbs.beside(own.stream):
+            span = self._task.span("capture", number)
+            with span, own.recorder.session(), self._attempt.apart(task):
+                with own.recorder.warming_up():
                     graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
@@ -205,17 +211,19 @@ class Graphed(Launched):
         return graph
 
     def _capture(self, task: Task, graph: _Graph) -> None:
-        own, given = self._own, (task, bool(self._keep))
+        keep = bool(self._keep)
         try:
-            graph.replay, own.pool = verbs.capture(own.stream, graph.compute, *given, pool=own.pool)
+            graph.replay = self._own.recorder.record(graph.compute, task, keep)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             what = str(error).strip().partition("\n")[0]
+            why = "it waits for the device, or does what a graph cannot repeat"
+            if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+                why = "with CUDA_LAUNCH_BLOCKING set, every kernel waits for the device"
             raise _Refused(
-                f"a sub-step of {type(task.module).__name__} cannot be captured: it waits "
-                f"for the device, or does what a graph cannot repeat ({type(error).__name__}: "
-                f"{what})"
+                f"a sub-step of {type(task.module).__name__} cannot be captured: {why} "
+                f"({type(error).__name__}: {what})"
             ) from error
 
     def _warmed_up(self, task: Task, rows: Any) -> _Graph:
@@ -262,6 +270,10 @@ def _state_of(task: Task, parts: Sequence[Replicas]) -> list[Any]:
         [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
+        torch.backends.cudnn.deterministic,
+        [part.fp32_precision for part in _PRECISIONS],
     ]
 
 

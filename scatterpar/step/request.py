@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import can_capture, physical
+from scatterpar.devices.recorder import can_record
+from scatterpar.devices.verbs import physical
 from scatterpar.replicas.mirror import owner_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
@@ -240,7 +241,7 @@ def check_graphs(
             "which a captured sub-step does not run; pass one of them"
         )
     for device in devices:
-        if not can_capture(device):
+        if not can_record(device):
             raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
 
 

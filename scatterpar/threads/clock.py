@@ -35,41 +35,45 @@ class Span:
         elements: of the input tensors that arrived in it.
     """
 
+    start = end = own = 0.0
+    on_device: tuple[float, float] | None = None
+    marks: tuple[torch.Event, ...] = ()
+    elements = 0
+
     def __init__(
         self,
         name: str,
         share: Share | None,
         sub_step: int | None,
         record: RecordedStep | None,
-        block: contextlib.AbstractContextManager[Any],
+        block: contextlib.AbstractContextManager[Any] | None,
     ) -> None:
         self.name, self.sub_step = name, sub_step
         self.replica = None if share is None else share.replica
-        self.start = self.end = self.own = 0.0
-        self.on_device: tuple[float, float] | None = None
-        self.marks: list[torch.Event] = []
-        self.elements = 0
-        is_launched = record is not None and name in ON_DEVICES and share is not None
-        self._device = share.device if is_launched and share is not None else None
+        is_launched = share is not None and record is not None and name in ON_DEVICES
+        self._device = share.device if share is not None and is_launched else None
         self._record, self._block = record, block
 
     def __enter__(self) -> Self:
-        self._block.__enter__()
-        self._mark()
+        if self._block is not None:
+            self._block.__enter__()
+        if self._device is not None:
+            self._mark(self._device)
         self.start = time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.end = time.perf_counter()
-        self._mark()
+        if self._device is not None:
+            self._mark(self._device)
         if self._record is not None:
             self._record.spans.append(self)
-        self._block.__exit__(*error)
+        if self._block is not None:
+            self._block.__exit__(*error)
 
-    def _mark(self) -> None:
-        event = None if self._device is None else timed_mark(self._device)
-        if event is not None:
-            self.marks.append(event)
+    def _mark(self, device: torch.device) -> None:
+        if (event := timed_mark(device)) is not None:
+            self.marks = *self.marks, event
 
 
 @dataclass
@@ -103,7 +107,8 @@ class RecordedStep:
     def finish(self) -> None:
         """The step is over: sort the spans, and find out which seconds are their own."""
         self.end = time.perf_counter()
-        self.spans.sort(key=lambda span: (span.start, -span.end))
+        # A copy is sorted: a worker that was left behind by an interrupt may still append to it.
+        self.spans = sorted(self.spans, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)
         for span in self.spans:
             stack = around[span.replica]
@@ -127,7 +132,7 @@ class Clock:
         self.passes: list[dict[int, tuple[float, float]]] = []  # start and end by replica
         self._record = record
         self._is_profiled = profiler_is_on()
-        self._is_idle = record is None and not self._is_profiled
+        self.is_idle = record is None and not self._is_profiled
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -143,9 +148,9 @@ class Clock:
         self, name: str, share: Share | None = None, sub_step: int | None = None
     ) -> contextlib.AbstractContextManager[Span | None]:
         """A part of the step, of the caller or of the replica that has ``share``."""
-        if self._is_idle:
+        if self.is_idle:
             return _NOTHING
-        block: contextlib.AbstractContextManager[Any] = _NOTHING
+        block = None
         if self._is_profiled:
             label = f"scatterpar {name}" if sub_step is None else f"scatterpar {name} {sub_step}"
             block = torch.profiler.record_function(label)

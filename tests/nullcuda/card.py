@@ -96,6 +96,21 @@ def trace(on: bool) -> None:
     runtime().null_trace(int(on))
 
 
+def hand_over(key: int) -> None:
+    """Tell the trace that whoever takes over this key later comes after what this thread knows."""
+    runtime().null_hand_over(ctypes.c_uint64(key), 0)
+
+
+def take_over(key: int) -> None:
+    """Tell the trace that this thread comes after those that have handed over this key."""
+    runtime().null_hand_over(ctypes.c_uint64(key), 1)
+
+
+def busy(count: int) -> None:
+    """Let each event and stream answer so many queries with "not ready" before it is."""
+    runtime().null_busy(count)
+
+
 def host_writes(tensor: torch.Tensor) -> None:
     """Tell the trace that the caller writes a tensor of the host's, now."""
     runtime().null_access(b"the caller", -1, None, tensor.data_ptr(), tensor.nbytes, 1)

@@ -3,8 +3,9 @@
     tests/nullcuda/run python -m nullcuda.mutations
 
 ``MUTATIONS`` says what is changed and what has to find it. Every line of the engine that waits has
-to be in it, so a new wait needs a test that fails without it; so do a synchronisation too many and
-rows on a wrong card.
+to be in it, so a new wait needs a test that fails without it; so do a synchronisation too many,
+rows on a wrong card, memory that is let go of too early, and what graphs leave behind. ``trace.py``
+waits to read times, in steps that are traced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 RACE = "accesses that nothing orders"
 ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "machines")
 WAITS = re.compile(r"\.(?:wait_stream|wait_event|synchronize)\(")
+MEASURES = "scatterpar/trace.py"
 PATH, GRAPHS = "tests/nullcuda/test_the_path.py::", "tests/test_graphs.py::"
+STREAMS = "tests/nullcuda/test_streams.py::"
 
 
 class Mutation(NamedTuple):
@@ -35,6 +38,7 @@ class Mutation(NamedTuple):
     instead: str
     test: str
     words: str = RACE
+    also: tuple[tuple[str, str], ...] = ()
 
 
 MUTATIONS = [
@@ -108,6 +112,133 @@ MUTATIONS = [
         PATH + "test_nothing_is_launched_on_a_wrong_card",
         "same device",
     ),
+    Mutation(
+        "streams are taken anew from torch's pool",
+        "_taken[device, use] = next(stream for stream in streams if stream not in others)",
+        "return next(streams)",
+        STREAMS + "test_no_copy_is_on_the_stream_that_captures",
+        "run as without graphs",
+    ),
+    Mutation(
+        "memory that a copy writes is let go of when the copy is asked for",
+        "self._targets[number] = [target for _, target in asked]",
+        "self._targets[number] = []",
+        STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
+    ),
+    Mutation(
+        "copies that are dropped are not waited for",
+        "if self._targets:\n                self.settle()",
+        "pass",
+        STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
+    ),
+    Mutation(
+        "settling waits for the stream that computes, not for the copies",
+        "with self._asking, on(device, ()), self._stream:",
+        "with self._asking, on(device, ()):",
+        PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
+    ),
+    Mutation(
+        "copies are told to be done before they are asked for",
+        "            is_staged = False\n",
+        "            is_staged = False\n            early = self._stream.record_event()\n",
+        PATH + "test_pinned_memory_may_be_written_after_a_step",
+        also=(
+            ("self._copied[number] = self._stream.record_event()", "self._copied[number] = early"),
+        ),
+    ),
+    Mutation(
+        "rows leave a card on its current stream",
+        "for stream in (*self._senders, self._stream):",
+        "for stream in (self._stream,):",
+        STREAMS + "test_rows_leave_a_card_beside_its_computation",
+        "AssertionError",
+    ),
+    Mutation(
+        "the stream that waits is not the one that sends",
+        "self._senders.append(sender)",
+        "self._senders.append(torch.Stream(source))",
+        PATH + "test_a_batch_that_a_card_has_just_been_told_to_compute",
+    ),
+    Mutation(
+        "rows that are not pinned are not staged",
+        "return torch.empty_like(tensor, pin_memory=True).copy_(tensor)",
+        "return tensor",
+        STREAMS + "test_rows_that_are_not_pinned_are_staged",
+        "AssertionError",
+    ),
+    Mutation(
+        "staged rows are not counted",
+        "self._staged.append(mark(self._stream.device))",
+        "pass",
+        PATH + "test_the_host_waits_before_it_stages_more",
+        "staged",
+    ),
+    Mutation(
+        "workers are on their default streams, not on the caller's",
+        "stack.enter_context(_again(stream))",
+        "pass",
+        PATH + "test_side_streams_of_the_caller",
+    ),
+    Mutation(
+        "the pair sums gradients on the streams of who calls backward",
+        "with on(ctx.device_ids[0], ctx.streams):",
+        "with on(ctx.device_ids[0], ()):",
+        STREAMS + "test_the_pairs_backward_pass_is_on_the_streams_of_its_forward_pass",
+    ),
+    Mutation(
+        "the pair's outputs go back on the streams of who calls backward",
+        "with on(ctx.way_back[0], ctx.streams):",
+        "with on(ctx.way_back[0], ()):",
+        STREAMS + "test_the_pairs_backward_pass_is_on_the_streams_of_its_forward_pass",
+    ),
+    Mutation(
+        "gradients of a graph are not copied out",
+        "for i, gradient in zip(self._in_place, copies, strict=True):",
+        "for i, gradient in self._in_place.items():",
+        STREAMS + "test_gradients_may_be_read_on_another_stream_during_the_next_captured_step",
+    ),
+    Mutation(
+        "the loss of a graph is not copied out",
+        "return graph.loss.clone(), output",
+        "return graph.loss, output",
+        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+        "AssertionError",
+    ),
+    Mutation(
+        "the weight of a micro-batch comes after its graph is launched",
+        "graph.factor.fill_(weight * self._request.scale)",
+        "pass",
+        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+        "AssertionError",
+    ),
+    Mutation(
+        "a sub-step warms up in other memory than it is captured with",
+        "with own.recorder.warming_up():",
+        "if True:",
+        STREAMS + "test_graphs_do_not_need_the_activations_twice",
+        "OutOfMemoryError",
+    ),
+    Mutation(
+        "cached memory is not given back before a capture",
+        "    release()\n    with _counting:",
+        "    with _counting:",
+        STREAMS + "test_graphs_do_not_need_the_activations_twice",
+        "OutOfMemoryError",
+    ),
+    Mutation(
+        "a capture that failed is not ended",
+        "torch_private.give_up_capture(graph, self._device, self._pool)",
+        "pass",
+        STREAMS + "test_a_failed_capture_leaves_allocator_and_generator_as_they_were",
+        "Error",
+    ),
+    Mutation(
+        "flags that choose kernels are not asked",
+        "[part.fp32_precision for part in _PRECISIONS],",
+        "",
+        GRAPHS + "test_flags_that_choose_kernels_are_captured_anew",
+        "AssertionError",
+    ),
 ]
 
 
@@ -131,12 +262,15 @@ def sources() -> dict[Path, str]:
 def faults_of_the_table() -> list[str]:
     """Texts that are not once in the engine, and lines that wait and that nothing takes out."""
     found = []
-    texts = [mutation.text for mutation in MUTATIONS]
+    changes = [((m.text, m.instead), *m.also) for m in MUTATIONS]
+    texts = [text for each in changes for text, _ in each]
     for text in texts:
         count = sum(source.count(text) for source in sources().values())
         if count != 1:
             found.append(f"{text!r} is {count} times in the engine: mend the table")
     for file, source in sources().items():
+        if str(file) == MEASURES:
+            continue
         taken_out = [range(at, at + len(text)) for text in texts if (at := source.find(text)) >= 0]
         for wait in WAITS.finditer(source):
             if not any(wait.start() in one for one in taken_out):
@@ -154,8 +288,9 @@ def trial(mutation: Mutation) -> tuple[str, float]:
         copy = Path(folder)
         shutil.copytree(ROOT / "scatterpar", copy / "scatterpar")
         for file, source in sources().items():
-            if mutation.text in source:
-                (copy / file).write_text(source.replace(mutation.text, mutation.instead))
+            for text, instead in ((mutation.text, mutation.instead), *mutation.also):
+                source = source.replace(text, instead)
+            (copy / file).write_text(source)
         pytest = ["-m", "pytest", "-p", "nullcuda.plugin", "-p", "no:cacheprovider", "-xq"]
         done = subprocess.run(
             [sys.executable, "-W", "ignore", *pytest, str(ROOT / mutation.test)],

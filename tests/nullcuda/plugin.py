@@ -6,12 +6,16 @@ With it every test runs under the race checker, and fails where it finds an unor
 from __future__ import annotations
 
 import warnings
+from functools import wraps
 
 import pytest
 import torch
 
 from nullcuda import card, values
 from nullcuda.races import races
+from scatterpar.threads.workers import Job, Workers
+
+_BUSY = 3  # queries of an event that find it not ready
 
 if not card.is_null():
     raise RuntimeError("nullcuda.plugin is for the null CUDA: run it with tests/nullcuda/run")
@@ -21,6 +25,41 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "races: looks for races itself, planted ones")
     with warnings.catch_warnings(action="ignore"):  # torch notes that kernels are replaced
         values.install()
+    card.busy(_BUSY)
+    _tell_who_hands_work_over()
+
+
+def _tell_who_hands_work_over() -> None:
+    """The caller hands each job to the workers, and takes it over when they are through."""
+    begin, run, wait = Job.__init__, Job.run, Workers._wait
+
+    @wraps(begin)
+    def begun(job, *args):
+        begin(job, *args)
+        card.hand_over(id(job))
+
+    @wraps(run)
+    def taken(job, number):
+        work = job.calls[number].work
+
+        def told():
+            card.take_over(id(job))
+            try:
+                return work()
+            finally:
+                card.hand_over(id(job))
+
+        job.calls[number].work = work and told
+        run(job, number)
+
+    @wraps(wait)
+    def waited(workers, job):
+        try:
+            wait(workers, job)
+        finally:
+            card.take_over(id(job))
+
+    Job.__init__, Job.run, Workers._wait = begun, taken, waited
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,10 @@ waits. Events carry clocks from stream to stream, synchronisations to the host. 
 byte, of which one writes, must be ordered: on a real card the result may differ from run to run,
 while the values here, where everything is done at once, would never tell.
 
-The host is one clock for all threads, as if each knew what the others wait for. So what is found is
-a race; a race between threads that only a lucky order hides is not.
+Each thread of the host that is told to hand work over or take it over (the caller's and the
+engine's, ``plugin.py``) knows what it has waited for, and what was handed to it. All others, such
+as autograd's, count as knowing everything: who asks them to do what is not in the trace. What a
+query answers is known to all, since torch's allocators ask, and give memory to any thread.
 """
 
 from __future__ import annotations
@@ -55,47 +57,70 @@ def races(records: Iterable[Record]) -> list[Race]:
 class _Checker:
     def __init__(self) -> None:
         self.found: dict[Race, None] = {}
-        self._host: _Clock = {}
+        self._all: _Clock = {}  # what every thread knows
+        self._own: dict[int, _Clock] = {}  # what each thread that takes part in hand-overs knows
+        self._handed: defaultdict[int, _Clock] = defaultdict(dict)
         self._streams: defaultdict[_Stream, _Clock] = defaultdict(dict)
         self._events: dict[int, _Clock] = {}
         self._pages: defaultdict[int, list[_Access]] = defaultdict(list)
 
     def look_at(self, record: Record) -> None:
-        stream = record.device, record.stream
+        stream, thread = (record.device, record.stream), record.thread
         match record.kind:
             case "read" | "write":
-                self._begin(stream)
+                self._begin(stream, thread)
                 self._access(record, stream, record.address, record.kind == "write", record.name)
                 if record.device == _HOST:
-                    _join(self._host, self._streams[stream])
+                    self._learn(thread, self._streams[stream])
             case "copy_in" | "copy_out" | "copy_within" | "copy_peer" | "fill":
-                self._begin(stream)
+                self._begin(stream, thread)
                 if record.kind != "fill" and not (record.kind == "copy_in" and record.pageable):
                     self._access(record, stream, record.source, False, record.kind)
                 if record.kind != "copy_out":
                     self._access(record, stream, record.address, True, record.kind)
                 if record.blocks:
-                    _join(self._host, self._streams[stream])
+                    self._learn(thread, self._streams[stream])
             case "event_record":
-                self._events[record.address] = self._host | self._streams[stream]
+                self._events[record.address] = dict(self._streams[stream])
+                for clock in self._known(thread):
+                    _join(self._events[record.address], clock)
             case "event_wait":
                 _join(self._streams[stream], self._events.get(record.address, {}))
-            case "event_sync" | "event_query":
-                _join(self._host, self._events.get(record.address, {}))
-            case "stream_sync" | "stream_query":
-                _join(self._host, self._streams[stream])
+            case "event_sync":
+                self._learn(thread, self._events.get(record.address, {}))
+            case "event_query" if record.blocks:
+                _join(self._all, self._events.get(record.address, {}))
+            case "stream_sync":
+                self._learn(thread, self._streams[stream])
+            case "stream_query" if record.blocks:
+                _join(self._all, self._streams[stream])
             case "device_sync":
                 for (device, _), clock in list(self._streams.items()):
                     if device == record.device:
-                        _join(self._host, clock)
+                        self._learn(thread, clock)
             case "device_free":  # waits for everything
                 for clock in list(self._streams.values()):
-                    _join(self._host, clock)
+                    self._learn(thread, clock)
+            case "hand_over":
+                self._own.setdefault(thread, {})
+                for clock in self._known(thread):
+                    _join(self._handed[record.address], clock)
+            case "take_over":
+                _join(self._own.setdefault(thread, {}), self._handed[record.address])
 
-    def _begin(self, stream: _Stream) -> None:
-        """A stream's next operation comes after all that the host knows to be done."""
+    def _known(self, thread: int) -> list[_Clock]:
+        """The clocks that make up what a thread knows to be done."""
+        own = [self._own[thread]] if thread in self._own else [*self._own.values()]
+        return [self._all, *own]
+
+    def _learn(self, thread: int, clock: _Clock) -> None:
+        _join(self._own.get(thread, self._all), clock)
+
+    def _begin(self, stream: _Stream, thread: int) -> None:
+        """A stream's next operation comes after all that the thread knows to be done."""
         clock = self._streams[stream]
-        _join(clock, self._host)
+        for known in self._known(thread):
+            _join(clock, known)
         clock[stream] = clock.get(stream, 0) + 1
 
     def _access(

@@ -344,3 +344,18 @@ def test_the_looks_that_benchmarks_card_takes(tmp_path):
     assert waits["plain loop"] == "0"
     assert waits["engine"].startswith("1, ")
     assert len(found) == 8
+
+
+def test_a_trace_of_launching_says_so():
+    """Kernels take no time here: cards are done as soon as the host has launched them."""
+    inputs, targets = batch(64, pinned=True)
+    with ScatterOnceParallel(network(), ACCUM, [0, 1], verify=False) as engine:
+        settled(engine)
+        with engine.trace() as trace:
+            for _ in range(3):
+                engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
+    launched = [s for step in trace.steps for s in step.spans if s.name in ("forward", "backward")]
+    assert len(launched) == 3 * 2 * ACCUM * 2
+    for span in launched:
+        assert span.on_device[0] <= span.on_device[1]
+    assert "graphs=True" in trace.bounds().sentence()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -273,7 +273,7 @@ class _Twin:
                 graph.append(self._again(out, args, kwargs, len(graph)))
                 return out
             if card.runtime().null_tracing() and not self._is_transfer(args):
-                self._tell(args, kwargs, out)
+                self._tell(self._ranges(args, kwargs, out))
             return self._with_values(out, args, kwargs, generator)
         finally:
             _inside.one = False
@@ -308,8 +308,11 @@ class _Twin:
     def _again(self, out: Any, args: Any, kwargs: Any, number: int) -> Callable[[int, int], None]:
         """What computes the values at every launch of the graph that is being captured."""
         on_cpu, named, target = (tree_map(_as_cpu, value) for value in (args, kwargs, out))
+        ranges = list(self._ranges(args, kwargs, out))
 
         def again(seed: int, offset: int) -> None:
+            if card.runtime().null_tracing():
+                self._tell(ranges)
             generator = _seeded(seed, offset, number) if self._draws else None
             values = self._values(on_cpu, named, generator)
             if not self._schema.is_mutable:
@@ -317,31 +320,34 @@ class _Twin:
 
         return again
 
-    def _tell(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Into the trace: what this operator reads and writes, and on which stream."""
+    def _ranges(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[_Range]:
+        """What this operator reads and writes."""
         written = {
             a.name: bool(a.alias_info and a.alias_info.is_write) for a in self._schema.arguments
         }
         for argument, value in zip(self._schema.arguments, args, strict=False):
-            self._tell_of(value, written[argument.name])
+            yield from _ranges_of(value, written[argument.name])
         for name, value in kwargs.items():
-            self._tell_of(value, written.get(name, False))
+            yield from _ranges_of(value, written.get(name, False))
         if not self._schema.is_mutable:
-            self._tell_of(out, True)
+            yield from _ranges_of(out, True)
 
-    def _tell_of(self, value: Any, writes: bool) -> None:
-        for tensor in _dense_on_cards(value):
-            device, bytes = tensor.device.index, _extent(tensor)
+    def _tell(self, ranges: Iterable[_Range]) -> None:
+        """Into the trace: bytes that are read or written, on the current stream."""
+        for device, start, bytes, writes in ranges:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            where = tensor.data_ptr()
-            card.runtime().null_access(self._name, device, stream, where, bytes, int(writes))
+            card.runtime().null_access(self._name, device, stream, start, bytes, int(writes))
 
 
-def _dense_on_cards(value: Any) -> Iterator[Tensor]:
+_Range = tuple[int, int, int, bool]  # device, start, bytes, and whether they are written
+
+
+def _ranges_of(value: Any, writes: bool) -> Iterator[_Range]:
+    """The bytes of dense tensors on cards."""
     for leaf in tree_leaves(value):
         is_one = isinstance(leaf, Tensor) and leaf.device.type == "cuda"
         if is_one and leaf.layout == torch.strided and leaf.numel():
-            yield leaf
+            yield leaf.device.index, leaf.data_ptr(), _extent(leaf), writes
 
 
 def _extent(tensor: Tensor) -> int:

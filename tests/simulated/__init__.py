@@ -71,7 +71,7 @@ def load(library: Path) -> None:
     module.get_rng_state = lambda device=NAME: operators.get_rng_state(index(device))
     module.set_rng_state = lambda state, device=NAME: operators.set_rng_state(state, index(device))
     module.manual_seed_all = manual_seed_all
-    module.CUDAGraph = control.Graph
+    module.CUDAGraph, module.graph_pool_handle = control.Graph, lambda: None
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -133,9 +133,6 @@ class Graph:
         self._device = torch.accelerator.current_device_index()
         self._number = torch.ops.simulated.capture_end()
 
-    def pool(self) -> None:
-        """There is none to share."""
-
     def replay(self) -> None:
         """The current stream is given it all again."""
         torch.ops.simulated.replay(self._number, self._device)

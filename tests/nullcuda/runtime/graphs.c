@@ -15,6 +15,7 @@ struct node {
   const void *from; /* 0: a fill */
   int value;
   uint64_t bytes;
+  struct record what;
 };
 
 struct CUgraph_st {
@@ -39,13 +40,13 @@ cudaError_t lose_capture(cudaStream_t stream) {
   return failed(cudaErrorStreamCaptureUnsupported);
 }
 
-void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value,
-                   uint64_t bytes) {
+void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value, uint64_t bytes,
+                   struct record what) {
   if (graph->count == graph->room) {
     graph->room = graph->room ? 2 * graph->room : 64;
     graph->nodes = realloc(graph->nodes, graph->room * sizeof *graph->nodes);
   }
-  graph->nodes[graph->count++] = (struct node){to, from, value, bytes};
+  graph->nodes[graph->count++] = (struct node){to, from, value, bytes, what};
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
@@ -107,6 +108,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
                        .stream = stream_number(stream), .address = graph->id});
   for (size_t i = 0; i < graph->count; i++) {
     struct node *node = &graph->nodes[i];
+    node->what.stream = stream_number(stream);
+    note(node->what);
     if (node->from) memmove(on_host(node->to), on_host(node->from), node->bytes);
     else memset(on_host(node->to), node->value, node->bytes);
   }

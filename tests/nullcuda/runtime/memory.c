@@ -209,13 +209,14 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t s
                    : here < 0 ? copy_in_kind
                    : there == here ? copy_within_kind
                                    : copy_peer_kind;
-  note((struct record){.kind = kind, .device = device, .stream = stream_number(stream),
-                       .address = (uint64_t)to, .source = (uint64_t)from, .bytes = bytes,
-                       .other = there >= 0 && there != device ? there : here,
-                       .flags = (blocks ? BLOCKS_HOST : 0) | (pageable ? PAGEABLE : 0)});
+  struct record what = {.kind = kind, .device = device, .stream = stream_number(stream),
+                        .address = (uint64_t)to, .source = (uint64_t)from, .bytes = bytes,
+                        .other = there >= 0 && there != device ? there : here,
+                        .flags = (blocks ? BLOCKS_HOST : 0) | (pageable ? PAGEABLE : 0)};
   struct CUgraph_st *graph = capture_of(stream);
   if (graph && (blocks || pageable)) return lose_capture(stream);
-  if (graph) capture_bytes(graph, to, from, 0, bytes);
+  if (!graph) note(what);
+  if (graph) capture_bytes(graph, to, from, 0, bytes, what);
   else if (moves || there < 0 || bytes < PAGE) memmove(on_host(to), on_host(from), bytes);
   return cudaSuccess;
 }
@@ -247,11 +248,14 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
   if (!is_allocated(to, bytes)) return failed(cudaErrorInvalidValue);
-  note((struct record){.kind = fill_kind, .device = stream_device(stream),
-                       .stream = stream_number(stream), .address = (uint64_t)to, .bytes = bytes});
+  struct record what = {.kind = fill_kind, .device = stream_device(stream),
+                        .stream = stream_number(stream), .address = (uint64_t)to, .bytes = bytes};
   struct CUgraph_st *graph = capture_of(stream);
-  if (graph) capture_bytes(graph, to, 0, value, bytes);
-  else memset(on_host(to), value, bytes);
+  if (graph) capture_bytes(graph, to, 0, value, bytes, what);
+  else {
+    note(what);
+    memset(on_host(to), value, bytes);
+  }
   return cudaSuccess;
 }
 

@@ -16,7 +16,7 @@ enum { MAX_DEVICES = 16 };
   X(event_record) X(event_wait) X(event_sync) X(event_query)                                      \
   X(stream_create) X(stream_sync) X(stream_query) X(device_sync)                                  \
   X(device_malloc) X(device_free) X(host_malloc) X(host_free) X(context) X(enable_peer)           \
-  X(host_function) X(graph_launch) X(wrong_device) X(not_done)
+  X(host_function) X(graph_launch) X(wrong_device) X(not_done) X(hand_over) X(take_over)
 
 enum kind {
 #define AS_CONSTANT(name) name##_kind,
@@ -50,10 +50,12 @@ struct CUgraph_st; /* what a stream was given while it captured */
 struct CUstream_st {
   int device, number, priority;
   struct CUgraph_st *capture;
+  int asked;
 };
 struct CUgraph_st *capture_of(cudaStream_t stream); /* 0 where it does not capture */
 int captures(int device);                           /* whether any stream of a device does */
 cudaError_t lose_capture(cudaStream_t stream);      /* what it was asked for cannot be captured */
-void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value, uint64_t bytes);
+void capture_bytes(struct CUgraph_st *graph, void *to, const void *from, int value, uint64_t bytes,
+                   struct record what); /* noted at every launch */
 int stream_device(cudaStream_t stream); /* the default stream is the current device's */
 int stream_number(cudaStream_t stream);

@@ -61,6 +61,12 @@ const struct record *null_records(uint64_t *count, uint64_t *most) {
   return records;
 }
 
+/* One thread of the host has told another to go on: what it knew, the other one knows. */
+void null_hand_over(uint64_t key, int takes) {
+  note((struct record){.kind = takes ? take_over_kind : hand_over_kind, .device = -1,
+                       .address = key});
+}
+
 /* What an operator reads or writes, told by values.py: kernels themselves do not say. */
 void null_access(const char *name, int device, cudaStream_t stream, uint64_t address,
                  uint64_t size, int writes) {

@@ -473,7 +473,8 @@ def test_a_metric_of_means_and_one_inside_of_a_list():
     assert_logged(own, one)
 
 
-def test_the_page(monkeypatch):
+def test_the_page(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the Trainer writes checkpoints there
     (snippet,) = blocks(read("docs/lightning.md"), "python")
     monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, accelerator="cpu", logger=False))
     exec(snippet, {"module": made(), "loader": loader()})

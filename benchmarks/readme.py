@@ -22,7 +22,7 @@ PEERS = {
     "a plain loop with 16 larger micro-batches, which `nn.DataParallel` is on a CPU": [
         "nn.DataParallel x 16"
     ],
-    "DDP with `no_sync` or accelerate, the faster one, in two processes": [
+    "DDP with `no_sync`, or accelerate, whichever was faster, in two processes": [
         "DistributedDataParallel, no_sync",
         "accelerate, accumulate",
     ],

@@ -30,7 +30,11 @@ exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-
 myst_heading_anchors = 3
 # Large, and not needed to describe ours.
 autodoc_mock_imports = ["lightning", "sentence_transformers", "torchmetrics"]
-autodoc_typehints = "description"
+autodoc_typehints = "both"
+autodoc_type_aliases = {  # what the names of our own stand for
+    "Count": "Callable[[Any, Any], float | Tensor]",
+    "DeviceLike": "int | str | torch.device",
+}
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 default_role = "code"  # a word in single backticks, in a docstring

@@ -105,7 +105,7 @@ class ScatterOnceParallel(Wrapper):
             its own rows; loss and gradients are those of all ranks' batches together, and a
             rank that fails makes every rank raise in that step. Rank 0's parameters and
             buffers win at construction. Inference stays each rank's own.
-        shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a card that is
+        shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device that is
             three times as fast as the other, or ``"auto"``: learned from the pace of each
             device in the steps so far. A larger share is more sub-steps, not larger ones.
             Loss and gradient are exact whatever the shares are; what is learned differs from
@@ -126,7 +126,7 @@ class ScatterOnceParallel(Wrapper):
             the range that was met so far.
         graphs: capture a sub-step (forward, criterion and backward) once for each shape of
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
-            sub-steps, which a card has done before the host has launched them. Python then runs
+            sub-steps, which a device has done before the host has launched them. Python then runs
             while a sub-step is captured and not again, so numbers that change must be tensors; a
             change of the module, or another criterion, is captured anew. Not seen are changes of
             global variables, and of objects that are no modules. What cannot be captured runs as

@@ -295,6 +295,35 @@ def test_the_scaler_takes_its_factor_out_again(device_ids):
     assert_close(list(model.parameters()), after, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [1, 0.5])
+def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids, factor):
+    """Autograd's thread hands the gradients over, after the step, and before what comes next."""
+    model, inputs, targets = problem()
+    plain = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    step, end = torch.Stream(kind()), torch.Stream(kind())
+    step.wait_stream(torch.accelerator.current_stream())
+    with ScatterOnceParallel(model, 2, device_ids) as engine:
+        for _ in range(3):
+            with step:
+                engine.loss(inputs, targets, nn.CrossEntropyLoss())  # dropped
+                losses = [engine.loss(inputs, targets, nn.CrossEntropyLoss()) for _ in range(2)]
+            end.wait_stream(step)
+            with end:
+                for loss in losses:
+                    (loss * factor).backward()
+                ours.step()
+            step.wait_stream(end)
+            ours.zero_grad()  # not before: that memory is the step's stream's
+            for _ in losses:
+                loss = nn.CrossEntropyLoss()(plain(inputs.to(kind())), targets.to(kind()))
+                (loss * factor).backward()
+            theirs.step()
+            theirs.zero_grad()
+    torch.accelerator.current_stream().wait_stream(end)
+    assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.draws
 def test_the_same_seed_gives_the_same_gradients(device_ids):
     model, inputs, targets = problem(nn.Dropout(0.5))

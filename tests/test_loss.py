@@ -340,6 +340,7 @@ def test_statistics_move_without_grad_as_in_plain_torch(devices):
         assert torch.allclose(ours, theirs, rtol=1e-10), name
 
 
+@pytest.mark.filterwarnings("ignore:no label of this batch counts")
 def test_a_batch_without_terms_has_a_backward_pass_that_gives_nothing(devices):
     targets = torch.full((9,), -100)
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:

@@ -22,7 +22,7 @@ def code_cells(path):
 
 
 def test_they_are_all_here():
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6"]
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6", "7"]
 
 
 @pytest.mark.slow

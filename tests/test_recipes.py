@@ -193,7 +193,7 @@ def test_the_optimizers_state_on_all_cards(tmp_path, monkeypatch):
         cross_entropy(plain(images), labels).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
-    ours.follow("The optimizer's state on all cards")
+    ours.follow("The optimizer's state on all GPUs")
     assert_same_weights(ours["model"], plain)
     optimizer.load_state_dict(torch.load("optimizer.pt"))
 
@@ -266,7 +266,7 @@ def test_evaluation():
     ("title", "times"),
     [
         ("Keep the outputs of a step", 1),
-        ("Unequal cards", 1),
+        ("Unequal GPUs", 1),
         ("Compiled models", 1),
         ("Watch what a step did", 1),
     ],

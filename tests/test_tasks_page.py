@@ -39,6 +39,29 @@ def test_segmentation():
         names.assert_whole_batch(model, images, masks, names[loss])
 
 
+def test_dice_and_cross_entropy_over_labelled_pixels():
+    """Images without a labelled pixel among them; the oracle has means, where the page has sums."""
+    images, masks = randn(ROWS, 1, 6, 6), randint(3, ROWS, 6, 6)
+    masks[2], masks[5, :4] = -100, -100
+    model = build(lambda: nn.Conv2d(1, 3, 3, padding=1))
+    plain = copy.deepcopy(model)
+    names = world(images=images, masks=masks, model=model)
+    names["engine"] = ScatterOnceParallel(model, 2, names["device_ids"])
+    names.follow("Segmentation with a Dice loss", 2)
+    scores = plain(images)
+    dice = []
+    for image, mask in zip(scores, masks, strict=True):
+        at = mask != -100
+        filled = image.softmax(0)[:, at]
+        wanted = torch.stack([mask[at] == kind for kind in range(3)]).double()
+        ratio = (2 * (filled * wanted).sum(1) + 1) / (filled.sum(1) + wanted.sum(1) + 1)
+        dice.append(1 - ratio.mean())
+    loss = torch.stack(dice).mean() + cross_entropy(scores, masks)
+    loss.backward()
+    assert_close(names["loss"], loss.detach(), "loss")
+    assert_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
+
+
 def test_a_batch_dice_is_refused_without_the_whole_batch():
     images, masks = randn(ROWS, 1, 6, 6), randint(2, ROWS, 1, 6, 6).double()
     model = build(lambda: nn.Conv2d(1, 1, 3, padding=1))
@@ -50,6 +73,25 @@ def test_a_batch_dice_is_refused_without_the_whole_batch():
         pytest.raises(ValueError, match="whole_batch=True"),
     ):
         engine.forward_backward(images, masks, names["batch_dice"])
+
+
+def test_texts_of_unequal_lengths(capsys):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, ids):
+            return self.head(self.words(ids).tanh().sum(1))
+
+    texts = [randint(9, 1 + 7 * row % 5, seed=row) + 1 for row in range(ROWS)]
+    model, labels = build(Reader), randint(3, ROWS)
+    names = world(texts=texts, labels=labels, model=model)
+    names.follow("Texts of unequal lengths")
+    padded = names["pad"](texts)
+    names.assert_whole_batch(model, padded, labels, cross_entropy)
+    assert_close(names["scores"], model(padded).detach(), "scores")
+    assert "9 rows on 2 replicas, by cost" in capsys.readouterr().out
 
 
 @pytest.mark.draws

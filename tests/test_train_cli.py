@@ -2,10 +2,13 @@
 
 import json
 import re
+import sys
+from importlib.util import find_spec
 
 import psutil
 import pytest
 import torch
+from faults import processes
 from torch import nn
 
 import scatterpar
@@ -14,7 +17,7 @@ from scatterpar.train import machines
 from scatterpar.train.data import UsageError
 from scatterpar.train.options import parse
 from scatterpar.train.run import main
-from scatterpar.train.training import Batches
+from scatterpar.train.training import Batches, default_batch
 
 pytestmark = pytest.mark.draws
 SMALL = ["--model", "helpers.torchrun:Small"]  # a run of the default network takes seconds
@@ -58,7 +61,11 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
         ("--data /no/such/folder", "/no/such/folder: there is no folder with train/ and test/"),
         ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
         ("--model transformer", "--model transformer: neither cnn"),
-        ("--batch 64", "a batch of 64 rows makes micro-batches of one row"),
+        ("--batch 64 --accum 16", "a batch of 64 rows makes micro-batches of one row"),
+        ("--val 1", "--val: 1.0 is not below 1"),
+        ("--val 0.1", "embedded: it has images to test on; leave out --val"),
+        ("--model resnet18", "did you mean timm:resnet18?"),
+        ("--pretrained", "--pretrained is for timm:NAME; --init FILE takes the weights of others"),
         ("--batch 4095", "a batch of 2 rows makes micro-batches of one row"),
         ("--resume", "checkpoint.pt; --out names the folder of the run"),
         ("--out /dev/null/runs", "--out: /dev/null/runs/metrics.jsonl cannot be written"),
@@ -106,8 +113,8 @@ def test_help_says_what_the_defaults_are_and_shows_examples(capsys):
         command(["train", "--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("4096", "16"):
-        assert f"default: {words}" in text
+    assert "default: as many as leave 50 steps an epoch, at most 4096" in text
+    assert "default: 64" in text
     for words in ("torch/fashion_mnist", "timm:resnet50", "examples:"):
         assert words in text
     assert "python -m scatterpar train --config photos.toml --epochs 90" in text
@@ -121,17 +128,52 @@ def test_the_version_is_said(capsys, arguments):
     assert capsys.readouterr().out == said
 
 
+@pytest.mark.parametrize("given", ["cpu:0,cpu:1", "cpu:0, cpu:1", "cpu:0 cpu:1", "=cpu:0,cpu:1"])
+def test_lists_are_separated_by_commas_or_spaces(given, capsys):
+    """`--devices` wanted commas where `--shares` and the doctor wanted spaces."""
+    words = [f"--devices{given}"] if given[0] == "=" else ["--devices", *given.split()]
+    assert parse([*words, "--epochs", "3"]).devices == ("cpu:0", "cpu:1")
+    words = [word.replace("devices", "shares").replace("cpu:", "1") for word in words]
+    assert parse([*words, "--drop-at", "6,9", "--epochs", "12"]).shares == (10.0, 11.0)
+    assert parse(["--shares", "auto"]).shares == "auto"
+
+
+def test_lists_in_a_file_are_lists_or_text(tmp_path):
+    file = tmp_path / "run.toml"
+    for devices in ('["cpu:0", "cpu:1"]', '"cpu:0,cpu:1"'):
+        file.write_text(f"devices = {devices}\nshares = [2, 1]\n")
+        given = parse(["--config", str(file)])
+        assert (given.devices, given.shares) == (("cpu:0", "cpu:1"), (2.0, 1.0))
+
+
 def test_some_options_follow_from_others():
     assert parse(["--epochs", "1"]).warmup_epochs == 0
     assert parse(["--epochs", "100"]).warmup_epochs == 5
     options = parse(["--micro-batch-size", "8"])
     assert (options.micro_batch_size, options.accum) == (8, 1)
+    assert (parse([]).micro_batch_size, parse([]).accum) == (64, 1)
+    assert (parse(["--accum", "4"]).micro_batch_size, parse(["--accum", "4"]).accum) == (None, 4)
+
+
+def test_the_default_batch_leaves_an_epoch_enough_steps(tmp_path, capsys):
+    """A folder of 480 pictures was one batch of 4096: 20 steps in 20 epochs."""
+    sizes = [default_batch(images) for images in (30, 480, 8192, 204_799, 10**7)]
+    assert sizes == [1, 8, 128, 2048, 4096]
+
+    def too_few(batch):  # as four replicas with batch normalisation
+        return min(batch, 481 % batch or 8) < 8
+
+    assert default_batch(481, too_few) == 11
+    assert main([*TWO_CPUS[:2], "--epochs", "1", *SMALL, "--out", str(tmp_path)]) == 0
+    said = "batches of 128, for 64 steps an epoch of 8,192; --batch sets it"
+    assert said in capsys.readouterr().out
 
 
 def test_a_run_reports_what_it_did(capsys, tmp_path):
     options = [*TWO_CPUS, *SMALL, "--batch", "1024"]
     assert main([*options, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
+    tested = torch.load(tmp_path / "best.pt")["accuracy"]
     for words in (
         "8,192 images to train on, 1,808 to test",
         "cpu:1   512:1024  4 x 128",
@@ -139,6 +181,7 @@ def test_a_run_reports_what_it_did(capsys, tmp_path):
         "finished after 1 of 1 epochs, 8 steps",
         "test accuracy: ",
         "crossed between devices in a step, in MB: scatter 0.811, replicate 0.",
+        f"best epoch: 1, test accuracy {tested:.2%}, in {tmp_path / 'best.pt'}",
     ):
         assert words in printed.out
     assert printed.err == ""  # a bar is for terminals
@@ -156,7 +199,8 @@ def test_a_run_reports_what_it_did(capsys, tmp_path):
 def test_the_same_seed_gives_the_same_run(tmp_path, capsys):
     losses = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert main([*TWO_CPUS, *SMALL, "--seed", seed, "--out", str(tmp_path / name)]) == 0
+        options = [*TWO_CPUS, *SMALL, "--batch", "4096", "--seed", seed]
+        assert main([*options, "--out", str(tmp_path / name)]) == 0
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in lines])
     assert losses[0] == losses[1] != losses[2]
@@ -177,6 +221,7 @@ class Diverging(nn.Module):
 
 def test_diverged_training_ends_with_what_was_reached(tmp_path, capsys):
     arguments = ["--model", "test_train_cli:Diverging", "--out", str(tmp_path), "--epochs", "2"]
+    arguments += ["--batch", "4096"]
     assert main([*arguments, "--devices", "cpu:0", "--accum", "1"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"training diverged \(.*\); a lower --base-lr may help; stopped", printed)
@@ -231,6 +276,24 @@ def test_tensors_on_the_host_always_have_a_backend(monkeypatch, card, expected):
     found = torch.device(card) if card else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     assert machines.backend() == expected
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_weights_and_biases_gets_steps_and_epochs(tmp_path):
+    """In a process of its own: the library leaves threads and a hook behind."""
+    options = [*TWO_CPUS, *SMALL, "--batch", "4096", "--wandb", "demo", "--out", str(tmp_path)]
+    done = processes.run("-m", "scatterpar", "train", *options, WANDB_MODE="offline")
+    assert done.code == 0, done.err
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    for name in ("step/loss", "step/seconds_waited", "epoch/test_accuracy"):
+        assert name.encode() in content, name
+
+
+def test_a_missing_logger_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main([*SMALL, "--devices", "cpu", "--wandb", "demo", "--out", str(tmp_path)]) == 2
+    assert "(pip install scatterpar[wandb]; WANDB_MODE=offline needs" in capsys.readouterr().err
 
 
 def listening():

@@ -16,6 +16,7 @@ from scatterpar.train.data import Split, UsageError, load, make_dataset
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import SmallCNN, build_model
 from scatterpar.train.options import parse
+from scatterpar.train.pictures import library
 from scatterpar.train.training import make_optimizer
 
 pytestmark = pytest.mark.draws
@@ -110,8 +111,33 @@ def test_a_model_and_an_optimizer_of_timms(tmp_path):
         make_optimizer(model, parse(["--optimizer", "nonsense"]))
 
 
+@needs_timm
+def test_pretrained_weights_come_with_the_pixels_that_they_were_made_with(monkeypatch):
+    """No network: what timm is asked for is looked at."""
+    asked, create = [], library("timm.models").create_model
+
+    def offline(name, pretrained=False, **options):
+        asked.append(pretrained)
+        return create(name, **options)
+
+    monkeypatch.setattr(library("timm.models"), "create_model", offline)
+    for shape, channels in ((GREY, 1), ((3, 28, 28), 3)):
+        model = build_model("timm:test_resnet", shape, 7, pretrained=True)
+        made = model.network.pretrained_cfg
+        expected = torch.tensor(made["mean"]) * 255
+        torch.testing.assert_close(model.mean.mean(), expected.mean())
+        assert model.mean.numel() == channels
+    assert all(asked)
+    with pytest.raises(UsageError, match=r"^--model cnn: --pretrained is for timm:NAME"):
+        build_model("cnn", GREY, 7, pretrained=True)
+
+
 def failing():
     raise RuntimeError("no\nluck")
+
+
+def unfitting():
+    raise RuntimeError("operator torchvision::nms does not exist")
 
 
 FAULTS = {
@@ -121,6 +147,7 @@ FAULTS = {
     "zoo:absent": (None, "AttributeError: .*absent"),
     "zoo:number": (3, "TypeError: 3 is not a callable object"),
     "zoo:failing": (failing, "RuntimeError: no luck"),
+    "zoo:unfitting": (unfitting, "this torchvision was built for another torch; .*whl/cpu"),
     "zoo:dictionary": (dict, "AttributeError: 'dict' object has no attribute 'modules'"),
     "zoo:wrong": (lambda: nn.Linear(3, 10), r"and an image \(1, 28, 28\): RuntimeError"),
     "zoo:flat": (

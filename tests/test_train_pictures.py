@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -96,6 +97,23 @@ def test_a_class_may_lack_test_pictures_but_not_all_classes(tmp_path):
     for file in list((tmp_path / "val").rglob("*.png")):
         file.unlink()
     refused("val holds no pictures", tmp_path)
+
+
+def test_classes_without_a_split_are_split_as_val_says(tmp_path):
+    write_folder(tmp_path, train=20, test=1)
+    for folder, options in ((tmp_path / "train", {}), (tmp_path / "test", {"val": 0.1})):
+        words = "class folders, no split: --val 0.1" if not options else "has too few pictures"
+        refused(words, folder, **options)
+    refused("it has images to test on; leave out --val", tmp_path, val=0.1)
+    first, second = (
+        open_data(Options(data=str(tmp_path / "train"), val=0.1, seed=seed)) for seed in (0, 1)
+    )
+    names = [[p.name(row) for row in range(len(p))] for p in (first.train, first.test)]
+    assert names == [[p.name(row) for row in range(len(p))] for p in (second.train, second.test)]
+    assert sorted([*names[0], *names[1]]) == sorted(map(str, tmp_path.glob("train/*/*.png")))
+    assert first.test.pairs.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    shutil.rmtree(tmp_path / "test")
+    assert len(open_data(Options(data=str(tmp_path), val=0.25)).test) == 15
 
 
 def test_a_side_without_class_folders_is_refused(tmp_path):

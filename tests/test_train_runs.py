@@ -53,7 +53,7 @@ class Stop(Exception):
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
-    folder, tmp_path, monkeypatch
+    folder, tmp_path, monkeypatch, capsys
 ):
     """Augmented, averaged, with dropout; with other numbers of workers before and after."""
     options = ["--ema", "0.9", "--clip", "1", "--label-smoothing", "0.1", "--checkpoint-every", "1"]
@@ -72,6 +72,18 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
     starts = records(parts, "run")
     assert [start["options"]["resume"] for start in starts] == [False, True, True]
     assert starts[0]["versions"]["torch"] == torch.__version__
+    assert_all_sessions_count(parts, capsys.readouterr().out)
+
+
+def assert_all_sessions_count(out, printed):
+    """Phases of an interrupted epoch were once shares of its last session: 1700 % in all."""
+    shares = re.findall(r"s \((\d+\.\d)%\)</div>", (out / "report.html").read_text())
+    assert sum(map(float, shares)) == pytest.approx(100, abs=0.5)
+    (said,) = re.findall(r"finished after .* steps, (\d+\.\d) s in 3 sessions", printed)
+    assert float(said) >= sum(r["seconds_whole"] for r in steps(out)) - 0.1
+    epochs = records(out, "epoch")
+    counted = sum(r["seconds"] * r["images_per_second"] for r in epochs)
+    assert counted == pytest.approx(3 * 120)
 
 
 class Dropping(nn.Module):
@@ -359,8 +371,9 @@ def finished(folder, tmp_path_factory):
 def test_a_page_shows_what_was_reached(finished):
     page = (finished / "report.html").read_text()
     for words in (
-        *("cnn on ", "test accuracy, 24 images", "test loss", "What was taken for what"),
-        *("Worst mistakes", "Time by phase", "waiting for images", "crossed between"),
+        *("cnn on ", "best test accuracy, epoch", "in best.pt", "test loss", "Confusion matrix"),
+        *("last test accuracy, 24 images", "Worst errors", "Training time by phase"),
+        *("waiting for images", "crossed between"),
         *("images per second", "data:image/png;base64,", "Confusion matrix"),
     ):
         assert words in page, words

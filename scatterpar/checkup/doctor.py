@@ -19,7 +19,7 @@ import torch
 from scatterpar.checkup.copies import Route, examine
 from scatterpar.checkup.training import Speed, Step, measure, take_step
 from scatterpar.checkup.verdicts import Verdict, on_copies, on_speed, on_step
-from scatterpar.devices.verbs import DeviceLike, resolve
+from scatterpar.devices.verbs import DeviceLike, named, resolve
 
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE"),
@@ -165,14 +165,12 @@ def main(arguments: Sequence[str]) -> int:
         description="Examine this machine: devices, copies between them, one exact step, speed.",
         epilog="exit code: 0 nothing is wrong, 1 something is, 2 an argument is wrong",
     )
-    devices_help = "one a replica, such as cuda:0,cuda:1 (default: all, else cpu:0,cpu:1)"
+    devices_help = "one per replica, such as cuda:0,cuda:1 (default: all, else cpu:0,cpu:1)"
     parser.add_argument("--devices", nargs="+", metavar="DEVICE", help=devices_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
     given = parser.parse_args(arguments)  # ends the process with 2 itself
-    names = [name.strip() for words in given.devices or () for name in words.split(",")]
-    devices = [int(name) if name.isdecimal() else name for name in names]
     try:
-        return doctor(devices or None, given.json).exit_code
+        return doctor(named(given.devices or ()) or None, given.json).exit_code
     except (ValueError, TypeError, OSError) as error:
         print(f"scatterpar doctor: error: {error}", file=sys.stderr)
         return 2

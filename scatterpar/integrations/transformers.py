@@ -1,7 +1,7 @@
 """``transformers.Trainer`` with the single-device gradient on all devices, scattered once a step.
 
 Where no launcher is used, the stock Trainer wraps a model in ``nn.DataParallel`` as soon as it sees
-two cards, and calls it once for every batch that it accumulates. ``ScatterOnceTrainer`` takes the
+two GPUs, and calls it once for every batch that it accumulates. ``ScatterOnceTrainer`` takes the
 whole window of ``gradient_accumulation_steps`` batches as one step of a ``ScatterOnceParallel``.
 All else is the stock Trainer's own: data, order, optimizer, schedule, callbacks, checkpoints.
 """

@@ -34,7 +34,7 @@ from scatterpar.step import nested
 from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Launched, Task, forward, kept, pull
+from scatterpar.step.substeps import Launched, Task, forward, kept
 from scatterpar.threads.clock import SILENT
 from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Attempt
@@ -72,8 +72,7 @@ class _Graph:
         self.output = kept(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
-        with task.span("backward", number):
-            pull([loss], [self.factor], autocast_types())
+        task.pull(loss, self.factor, autocast_types(), number)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from scatterpar.threads.generators import Generators, followed
 from scatterpar.threads.sharing import Stash
 from scatterpar.threads.workers import note
 from scatterpar.torch_private import backward, nodes_of
+
+_NO_TURN = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,36 @@ class Task:
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch, as ``Arrival.rows_of``, timed."""
+        if self.clock.is_idle:
+            return self.arrival.rows_of(number, keep=keep)
         with self.span("arrival", number) as span:
             rows = self.arrival.rows_of(number, keep=keep)
             if span is not None:
                 span.elements = sum(tensor.numel() for tensor in nested.tensors(rows[0]))
             return rows
 
-    def in_turn(self, number: int) -> contextlib.AbstractContextManager[None]:
+    def in_turn(
+        self, number: int, name: str = "forward"
+    ) -> contextlib.AbstractContextManager[None]:
         """For the Python of a forward pass and its loss, which replicas may take turns to run."""
-        if self.stash is None:
-            return contextlib.nullcontext()
-        return self.stash.turn_to_launch(self.share.device, self.span("waiting", number))
+        if not self.clock.is_idle:
+            return self._timed_turn(number, name)
+        return _NO_TURN if self.stash is None else self.stash.turn_to_launch(self.share.device)
+
+    @contextlib.contextmanager
+    def _timed_turn(self, number: int, name: str) -> Iterator[None]:
+        device, waiting = self.share.device, self.span("waiting", number)
+        turn = _NO_TURN if self.stash is None else self.stash.turn_to_launch(device, waiting)
+        with turn, self.span(name, number):
+            yield
+
+    def pull(self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int) -> None:
+        """Backward from a micro-batch's loss, timed."""
+        if self.clock.is_idle:
+            pull([root], [factor], autocast)
+        else:
+            with self.span("backward", number):
+                pull([root], [factor], autocast)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -182,8 +203,7 @@ class Launched:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
-            with task.span("backward", number):
-                pull([loss], [factor], self._autocast)
+            task.pull(loss, factor, self._autocast, number)
             if self._waiting:  # for all of them in the first sub-step, as a rule
                 self._waiting = unalias(self._waiting)
         return loss.detach(), output_kept
@@ -252,7 +272,7 @@ def forward(task: Task, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Te
     What the criterion reaches is stashed.
     """
     inputs, targets = rows
-    with task.in_turn(number), task.span("forward", number):
+    with task.in_turn(number):
         output = task.output_of(inputs)
         del rows, inputs
         if task.stash is None or not task.takes_turns:

@@ -317,7 +317,7 @@ def train_whole(
 
 def output_at(task: Task, rows: Any, number: int = 0, name: str = "forward") -> Any:
     """The module's output for the rows of one micro-batch."""
-    with task.in_turn(number), task.span(name, number):
+    with task.in_turn(number, name):
         return task.output_of(rows[0])
 
 

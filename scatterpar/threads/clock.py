@@ -132,7 +132,7 @@ class Clock:
         self.passes: list[dict[int, tuple[float, float]]] = []  # start and end by replica
         self._record = record
         self._is_profiled = profiler_is_on()
-        self._is_idle = record is None and not self._is_profiled
+        self.is_idle = record is None and not self._is_profiled
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Clock:
         self, name: str, share: Share | None = None, sub_step: int | None = None
     ) -> contextlib.AbstractContextManager[Span | None]:
         """A part of the step, of the caller or of the replica that has ``share``."""
-        if self._is_idle:
+        if self.is_idle:
             return _NOTHING
         block = None
         if self._is_profiled:

@@ -178,7 +178,7 @@ class Stash:
         return self._turns[physical(device)].taken(waiting)
 
     def turn_to_launch(
-        self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
+        self, device: torch.device, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED
     ) -> contextlib.AbstractContextManager[None]:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
 

@@ -383,7 +383,7 @@ class Workers:
             for thread in threads:  # each in a new context: a worker would keep the caller's
                 contextvars.Context().run(thread.start)
         except RuntimeError as error:
-            if "shutdown" in str(error):  # from Python 3.12 on
+            if "shutdown" in str(error):  # in Python 3.12
                 raise RuntimeError(
                     f"{self._owner} has no threads yet, and Python starts none while the "
                     f"interpreter exits; take the first step before that"

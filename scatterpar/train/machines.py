@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Self
@@ -18,27 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.verbs import named, resolve
 from scatterpar.train.data import UsageError, words_of
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
 _CPU_REPLICAS = 4
 
 
-def choose_devices(names: str | None) -> list[torch.device]:
+def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
     """Turn `--devices` into a device for each replica, the master's first.
 
     Without names: every accelerator, else four CPU replicas with a memory of their own each
     (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
     """
-    if names is None and not torch.accelerator.is_available():
+    names = named(words or ())
+    if not names and not torch.accelerator.is_available():
         return [torch.device("cpu", i) for i in range(_CPU_REPLICAS)]
     try:
-        return list(resolve(None if names is None else [n.strip() for n in names.split(",")]))
+        return list(resolve(names or None))
     except ValueError as error:
-        words = words_of(error).removeprefix("device_ids: ")
+        found = words_of(error).removeprefix("device_ids: ")
         raise UsageError(
-            f"--devices: {words}; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
+            f"--devices: {found}; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
         ) from error
 
 

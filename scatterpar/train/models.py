@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.train.data import UsageError, words_of
-from scatterpar.train.pictures import library
+from scatterpar.train.pictures import OTHER_BUILD, library
 
 BUILT_IN = "cnn"
 _WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # what these put before a name
@@ -88,15 +88,24 @@ def build_model(
     classes: int,
     mean: Sequence[float] | Tensor = (0.0,),
     std: Sequence[float] | Tensor = (1.0,),
+    pretrained: bool = False,
 ) -> OnPixels:
     """Build the model that `--model` names, on the CPU, and try it on one image.
+
+    With `pretrained` it has timm's weights, and the mean and deviation that these were made with.
 
     >>> model = build_model("cnn", (1, 28, 28), classes=10, mean=[73.0], std=[90.0])
     >>> model(torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)).shape
     torch.Size([2, 10])
     """
     try:
-        network = _find(name, image_shape, classes)
+        network = _find(name, image_shape, classes, pretrained)
+        if pretrained:
+            made: Any = network.pretrained_cfg  # for grey images the average of its three channels
+            mean, std = (
+                255 * torch.tensor(made[key]).view(image_shape[0], -1).mean(1)
+                for key in ("mean", "std")
+            )
         model = OnPixels(network, torch.as_tensor(mean), torch.as_tensor(std))
         with torch.no_grad():
             scores = model.eval()(torch.zeros(1, *image_shape, dtype=torch.uint8))
@@ -104,6 +113,7 @@ def build_model(
         raise UsageError(f"--model {name}: {error}") from error
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
+        words += f" ({OTHER_BUILD})" if "torchvision::" in words else ""
         raise UsageError(f"--model {name} and an image {image_shape}: {words}") from error
     found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
     if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
@@ -114,21 +124,29 @@ def build_model(
     return model.train()
 
 
-def _find(name: str, image_shape: tuple[int, int, int], classes: int) -> nn.Module:
+def _find(
+    name: str, image_shape: tuple[int, int, int], classes: int, pretrained: bool
+) -> nn.Module:
+    place, _, attribute = name.partition(":")
+    if pretrained and place != "timm":
+        raise UsageError("--pretrained is for timm:NAME; --init FILE takes the weights of others")
     if name == BUILT_IN:
         return SmallCNN(image_shape, classes)
-    place, _, attribute = name.partition(":")
     if not (place and attribute):
-        raise UsageError(f"neither {BUILT_IN} nor timm:NAME nor package.module:callable")
+        raise UsageError(
+            f"neither {BUILT_IN} nor timm:NAME nor package.module:callable; "
+            f"did you mean timm:{name}?"
+        )
     if place == "timm":
         create = functools.partial(library("timm.models").create_model, attribute)
-        options = {"num_classes": classes, "in_chans": image_shape[0]}
+        options = {"num_classes": classes, "in_chans": image_shape[0], "pretrained": pretrained}
         try:
             model: nn.Module = create(img_size=image_shape[1:], **options)
         except TypeError:  # a convolutional network takes any size
             model = create(**options)
         return model
-    factory = operator.attrgetter(attribute)(importlib.import_module(place))
+    find_module = library if place.startswith("torchvision") else importlib.import_module
+    factory = operator.attrgetter(attribute)(find_module(place))
     with contextlib.suppress(ValueError):  # a callable written in C has no signature
         parameters = inspect.signature(factory).parameters.values()
         if any(p.name == "num_classes" or p.kind is p.VAR_KEYWORD for p in parameters):

@@ -20,34 +20,34 @@ from scatterpar.train.data import EMBEDDED, UsageError
 from scatterpar.train.machines import run_id
 
 LARGE_BATCH = 4096
-DEFAULT_ACCUM = 16
-DEFAULT_MICRO_BATCH_SIZE = 64  # where the batch grows
+_MICRO_BATCH_SIZE = 64
 _LONGEST_DEFAULT_WARMUP = 5
-_DECISIVE = """data image_size augment smallest_crop erase mixup cutmix skip_broken model batch
+_DECISIVE = """data val image_size augment smallest_crop erase mixup cutmix skip_broken model batch
     epochs base_lr warmup_epochs drop_at optimizer layer_decay momentum weight_decay label_smoothing
     clip ema autocast seed"""
 # What numbers must be, in words and as a test, and for which options of all commands.
 _POSITIVE = """batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares
-    base_lr clip smallest_crop layer_decay ema top"""
+    base_lr clip smallest_crop layer_decay ema top val"""
 _NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
     label_smoothing seed"""
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above zero", lambda x: 0 < x < math.inf, _POSITIVE),
     ("zero or above", lambda x: 0 <= x < math.inf, _NOT_NEGATIVE),
     ("at most 1", lambda x: x <= 1, "smallest_crop layer_decay erase label_smoothing"),
-    ("below 1", lambda x: x < 1, "momentum ema"),
+    ("below 1", lambda x: x < 1, "momentum ema val"),
     ("below 2**31", lambda x: x < 2**31, "seed"),
 )
 _EXAMPLES = """examples:
   python -m scatterpar train                                    the images that are included
-  python -m scatterpar train --data photos --model timm:resnet18 --batch 1024 --skip-broken 10
+  python -m scatterpar train --data photos --val 0.1 --model timm:resnet18 --pretrained
+  python -m scatterpar train --data photos --model timm:resnet50 --batch 1024 --skip-broken 10
   python -m scatterpar train --data photos --batch auto --autocast bfloat16 --out runs/photos
   python -m scatterpar train --config photos.toml --epochs 90   a file of options, in TOML
   python -m scatterpar train --out runs/photos --resume …       goes on where that run was
 
 Writes into --out: report.html (look at it in a browser), metrics.jsonl (one JSON object a line:
 options, versions and commit of each start, steps, epochs), curves.png, checkpoint.pt, best.pt, and
-TensorBoard's event file where that is installed. What torchrun starts again goes on from the
+TensorBoard's event file if that is installed. What torchrun starts again goes on from the
 checkpoint by itself. Exit codes: 0 finished, 1 diverged training, 2 wrong argument
 or data, 130 interrupted, 143 ended by SIGTERM; both keep what was reached."""
 
@@ -57,6 +57,8 @@ Number = Annotated[int | None, _told(help_behavior_hint="", metavar="N")]
 Rate = Annotated[float | None, _told(help_behavior_hint="", metavar="X")]
 Name = Annotated[str | None, _told(help_behavior_hint="", metavar="NAME")]
 Folder = Annotated[Path | None, _told(help_behavior_hint="", metavar="PATH")]
+Devices = Annotated[tuple[str, ...], _told(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")]
+_LISTS = ("--devices", "--shares", "--drop-at")  # their values are separated by spaces or commas
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,15 @@ class Options:
     # options from a TOML file, such as `epochs = 90`; those of the command line come after it
     config: Folder = None
 
-    # folder of images in train/CLASS/ and test/CLASS/ (or val); or timm's name of a set:
+    # folder of images in train/CLASS/ and test/CLASS/ (or val), or in CLASS/ with --val; or timm's
+    # name of a set:
     # torch/NAME, one of torchvision's such as torch/fashion_mnist; hfds/NAME, one of Hugging Face's
     # or a folder that its datasets can read; or embedded (Fashion-MNIST's test set, 8,192 to train
     # on and 1,808 to test)
     data: str = EMBEDDED
+    # part of each class to test on, such as 0.1, for a folder of classes that has no split; the
+    # same pictures in every run
+    val: Rate = None
     # where the sets of libraries lie
     data_root: Path = Path("data")
     # fetch the library's set where it is missing
@@ -102,10 +108,14 @@ class Options:
     # cnn, timm:NAME such as timm:resnet50, or package.module:callable, called with
     # num_classes where it has that parameter, such as torchvision.models:resnet101
     model: str = "cnn"
-    # images of a step, over all machines; no more than there are to train on. auto: from 256 on,
-    # doubled after an epoch if the gradient's noise scale has reached the double, as long as an
-    # epoch keeps 8 steps; needs two replicas
-    batch: int | Literal["auto"] = LARGE_BATCH
+    # start from the weights that timm has for its model, which are fetched if they are missing
+    pretrained: bool = False
+    # images of a step, over all machines (default: as many as leave 50 steps an epoch, at most
+    # 4096). auto: from 256 on, doubled after an epoch if the gradient's noise scale has reached the
+    # double, as long as an epoch keeps 8 steps; needs two replicas
+    batch: Annotated[
+        int | Literal["auto"] | None, _told(help_behavior_hint="", metavar="auto|N")
+    ] = None
     # how often all images are used
     epochs: int = 20
     # learning rate for batches of 256; scaled for the images of a step
@@ -131,17 +141,17 @@ class Options:
     ema: Rate = None
     # start from the weights in a state dict or checkpoint, as far as they fit
     init: Folder = None
-    # decides all that is random
+    # random seed: weights, order of the images, augmentation
     seed: int = 0
 
-    # sub-steps of each replica (default: 16)
+    # sub-steps of each replica, in place of --micro-batch-size
     accum: Number = None
-    # the other way to say it: images of a sub-step (with --batch auto the only one, default 64)
+    # images of a sub-step (default: 64)
     micro_batch_size: Number = None
-    # a device for each replica, such as cuda:0,cuda:1 (default: every GPU; without any, four
-    # replicas on the CPU)
-    devices: Name = None
-    # relative sizes of the replicas' shares of a batch, such as 2 1 1, or auto: after the
+    # a device for each replica, such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU; without
+    # any, four replicas on the CPU)
+    devices: Devices = ()
+    # relative sizes of the replicas' shares of a batch, such as 2,1,1 or 2 1 1, or auto: after the
     # devices' measured pace (default: equal)
     shares: Annotated[
         Literal["auto"] | tuple[float, ...] | None,
@@ -156,9 +166,11 @@ class Options:
     compile: bool = False
     # compute in bfloat16 or float16 where that is safe; float16 with a gradient scaler
     autocast: Annotated[Literal["bfloat16", "float16"] | None, _told(help_behavior_hint="")] = None
-    # keep images with their channels last in memory, which convolutions like
+    # keep images with their channels last in memory, often faster for convolutions
     channels_last: bool = False
 
+    # log to this project of Weights & Biases, too (WANDB_MODE=offline: without a network)
+    wandb: Name = None
     # folder for what is written (default: a new one in runs/; with torchrun runs/train-ID, after
     # its --rdzv-id)
     out: Annotated[Path, _told(help_behavior_hint="", metavar="PATH")] = field(
@@ -189,7 +201,7 @@ def parse(arguments: Sequence[str]) -> Options:
             "--accum and --micro-batch-size say the same thing twice: give one; --batch auto keeps "
             "the size of a sub-step while the batch grows, so it takes --micro-batch-size"
         )
-    size = size or (DEFAULT_MICRO_BATCH_SIZE if grows else None)
+    size = size or (None if given.accum else _MICRO_BATCH_SIZE)
     if warmup is None:
         warmup = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, given.epochs // 5)
     for earlier, later in pairwise((warmup, *given.drop_at, given.epochs)):
@@ -201,7 +213,7 @@ def parse(arguments: Sequence[str]) -> Options:
         given,
         warmup_epochs=warmup,
         micro_batch_size=size,
-        accum=given.accum or (1 if size else DEFAULT_ACCUM),
+        accum=given.accum or 1,
         measure_noise=given.measure_noise or grows,
     )
 
@@ -220,12 +232,12 @@ def answer(command: str, action: Callable[[], int]) -> int:
 
 def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
     """Read a command's options, those of a `--config` first."""
-    words = [part for w in arguments for part in (w.split("=", 1) if w[:9] == "--config=" else [w])]
+    words = [part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])]
     files = [later for word, later in pairwise(words) if word == "--config"]
     given = tyro.cli(
         kind,
         prog=f"python -m scatterpar {command}",
-        args=[*(word for file in files for word in _of_file(Path(file))), *words],
+        args=[*_separated([*(word for file in files for word in _of_file(Path(file))), *words])],
         description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -236,6 +248,14 @@ def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
             if not all(fits(x) for x in numbers if isinstance(x, int | float)):
                 raise UsageError(f"--{name.replace('_', '-')}: {value} is not {wanted}")
     return given
+
+
+def _separated(words: Sequence[str]) -> Iterator[str]:
+    """Split the values of `_LISTS` at commas."""
+    option = ""
+    for word in words:
+        option = word if word[:2] == "--" else option
+        yield from word.replace(",", " ").split() if option in _LISTS else [word]
 
 
 def _of_file(path: Path) -> Iterator[str]:

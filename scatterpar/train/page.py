@@ -14,10 +14,12 @@ from string import Template
 import torch
 from torch import Tensor
 
+from scatterpar.train.checkpoint import BEST_FILE
 from scatterpar.train.data import TEST, Source
-from scatterpar.train.records import Records
+from scatterpar.train.records import Records, best_epoch, of_kind
 from scatterpar.train.training import Evaluation
 
+_DARK = 0.35  # share of a true class, from which its field is too dark for black digits
 _MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
 
 _PAGE = Template("""<!doctype html>
@@ -34,7 +36,7 @@ img { max-width: 100%; background: white } pre { overflow-x: auto; font-size: 12
 <h1>$title</h1> <p>$subtitle</p> <div class="facts">$facts</div>
 <img alt="Loss by step, test accuracy by epoch" src="$curves">
 $evaluation
-<h2>Time by phase</h2> $time
+<h2>Training time by phase</h2> $time
 <p>$traffic</p>
 <h2>What made this run</h2>
 <details><summary>Options, versions, commit</summary><pre>$starts</pre></details>
@@ -46,27 +48,30 @@ def write_page(
     path: Path, texts: dict[str, str], tested: Evaluation | None, source: Source, records: Records
 ) -> None:
     """Write the page of a run, beside the curves that it shows: title, subtitle, traffic."""
-    epochs = [r for r in records if r["kind"] == "epoch"]
+    steps, epochs = of_kind("step", records), of_kind("epoch", records)
     text = _PAGE.substitute(
         {name: escape(words) for name, words in texts.items()},
-        facts="".join(_facts(tested, epochs)),
+        facts="".join(_facts(tested, steps, epochs)),
         curves=_embedded(path.with_name("curves.png").read_bytes()),
         evaluation="" if tested is None else _evaluation(tested, source),
-        time=_time(epochs, [r for r in records if r["kind"] == "step"]),
-        starts=escape(json.dumps([r for r in records if r["kind"] == "run"], indent=2)),
+        time=_time(steps),
+        starts=escape(json.dumps(of_kind("run", records), indent=2)),
     )
     path.write_text(text, encoding="utf-8")
 
 
-def _facts(tested: Evaluation | None, epochs: Records) -> Iterator[str]:
+def _facts(tested: Evaluation | None, steps: Records, epochs: Records) -> Iterator[str]:
     fact = "<div><b>{}</b><span>{}</span></div>".format
+    if best := best_epoch(epochs):
+        where = f"best test accuracy, epoch {best['epoch']}, in {BEST_FILE}"
+        yield fact(f"{best['test_accuracy']:.2%}", where)
     if tested is not None:
-        yield fact(f"{tested.top1:.2%}", f"test accuracy, {tested.images:,} images")
+        yield fact(f"{tested.top1:.2%}", f"last test accuracy, {tested.images:,} images")
         if len(tested.confusion) > 5:
-            yield fact(f"{tested.top5:.2%}", "right class among the best five")
+            yield fact(f"{tested.top5:.2%}", "Top-5 accuracy")
         yield fact(f"{tested.loss:.4f}", "test loss")
-    if seconds := sum(r["seconds"] for r in epochs):
-        images = sum(r["images_per_second"] * r["seconds"] for r in epochs)
+    if seconds := sum(r["seconds_whole"] for r in steps):
+        images = sum(r["images"] for r in steps)
         yield fact(f"{images / seconds:,.0f}", "images per second, training")
     if epochs and epochs[-1]["left_out"]:
         yield fact(f"{epochs[-1]['left_out']:,}", "times broken files left out")
@@ -80,10 +85,10 @@ def _evaluation(tested: Evaluation, source: Source) -> str:
         for count, place in zip(counts.tolist(), places.tolist(), strict=True)
         if count
     )
-    return f"""<h2>What was taken for what</h2>
+    return f"""<h2>Confusion matrix</h2>
 <img alt="Confusion matrix" src="{_matrix(tested.confusion, names)}">
-<p>Most often mistaken: {escape(pairs) or "nothing"}.</p>
-<h2>Worst mistakes</h2> <p>The test images with the highest loss.</p>
+<p>Most frequent errors: {escape(pairs) or "none"}.</p>
+<h2>Worst errors</h2> <p>The misclassified test images with the highest loss.</p>
 <div class="mistakes">{"".join(_mistakes(tested, source))}</div>"""
 
 
@@ -93,13 +98,14 @@ def _matrix(confusion: Tensor, names: tuple[str, ...]) -> str:
     figure, file = Figure(figsize=(8, 7), layout="constrained"), io.BytesIO()
     axes, shares = figure.subplots(), confusion / confusion.sum(1, keepdim=True).clamp_min(1)
     axes.imshow(shares.sqrt().numpy(), cmap="Blues", interpolation="nearest", vmin=0, vmax=1.2)
-    axes.set(xlabel="class with the highest score", ylabel="true class")
+    axes.set(title="Confusion matrix", xlabel="Predicted class", ylabel="True class")
     if len(names) <= _MOST_NUMBERS:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
         for row, column in confusion.nonzero().tolist():
             text = f"{int(confusion[row, column])}"
-            axes.text(column, row, text, ha="center", va="center", fontsize=8)
+            color = "white" if shares[row, column] > _DARK else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     figure.savefig(file, dpi=110)
     return _embedded(file.getvalue())
 
@@ -115,7 +121,7 @@ def _mistakes(tested: Evaluation, source: Source) -> Iterator[str]:
             Image.fromarray(picture.numpy()).save(file, "PNG")
             yield (
                 f"<figure><img alt='' src='{_embedded(file.getvalue())}'><figcaption>"
-                f"<b>{label}</b> taken for {taken_for}<br>loss {mistake.loss:.2f}"
+                f"<b>{label}</b>, predicted {taken_for}<br>loss {mistake.loss:.2f}"
                 "</figcaption></figure>"
             )
 
@@ -124,13 +130,12 @@ def _embedded(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def _time(epochs: Records, steps: Records) -> str:
-    """Show where the time of finished epochs went, tests apart."""
-    parts, whole = Counter[str](), sum(r["seconds"] for r in epochs)
+def _time(steps: Records) -> str:
+    """Show where the time of training went, in all sessions."""
+    parts, whole = Counter[str](), sum(r["seconds_whole"] for r in steps)
     for step in steps:
-        if step["epoch"] <= len(epochs):
-            parts.update(step["seconds"])
-    parts["waiting for images"] = sum(r["seconds_waited"] for r in epochs)
+        parts.update(step["seconds"])
+    parts["waiting for images"] = sum(r["seconds_waited"] for r in steps)
     parts["optimizer and the rest"] = max(0.0, whole - parts.total())
     return "".join(
         f"<div><meter value='{seconds / whole:.3f}'></meter> {name} {seconds:.1f} s "

@@ -35,6 +35,10 @@ IMAGENET_STD = (58.395, 57.12, 57.375)
 LARGEST_DEFAULT_SIZE = 224
 _SMALL = 128  # pixels; below, images are usually made at that size, and have no edges to spare
 _OPERATORS: list[torch.library.Library] = []
+OTHER_BUILD = (
+    "this torchvision was built for another torch; the one for torch's CPU build: "
+    "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
+)
 
 
 def library(module: str) -> Any:
@@ -52,7 +56,7 @@ def library(module: str) -> Any:
     except RuntimeError as error:
         spec = importlib.util.find_spec("torchvision")
         if _OPERATORS or "torchvision::" not in str(error) or not (spec and spec.origin):
-            raise
+            raise UsageError(f"{OTHER_BUILD} ({words_of(error)})") from error
         _OPERATORS.append(torch.library.Library("torchvision", "DEF"))
         text = Path(spec.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
         for name in set(re.findall(r'(?:torchvision::|register_meta\(")(\w+)"', text)):
@@ -203,20 +207,49 @@ def open_data(options: Options) -> Source:
 
 
 def _open(options: Options, path: Path) -> Source:
-    found = [path / part for part in ("train", "test", "val") if (path / part).is_dir()]
-    if len(found) < 2 or found[0].name != "train":
+    train = path / "train" if (path / "train").is_dir() else path
+    tests = [path / part for part in ("test", "val") if train != path and (path / part).is_dir()]
+    by_name = options.data == EMBEDDED or not path.is_dir()
+    if options.val is not None and (by_name or tests):
+        raise UsageError("it has images to test on; leave out --val")
+    if by_name:
         return _open_by_name(options)
-    train, held_out = found[:2]
-    names, others = (
-        [e.name for e in sorted(part.iterdir()) if e.is_dir() and not e.name.startswith(".")]
-        for part in (train, held_out)
-    )
+    names = _folders_in(train)
     if not names:
         raise UsageError(f"{train} has no folders in it: it needs one for each class")
-    if odd := sorted({*names} ^ {*others}):
-        raise UsageError(f"train and {held_out.name} have different classes ({', '.join(odd)})")
-    test = find_files(held_out, names, allow_empty=True)
-    return PictureData(options, find_files(train, names), test, tuple(names))
+    if not tests and options.val is None:
+        raise UsageError(
+            "class folders, no split: --val 0.1 tests on a tenth of each class; or make train/ and "
+            "test/ (or val/) with the classes in each"
+        )
+    if tests and (odd := sorted({*names} ^ {*_folders_in(tests[0])})):
+        raise UsageError(f"train and {tests[0].name} have different classes ({', '.join(odd)})")
+    pictures = find_files(train, names)
+    if not tests:
+        return PictureData(options, *_split(pictures, options.val or 0.0), tuple(names))
+    test = find_files(tests[0], names, allow_empty=True)
+    return PictureData(options, pictures, test, tuple(names))
+
+
+def _folders_in(folder: Path) -> list[str]:
+    return [e.name for e in sorted(folder.iterdir()) if e.is_dir() and not e.name.startswith(".")]
+
+
+def _split(pictures: Pictures, part: float) -> tuple[Pictures, Pictures]:
+    """Return pictures to train on, and a part of each class to test on: the same in every run."""
+    labels, train, test = pictures.pairs.labels, list[int](), list[int]()
+    generator = torch.Generator().manual_seed(0)
+    for label in labels.unique():
+        rows = (labels == label).nonzero().flatten()
+        number = max(1, round(len(rows) * part))
+        if number == len(rows):
+            name = Path(pictures.name(int(rows[0]))).parent
+            raise UsageError(f"{name} has too few pictures ({len(rows)}) for --val {part}")
+        order = rows[torch.randperm(len(rows), generator=generator)].tolist()
+        test += order[:number]
+        train += order[number:]
+    chosen = (Files([pictures.pairs[row] for row in sorted(rows)]) for rows in (train, test))
+    return Pictures(next(chosen)), Pictures(next(chosen))
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Pictures:
@@ -248,8 +281,8 @@ def _open_by_name(options: Options) -> Source:
         return load()
     if not options.data.startswith(("torch/", "hfds/")):
         raise UsageError(
-            "there is no folder with train/ and test/ (or val/); known by name are "
-            f"{EMBEDDED}, torch/NAME and hfds/NAME"
+            "there is no folder with train/ and test/ (or val/), nor one of classes for --val; "
+            f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
         )
     if not options.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported

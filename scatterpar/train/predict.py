@@ -22,7 +22,7 @@ from scatterpar.train.data import TEST, UsageError, words_of
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Folder, Name, Number, Options, answer, read
+from scatterpar.train.options import Devices, Folder, Name, Number, Options, answer, read
 from scatterpar.train.pictures import PictureData, find_files
 from scatterpar.train.training import scored
 
@@ -39,7 +39,7 @@ class Wanted:
 
     # best.pt or checkpoint.pt of a training run
     checkpoint: tyro.conf.Positional[Path]
-    # folder of pictures, with folders in it at will
+    # folder of pictures, searched recursively
     folder: tyro.conf.Positional[Path]
     # write there (default: standard output)
     out: Folder = None
@@ -47,8 +47,8 @@ class Wanted:
     top: int = 1
     # pictures of a sub-step of each device
     micro_batch_size: int = 64
-    # such as cuda:0,cuda:1 (default: every GPU, or the CPU)
-    devices: Name = None
+    # such as cuda:0,cuda:1 or cuda:0 cuda:1 (default: every GPU, or the CPU)
+    devices: Devices = ()
     # processes that read pictures; 0: none (default: one for each core, at most 16)
     workers: Number = None
     # allow the checkpoint to call this package.module:callable, if it was trained so
@@ -68,7 +68,7 @@ def predict(wanted: Wanted) -> int:
     model, about = _load_model(wanted)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
     data = PictureData(Options(image_size=size, augment="none"), files, files, classes)
-    default = None if torch.accelerator.is_available() else "cpu"
+    default = () if torch.accelerator.is_available() else ("cpu",)
     devices = choose_devices(wanted.devices or default)
     coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_TOGETHER))
     model, rows = model.to(devices[0]).eval(), wanted.micro_batch_size

@@ -1,4 +1,4 @@
-"""What a run writes about itself: lines of JSON, TensorBoard's file, what made it, and curves."""
+"""What a run writes about itself: lines of JSON, two loggers, what made it, and curves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from scatterpar.train.checkpoint import writing, written
+from scatterpar.train.data import UsageError, words_of
 
 _PACKAGES = ("scatterpar", "torch", "torchvision", "timm", "numpy", "pillow")
 Records = list[dict[str, Any]]
@@ -26,19 +27,23 @@ Records = list[dict[str, Any]]
 class Metrics:
     """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
 
-    TensorBoard's event file gets those of steps and epochs too, where it is installed. Without a
-    path the records stay in memory. Those of an earlier attempt's first steps are kept.
+    TensorBoard's event file gets those of steps and epochs too, if it is installed, and so does a
+    project of Weights & Biases. Without a path the records stay in memory. Those of an earlier
+    session's first steps are kept.
     """
 
-    def __init__(self, path: Path | None, kept: int = 0) -> None:
+    def __init__(self, path: Path | None, kept: int = 0, wandb: str | None = None) -> None:
         self.records: Records = []
         self._file: TextIO | None = None
         self._board: Any = None
+        self._wandb: Any = None
         if path is None:
             return
         self.records = _earlier_records(path, kept) if kept else []
         with written(path) as file:
             file.write("".join(map(_line, self.records)).encode())
+        if wandb is not None:
+            self._wandb = _wandb_run(wandb, path.parent)
         self._file = path.open("a", encoding="utf-8")
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
@@ -53,10 +58,16 @@ class Metrics:
             with writing(Path(self._file.name)):
                 self._file.write(_line(record))
                 self._file.flush()
-        if self._board is not None and kind in ("step", "epoch"):
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(f"{kind}/{name}", value, record["step"])
+        if self._wandb is not None and kind == "run":
+            self._wandb.config.update(record, allow_val_change=True)
+        if kind not in ("step", "epoch"):
+            return
+        numbers = {f"{kind}/{n}": value for n, value in record.items() if isinstance(value, float)}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log({**numbers, "step": record["step"]})
 
     def __enter__(self) -> Metrics:
         return self
@@ -66,6 +77,30 @@ class Metrics:
             for file in (self._file, self._board):
                 if file is not None:
                     file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _wandb_run(project: str, folder: Path) -> Any:
+    """Start a run of Weights & Biases; the sessions of one folder are a group."""
+    try:
+        wandb = importlib.import_module("wandb")
+        run = wandb.init(project=project, dir=folder, group=folder.name)
+    except Exception as error:
+        hint = "pip install scatterpar[wandb]; WANDB_MODE=offline needs no account"
+        raise UsageError(f"--wandb {project}: {words_of(error)} ({hint})") from error
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def of_kind(kind: str, records: Records) -> Records:
+    """Return the records of one kind."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def best_epoch(records: Records) -> dict[str, Any] | None:
+    """Return the record of the epoch with the highest test accuracy, the first such one."""
+    return max(of_kind("epoch", records), key=lambda r: float(r["test_accuracy"]), default=None)
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -106,19 +141,26 @@ def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
 def draw_curves(records: Records, path: Path) -> None:
     """Draw loss and accuracy from `Metrics.records`."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    steps, tested = ([r for r in records if r["kind"] == kind] for kind in ("step", "epoch"))
+    steps, tested = of_kind("step", records), of_kind("epoch", records)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
-    for axes, what, x, y, style in (
-        (loss, steps, "step", "loss", "-"),
-        (loss, tested, "step", "test_loss", "o-"),
-        (accuracy, tested, "epoch", "test_accuracy", "o-"),
+    for axes, what, x, y, style, label in (
+        (loss, steps, "step", "loss", "-", "training loss"),
+        (loss, tested, "step", "test_loss", "o-", "test loss"),
+        (accuracy, tested, "epoch", "test_accuracy", "o-", "Top-1 accuracy"),
+        (accuracy, tested, "epoch", "test_accuracy_top5", "o:", "Top-5 accuracy"),
     ):
-        heights = [math.nan if r[y] is None else r[y] for r in what]
-        axes.plot([r[x] for r in what], heights, style, label=y)
-        axes.set(xlabel=x, ylabel=y)
-    loss.set_ylabel("loss")
+        heights = [math.nan if r.get(y) is None else r[y] for r in what]
+        axes.plot([r[x] for r in what], heights, style, label=label, markersize=4)
+    loss.set(title="Loss", xlabel="Step")
+    accuracy.set(title="Test accuracy", xlabel="Epoch")
     accuracy.xaxis.get_major_locator().set_params(integer=True)
+    accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if best := best_epoch(records):
+        x, y = best["epoch"], best["test_accuracy"]
+        accuracy.plot(x, y, "*", markersize=14, label=f"best: {y:.2%}, epoch {x}")
     loss.legend()
+    accuracy.legend()
     figure.savefig(path, dpi=120)

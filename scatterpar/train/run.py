@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from scatterpar import StepReport
 from scatterpar.train import checkpoint
-from scatterpar.train.checkpoint import Progress, writing, written
+from scatterpar.train.checkpoint import BEST_FILE, Progress, writing, written
 from scatterpar.train.data import TEST, TRAIN, Broken, Source, UsageError
 from scatterpar.train.feed import PIECE, Feed, FeedError, Request
 from scatterpar.train.machines import (
@@ -32,7 +32,7 @@ from scatterpar.train.machines import (
 from scatterpar.train.options import LARGE_BATCH, Options, answer, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
-from scatterpar.train.records import Metrics, draw_curves, provenance
+from scatterpar.train.records import Metrics, best_epoch, draw_curves, of_kind, provenance
 from scatterpar.train.training import (
     Evaluation,
     Training,
@@ -65,7 +65,7 @@ def run(options: Options) -> int:
             progress = _resume(training, options)
             path = options.out / "metrics.jsonl" if machines.is_first else None
             with (
-                Metrics(path, kept=progress.step) as metrics,
+                Metrics(path, progress.step, options.wandb) as metrics,
                 Feed(source, (), options.workers, options.skip_broken, tqdm.write) as feed,
             ):
                 made = {**provenance(devices), "machines": machines.size}
@@ -137,16 +137,18 @@ class Run:
 
     def __post_init__(self) -> None:
         batches, source = self.training.batches, self.feed.source
+        model = self.training.engine.module
         self._about = {  # what `predict` needs to know
             "model": self.options.model,
             "image_shape": list(source.image_shape),
             "class_names": list(source.class_names),
-            "mean": source.mean.tolist(),
-            "std": source.std.tolist(),
+            "mean": model.mean.flatten().tolist(),
+            "std": model.std.flatten().tolist(),
         }
         self._saved = self.progress.step
-        self._start = self._said = time.perf_counter()
-        self._used = batches.consumed
+        self._said = time.perf_counter()
+        earlier = max((r.get("elapsed", 0.0) for r in self.metrics.records), default=0.0)
+        self._start = self._said - earlier  # all sessions count
         self._bar = tqdm(
             total=self.options.epochs * batches.rows,
             initial=batches.consumed,
@@ -167,10 +169,14 @@ class Run:
             print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")
         print(training.engine.plan(-(-rows // machines.size)))
         if self.progress.step:
-            print(f"resumed after {self.progress.step} steps, {self._used:,} images")
+            used = training.batches.consumed
+            print(f"resumed after {self.progress.step} steps, {used:,} images")
         elif training.growth is not None:
             most = training.growth.sizes[-1]
             print(f"the batch follows the gradient's noise scale, up to {most:,} images")
+        elif options.batch is None:
+            steps, images = training.batches.steps_per_epoch, training.batches.rows
+            print(f"batches of {rows:,}, for {steps} steps an epoch of {images:,}; --batch sets it")
         elif options.batch != rows:
             told = f"--batch {options.batch} is more than the {rows:,} images to train on"
             print(f"{told}: each step takes all of them, and the learning rate is theirs")
@@ -183,7 +189,7 @@ class Run:
         try:
             with self.stopping:
                 if self.progress.ended < batches.epoch:
-                    self._end_epoch(images=0, seconds=0.0, waited=0.0)
+                    self._end_epoch()
                 while batches.epoch < self.options.epochs:
                     self._train_epoch()
                 self._save_if_due(1)
@@ -207,7 +213,7 @@ class Run:
     def _request(self) -> None:
         """Request what this rank wants from here on, while the batch stays as it is."""
         training, options = self.training, self.options
-        together = LARGE_BATCH if options.batch == "auto" else options.batch
+        together = options.batch if isinstance(options.batch, int) else LARGE_BATCH
         where = training.batches, self.progress.ended, options.epochs
         self.feed.request(foresee(*where, len(self.feed.source.test), together, training.machines))
 
@@ -234,21 +240,26 @@ class Run:
 
     def _train_epoch(self) -> None:
         batches, feed = self.training.batches, self.feed
-        number, before = batches.epoch + 1, batches.consumed
+        number, used = batches.epoch + 1, batches.consumed
         self._bar.set_description(f"epoch {number}/{self.options.epochs}")
         criterion = nn.CrossEntropyLoss(label_smoothing=self.options.label_smoothing)
-        start, waited, used = time.perf_counter(), feed.waited, before
+        start, waited = time.perf_counter(), feed.waited
+        before = used, 0.0, 0.0
         for report, rate in train_epoch(self.training, feed, criterion):
-            images, used = batches.consumed - used, batches.consumed
-            share = (feed.waited - waited) / (time.perf_counter() - start)
+            so_far = batches.consumed, time.perf_counter() - start, feed.waited - waited
+            images, whole, waiting = (x - y for x, y in zip(so_far, before, strict=True))
+            before, share = so_far, so_far[2] / so_far[1]
             self._bar.set_postfix(loss=f"{report.loss:.4f}", waiting=f"{share:.0%}", refresh=False)
-            self._bar.update(images)
-            self._after_step(number, rate, images, report)
+            self._bar.update(int(images))
+            took = {"seconds_whole": whole, "seconds_waited": waiting}
+            self._after_step(number, rate, int(images), report, took)
             self.stopping.check(self.training.machines)
-        seconds = time.perf_counter() - start
-        self._end_epoch(batches.consumed - before, seconds, feed.waited - waited)
+        self._end_epoch()
 
-    def _after_step(self, epoch: int, rate: float, images: int, report: StepReport) -> None:
+    def _after_step(
+        self, epoch: int, rate: float, images: int, report: StepReport, took: dict[str, float]
+    ) -> None:
+        """Record a step; `took` is the time since the one before, and of that the feed's."""
         progress, batches, noise = self.progress, self.training.batches, self.training.noise
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
@@ -258,13 +269,14 @@ class Run:
         sent = {"bytes": report.bytes, "messages": report.messages}
         more = {} if noise is None else {"noise_scale": noise.scale}
         where = {"step": progress.step, "epoch": epoch, "images": images}
-        self.metrics.write("step", **where, **measured, **sent, **more)
+        took["elapsed"] = time.perf_counter() - self._start
+        self.metrics.write("step", **where, **measured, **took, **sent, **more)
         part, now = batches.consumed % batches.rows, time.perf_counter()
         if not part:
             return  # the end of the epoch, which goes on once it has been tested
         if self._bar.disable and now - self._said >= _LINE_SECONDS:
             self._said = now
-            speed = (batches.consumed - self._used) / (now - self._start)
+            speed = batches.consumed / (now - self._start)
             left = (self.options.epochs * batches.rows - batches.consumed) / speed
             self._say(
                 f"epoch {epoch}/{self.options.epochs}, {part / batches.rows:.0%}: "
@@ -273,9 +285,12 @@ class Run:
             )
         self._save_if_due()
 
-    def _end_epoch(self, images: int, seconds: float, waited: float) -> None:
+    def _end_epoch(self) -> None:
         progress, training, options = self.progress, self.training, self.options
         number, loss, broken = training.batches.epoch, progress.loss, self.feed.broken
+        steps = [r for r in of_kind("step", self.metrics.records) if r["epoch"] == number]
+        names = "images", "seconds_whole", "seconds_waited"
+        images, seconds, waited = (sum(step[name] for step in steps) for name in names)
         speed = images / seconds if seconds else 0.0
         alone = training.machines.size == 1  # ranks have different numbers of batches
         between = self.stopping.check if alone else lambda: None
@@ -293,13 +308,14 @@ class Run:
             images_per_second=speed,
             seconds=seconds,
             seconds_waited=waited,
+            elapsed=time.perf_counter() - self._start,
             left_out=broken.total(),
         )
         noise = training.noise
         parts = {
             f"epoch {number}/{options.epochs}: loss {loss:.4f}": True,
             f"test loss {tested.loss:.4f}, test accuracy {tested.top1:.2%}": True,
-            f"top-5 {tested.top5:.2%}": len(tested.confusion) > 5,
+            f"top-5 accuracy {tested.top5:.2%}": len(tested.confusion) > 5,
             f"{speed:,.0f} images/s": True,
             f"waiting {waited / (seconds or 1):.0%}": not self.feed.source.in_memory,
             f"batch {training.batches.batch:,}": training.growth,
@@ -310,7 +326,7 @@ class Run:
         if tested.top1 > progress.best:
             progress.best = tested.top1
             if training.machines.is_first:
-                path = options.out / checkpoint.BEST_FILE
+                path = options.out / BEST_FILE
                 checkpoint.save_best(path, training, accuracy=tested.top1, about=self._about)
         if number < options.epochs and training.grow():
             self._request()
@@ -336,11 +352,16 @@ class Run:
         epochs, accuracy = training.batches.epoch, progress.accuracy
         reached = f"{ending} after {epochs} of {self.options.epochs} epochs, {progress.step} steps"
         measured = "not measured, no epoch was finished" if accuracy is None else f"{accuracy:.2%}"
+        sessions = len(of_kind("run", records))
+        in_all = f"{seconds:.1f} s" + f" in {sessions} sessions" * (sessions > 1)
         crossed = ", ".join(f"{name} {size / 1e6:,.3f}" for name, size in self.sent.items() if size)
         where = " of the first machine" if training.machines.size > 1 else ""
         traffic = f"crossed between devices{where} in a step, in MB: {crossed}"
         traffic = traffic if crossed else "nothing had to cross between devices"
-        print(f"{reached}, {seconds:.1f} s\ntest accuracy: {measured}\n{traffic}")
+        if best := best_epoch(records):
+            accuracy_of_best = f"test accuracy {best['test_accuracy']:.2%}"
+            print(f"best epoch: {best['epoch']}, {accuracy_of_best}, in {out / BEST_FILE}")
+        print(f"{reached}, {in_all}\ntest accuracy: {measured}\n{traffic}")
         self.metrics.write(
             "summary",
             ending=ending,
@@ -355,7 +376,8 @@ class Run:
         devices = ", ".join(map(str, training.engine.device_ids))
         texts = {
             "title": f"{self.options.model} on {self.feed.source.name}",
-            "subtitle": f"{reached}; batches of {sizes}{training.batches.batch:,} on {devices}",
+            "subtitle": f"{reached}, {in_all}; "
+            f"batches of {sizes}{training.batches.batch:,} on {devices}",
             "traffic": traffic,
         }
         with writing(out):

@@ -32,11 +32,12 @@ from scatterpar.train.data import TEST, TRAIN, Images, Source, UsageError, words
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import Machines, seed_of
 from scatterpar.train.models import OnPixels, build_model, initialise
-from scatterpar.train.options import Options
+from scatterpar.train.options import LARGE_BATCH, Options
 from scatterpar.train.pictures import library
 
 FIRST = 256  # images; `--base-lr` is the rate for them
 FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
+_DEFAULT_UPDATES = 50  # of an epoch, at least, with the default batch
 _FEWEST_AVERAGED = 20
 _WORST = 24  # mistakes that are kept
 _IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
@@ -303,12 +304,24 @@ class Growth:
         return larger if larger <= scale < math.inf else batch
 
 
+def default_batch(images: int, too_few: Callable[[int], int] = lambda batch: 0) -> int:
+    """Return the largest power of two, up to 4096, that leaves an epoch `_DEFAULT_UPDATES` steps.
+
+    Where it has `too_few` rows to normalise, the nearest number that has enough is returned.
+    """
+    most = min(LARGE_BATCH, max(1, images // _DEFAULT_UPDATES))
+    batch = 1 << (most.bit_length() - 1)
+    near = sorted(range(1, min(images, 4 * batch) + 1), key=lambda number: abs(number - batch))
+    return next((number for number in near if not too_few(number)), batch)
+
+
 def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
     """Build the model with its first weights, on the first device, and the engine for it."""
     classes = len(source.class_names)
-    model = build_model(options.model, source.image_shape, classes, source.mean, source.std)
+    about = source.image_shape, classes, source.mean, source.std
+    model = build_model(options.model, *about, pretrained=options.pretrained)
     if options.init is not None:
         initialise(model.network, options.init)
     layout = torch.channels_last if options.channels_last else torch.preserve_format
@@ -338,10 +351,11 @@ def prepare(
 ) -> Training:
     """Make what changes while training, at its start."""
     images, model, grows = len(source.train), engine.module, options.batch == "auto"
-    # A step has no more images than there are, and the rate belongs to those that it has.
-    wanted = FIRST if options.batch == "auto" else options.batch
-    batches = Batches(images, min(wanted, images), options.seed)
     too_few = partial(_too_few_to_normalise, engine, images, machines)
+    wanted = FIRST if options.batch == "auto" else options.batch
+    # A step has no more images than there are, and the rate belongs to those that it has.
+    batch = default_batch(images, too_few) if wanted is None else min(wanted, images)
+    batches = Batches(images, batch, options.seed)
     if rows := too_few(batches.batch):
         raise UsageError(
             f"a batch of {rows} rows makes micro-batches of one row, which batch normalisation "

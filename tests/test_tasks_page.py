@@ -75,6 +75,25 @@ def test_a_batch_dice_is_refused_without_the_whole_batch():
         engine.forward_backward(images, masks, names["batch_dice"])
 
 
+def test_texts_of_unequal_lengths(capsys):
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, ids):
+            return self.head(self.words(ids).tanh().sum(1))
+
+    texts = [randint(9, 1 + 7 * row % 5, seed=row) + 1 for row in range(ROWS)]
+    model, labels = build(Reader), randint(3, ROWS)
+    names = world(texts=texts, labels=labels, model=model)
+    names.follow("Texts of unequal lengths")
+    padded = names["pad"](texts)
+    names.assert_whole_batch(model, padded, labels, cross_entropy)
+    assert_close(names["scores"], model(padded).detach(), "scores")
+    assert "9 rows on 2 replicas, by cost" in capsys.readouterr().out
+
+
 @pytest.mark.draws
 def test_a_gan():
     title, pictures = "A GAN: two models, two optimizers", [randn(ROWS, 4), randn(5, 4, seed=2)]

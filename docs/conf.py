@@ -29,7 +29,7 @@ exclude_patterns = ["README.md", "docs/package.md", "build", "**/.*", "**/*.egg-
 
 myst_heading_anchors = 3
 # Large, and not needed to describe ours.
-autodoc_mock_imports = ["lightning", "sentence_transformers", "torchmetrics"]
+autodoc_mock_imports = ["fastai", "lightning", "sentence_transformers", "torchmetrics"]
 autodoc_typehints = "both"
 autodoc_type_aliases = {  # what the names of our own stand for
     "Count": "Callable[[Any, Any], float | Tensor]",

@@ -26,6 +26,8 @@ MODULES = [
 def test_examples(name):
     if "sentence_transformers" in name:
         pytest.importorskip("sentence_transformers")
+    if name.endswith(".fastai"):
+        needed("fastai", "'.[fastai]'")
     if name.endswith((".lightning", ".metrics")):
         needed("lightning", "'.[lightning]'")
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

@@ -108,6 +108,7 @@ THEIRS = (
     "ensurepip",
     "different Python",
     "more than 1 value",
+    "torchvision::",
 )
 
 

@@ -55,13 +55,13 @@ def counts_of(
     if request.count is not None:
         asked = [request.count(*piece) for piece in pieces]
         return [_as_number(count) for count in _fetched(asked)]
-    if not _averages_classes(request.criterion):
+    if not averages_classes(request.criterion):
         return [float(stop - start) for start, stop in spans]
     labels = [targets for _, targets in request.batches] or [request.targets]
     if not all(isinstance(targets, Tensor) for targets in labels):  # as entries of a list are
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
-    terms = on_the_host([_terms_of_rows(request.criterion, t, request.dim) for t in labels])
+    terms = on_the_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
     complete = [each.dtype == torch.bool and bool(each.all()) for each in terms]
     if all(complete):
         return [float(stop - start) for start, stop in spans]
@@ -94,7 +94,7 @@ def _as_number(count: Any) -> float:
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
     """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
-    if not _averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
+    if not averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
         return False
     loss = owner_of(criterion)
     if loss is None:
@@ -104,7 +104,7 @@ def is_counted(criterion: Any, reduction: str | None) -> bool:
     return plain and not hooked and type(loss).__call__ is nn.Module.__call__
 
 
-def _averages_classes(criterion: Any) -> bool:
+def averages_classes(criterion: Any) -> bool:
     """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
     function = criterion.func if isinstance(criterion, partial) else criterion
     owner, _ = unwrapped(owner_of(function))
@@ -112,7 +112,7 @@ def _averages_classes(criterion: Any) -> bool:
     return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
 
 
-def _terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
+def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     """What torch's mean cross entropies divide by, row by row.
 
     Where the targets are, and with what every accelerator knows: not in float64.

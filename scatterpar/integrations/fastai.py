@@ -1,0 +1,202 @@
+"""fastai's ``Learner`` on all devices of one process: a callback in the place of ``to_parallel()``.
+
+Prediction and loss of a training batch are one step of the engine. The Learner's model and loss
+function stay what they are, and so everything that saves, freezes, shows or exports them works.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback
+from fastai.callback.fp16 import MixedPrecision
+from fastai.losses import BaseLoss
+from fastai.torch_core import to_float
+from torch import Tensor, nn
+
+from scatterpar.devices.verbs import DeviceLike, physical
+from scatterpar.engine import ScatterOnceParallel
+from scatterpar.pair.pair import gather
+from scatterpar.step import nested
+from scatterpar.step.weights import averages_classes, terms_of_rows
+
+__all__ = ["ScatterOnce"]
+
+# Callbacks that replicate the model, or compute a part of the loss from predictions in after_loss.
+_REFUSED = {
+    "DistributedTrainer",
+    "GANTrainer",
+    "NonNativeMixedPrecision",
+    "ParallelTrainer",
+    "RNNCallback",
+    "RNNRegularizer",
+}
+
+
+class ScatterOnce(Callback):  # type: ignore[misc]
+    """Trains a ``Learner`` on all devices of one process, with the gradient of one device.
+
+    A batch of the ``DataLoaders`` is divided over the replicas. Validation and ``get_preds`` run on
+    all replicas, too. ``learn.model`` and ``learn.loss_func`` stay as they are.
+
+    Args:
+        device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the device of
+            the ``DataLoaders``. By default every visible accelerator, or one CPU replica.
+        accum: sub-steps per replica, as in ``ScatterOnceParallel``.
+        count: ``count(inputs, targets)`` returns the number of terms that a mean loss averages
+            over; both are tuples, ``learn.xb`` and ``learn.yb``. By default the number of rows, and
+            for fastai's and torch's cross entropy what its ``ignore_index`` and ``weight`` say.
+        reduction: ``"sum"`` if the loss function returns the sum of its terms; by default what its
+            ``reduction`` says, else ``"mean"``.
+        options: further arguments of ``ScatterOnceParallel``, such as ``buffers="batch"``.
+
+    Raises:
+        ValueError: when training begins, for callbacks that it does not go together with, by name;
+            in a step, for a callback that replaces ``learn.pred``.
+
+    Example:
+        >>> from fastai.data.core import DataLoaders
+        >>> from fastai.data.load import DataLoader
+        >>> from fastai.learner import Learner
+        >>> data = [(torch.randn(4), torch.tensor(i % 2)) for i in range(20)]
+        >>> dls = DataLoaders(DataLoader(data, bs=8), DataLoader(data, bs=8), device="cpu")
+        >>> learn = Learner(dls, torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss())
+        >>> with learn.no_bar(), learn.no_logging():
+        ...     learn.add_cb(ScatterOnce(["cpu"] * 2, accum=2)).fit(1)
+        >>> learn.scatter_once
+        ScatterOnce
+    """
+
+    _stateattrs = ("_engine", "_model", "_criterion")  # not pickled
+
+    def __init__(
+        self,
+        device_ids: Sequence[DeviceLike] | None = None,
+        accum: Any = 1,
+        *,
+        count: Callable[[Any, Any], Any] | None = None,
+        reduction: str | None = None,
+        **options: Any,
+    ) -> None:
+        self._options = {"device_ids": device_ids, "accum": accum, **options}
+        self._count, self._reduction = count, reduction
+        self._init_state()
+
+    def _init_state(self) -> None:
+        self._engine: ScatterOnceParallel | None = None
+        self._model: Any = None
+        self._criterion: _Criterion | None = None
+
+    def before_fit(self) -> None:
+        """Take the place of what the Learner does with a batch."""
+        self.learn._do_one_batch = partial(self._do_one_batch, self.learn)
+
+    def before_train(self) -> None:
+        """Refuse callbacks by name."""
+        for callback in self.learn.cbs:
+            for name in {kind.__name__ for kind in type(callback).__mro__} & _REFUSED:
+                raise ValueError(
+                    f"ScatterOnce does not go together with {name}, which replicates the model, or "
+                    f"replaces the prediction, itself; use fastai on one device, or remove {name}"
+                )
+
+    def after_fit(self) -> None:
+        """Give the Learner its own way back, and close the engine."""
+        self.learn.__dict__.pop("_do_one_batch", None)
+        self._close()
+
+    def _do_one_batch(self, learn: Any) -> None:
+        """What ``Learner._do_one_batch`` does, with prediction and loss by the engine."""
+        if self.learn is not learn:  # the callback was removed after an error in a fit
+            del vars(learn)["_do_one_batch"]
+            learn._do_one_batch()
+            return
+        trains, loss = learn.training and len(learn.yb) > 0, None
+        if trains:
+            learn.pred, loss = self._step(learn)
+        else:
+            with torch.no_grad():
+                learn.pred = self._engine_of(learn)(*learn.xb)
+        given = [*nested.tensors(learn.pred)]
+        learn("after_pred")
+        if trains and not _are_same(given, [*nested.tensors(learn.pred)]):
+            raise ValueError(
+                "a callback replaced learn.pred in after_pred, but ScatterOnce has computed the "
+                "loss before that; change the prediction in the model or in the loss function"
+            )
+        if len(learn.yb):
+            learn.loss_grad = loss if trains else learn.loss_func(learn.pred, *learn.yb)
+            learn.loss = learn.loss_grad.clone()
+        learn("after_loss")
+        if trains:
+            learn._do_grad_opt()
+
+    def _step(self, learn: Any) -> tuple[Any, Tensor]:
+        """The predictions of all rows, and the loss, which carries the gradient."""
+        engine = self._engine_of(learn)
+        mixes = any(isinstance(callback, MixedPrecision) for callback in learn.cbs)
+        criterion = self._criterion
+        if criterion is None or criterion.loss_func is not learn.loss_func:
+            criterion = self._criterion = _Criterion(learn.loss_func, mixes)
+        count = self._count or criterion.count
+        how: dict[str, Any] = {"count": count, "reduction": self._reduction}
+        if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
+            how = {"whole_batch": True}  # such as MixUp's, which knows the whole batch
+        scaler = vars(learn).get("scaler")  # MixedPrecision's
+        loss, outputs = engine.loss(
+            tuple(learn.xb),
+            tuple(learn.yb),
+            criterion,
+            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+            return_outputs=True,
+            **how,
+        )
+        pred = gather(outputs, physical(engine.device_ids[0]))
+        return to_float(pred) if mixes else pred, loss
+
+    def _engine_of(self, learn: Any) -> ScatterOnceParallel:
+        if self._engine is None or self._model is not learn.model:
+            self._close()
+            self._engine = ScatterOnceParallel(learn.model, **self._options)
+            self._model = learn.model
+        return self._engine
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._init_state()
+
+
+class _Criterion(nn.Module):
+    """A Learner's loss function as a module, so that replicas get its tensors on their devices."""
+
+    def __init__(self, loss_func: Any, mixes: bool) -> None:
+        super().__init__()
+        self.loss_func, self.mixes = loss_func, mixes
+        self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
+        own = loss_func if self.func is None else self.func
+        self.reduction = getattr(own, "reduction", "mean")
+        self.count = partial(_terms, criterion=own) if averages_classes(own) else None
+
+    def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
+        """Return the loss, of predictions in single precision under MixedPrecision."""
+        loss_func = self.loss_func
+        if self.func is not None:
+            loss_func = copy.copy(loss_func)
+            loss_func.func = self.func  # the replica's
+        return loss_func(to_float(output) if self.mixes else output, *targets)
+
+
+def _terms(_: Any, targets: tuple[Any, ...], *, criterion: Any) -> Tensor:
+    return terms_of_rows(criterion, targets[0], 0).sum()
+
+
+def _are_same(ours: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(ours) == len(others) and all(
+        one is other or (one.data_ptr(), one.shape) == (other.data_ptr(), other.shape)
+        for one, other in zip(ours, others, strict=True)
+    )

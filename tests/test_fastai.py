@@ -1,0 +1,308 @@
+"""fastai's Learner with ScatterOnce beside the stock Learner on one device."""
+
+from __future__ import annotations
+
+import doctest
+from functools import partial
+
+import pytest
+import torch
+from helpers.optional import needed
+from helpers.oracle import randint, randn, seeded
+from helpers.pages import blocks, read
+from torch import nn
+
+needed("fastai.basics", "'.[fastai]'")
+
+from fastai.callback.core import Callback, CancelFitException  # noqa: E402
+from fastai.callback.fp16 import MixedPrecision  # noqa: E402
+from fastai.callback.mixup import CutMix, MixUp  # noqa: E402
+from fastai.callback.rnn import RNNCallback  # noqa: E402
+from fastai.callback.schedule import *  # noqa: E402, F403  patches Learner
+from fastai.callback.tracker import SaveModelCallback  # noqa: E402
+from fastai.callback.training import GradientAccumulation, GradientClip  # noqa: E402
+from fastai.data.core import DataLoaders  # noqa: E402
+from fastai.data.load import DataLoader  # noqa: E402
+from fastai.learner import AvgSmoothLoss, Learner, load_learner  # noqa: E402
+from fastai.losses import CrossEntropyLossFlat  # noqa: E402
+from fastai.metrics import accuracy  # noqa: E402
+from fastai.optimizer import SGD  # noqa: E402
+from fastai.torch_core import params  # noqa: E402
+
+from scatterpar.integrations import fastai  # noqa: E402
+from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
+
+pytestmark = pytest.mark.draws
+
+SAME = 1e-9
+LAYOUTS = {"shared": ["cpu"] * 2, "virtual": ["cpu:0", "cpu:1"]}
+ROWS, CLASSES = 41, 3  # with batches of 12 the last one has 5 rows
+
+NEW = partial(ScatterOnce, ["cpu:0", "cpu:1"], accum=2)
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def device_ids(request):
+    return request.param
+
+
+class Smooth(AvgSmoothLoss):
+    """fastai's own begins with a number in single precision, which it does not mix with others."""
+
+    def reset(self):
+        self.count, self.val = 0, torch.zeros((), dtype=torch.float64)
+
+    def accumulate(self, learn):
+        self.count += 1
+        self.val = torch.lerp(learn.loss.detach().double(), self.val, self.beta)
+
+
+def learner(folder, *callbacks, loss_func=None, targets=None, dtype=torch.float64, **options):
+    """A small classifier of images of 4 x 4, with its data."""
+    images = randn(ROWS, 1, 4, 4).to(dtype)
+    targets = randint(CLASSES, ROWS) if targets is None else targets
+    rows = [(images[i], targets[i]) for i in range(ROWS)]
+    loaders = [DataLoader(rows, bs=12, drop_last=False), DataLoader(rows, bs=9)]
+    with seeded(3):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    learn = Learner(
+        DataLoaders(*loaders, device="cpu"),
+        model.to(dtype),
+        loss_func or nn.CrossEntropyLoss(),
+        cbs=list(callbacks),
+        metrics=accuracy if targets.ndim == 1 else None,
+        path=folder,
+        **options,
+    )
+    learn.recorder.smooth_loss = Smooth()
+    return learn
+
+
+def fitted(learn, how=None, epochs=2):
+    with seeded(5), learn.no_bar(), learn.no_logging():
+        (how or (lambda learn: learn.fit(epochs, 0.02)))(learn)
+    return learn
+
+
+def assert_same(ours, stock, tolerance=SAME):
+    for one, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for one, other in zip(ours.recorder.values, stock.recorder.values, strict=True):
+        assert [*one] == pytest.approx([*other], rel=max(tolerance, 1e-6), nan_ok=True)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        learner,
+        partial(learner, loss_func=nn.functional.cross_entropy, opt_func=SGD),
+        partial(learner, loss_func=nn.CrossEntropyLoss(WEIGHTS.double())),
+        lambda folder, *more: learner(folder, *more, GradientClip(0.05)),
+        lambda folder, *more: learner(folder, *more, GradientAccumulation(24)),
+        partial(learner, loss_func=nn.BCEWithLogitsLoss(), targets=randn(ROWS, CLASSES).sigmoid()),
+    ],
+    ids=["adam", "function", "weights", "clip", "accumulation", "several-labels"],
+)
+def test_a_run_is_that_of_one_device(make, device_ids, tmp_path):
+    ours = fitted(make(tmp_path, ScatterOnce(device_ids, accum=2)))
+    assert_same(ours, fitted(make(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight": WEIGHTS},
+        {"ignore_index": 1},
+    ],
+    ids=str,
+)
+def test_fastais_losses_are_in_single_precision(options, tmp_path):
+    ours, stock = (
+        fitted(learner(tmp_path, *c, loss_func=CrossEntropyLossFlat(**options), opt_func=SGD))
+        for c in ([NEW()], [])
+    )
+    assert_same(ours, stock, 1e-6)
+
+
+@pytest.mark.parametrize("mix", [MixUp, CutMix])
+def test_mixed_images_have_a_loss_of_the_whole_batch(mix, device_ids, tmp_path):
+    def made(*callbacks):
+        options = {"dtype": torch.float32, "opt_func": SGD, "loss_func": CrossEntropyLossFlat()}
+        return fitted(learner(tmp_path, mix(0.4), *callbacks, **options))
+
+    assert_same(made(ScatterOnce(device_ids, accum=2)), made(), 1e-5)
+
+
+def test_labels_that_are_ignored(tmp_path):
+    targets = randint(CLASSES, ROWS)
+    targets[3:20:2] = -100
+    ours, stock = (fitted(learner(tmp_path, *c, targets=targets)) for c in ([NEW()], []))
+    assert_same(ours, stock)
+
+
+def test_count_and_reduction(tmp_path):
+    def halves(pred, target):
+        kept = target > 0
+        return nn.functional.cross_entropy(pred[kept], target[kept])
+
+    def kept(_, targets):
+        return (targets[0] > 0).sum()
+
+    ours, stock = (fitted(learner(tmp_path, *c, loss_func=halves)) for c in ([NEW(count=kept)], []))
+    assert_same(ours, stock)
+    with pytest.raises(ValueError, match="count="):
+        fitted(learner(tmp_path, NEW(), loss_func=halves))
+    total = partial(nn.functional.cross_entropy, reduction="sum")
+    ours, stock = (
+        fitted(learner(tmp_path, *c, loss_func=lambda p, y: total(p, y)))
+        for c in ([NEW(reduction="sum")], [])
+    )
+    assert_same(ours, stock)
+
+
+def split(model):
+    return [params(model[:2]), params(model[2:])]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda learn: learn.fit_one_cycle(2, slice(1e-3, 1e-1)),
+        lambda learn: (learn.freeze(), learn.fit(1), learn.unfreeze(), learn.fit(1, 0.1)),
+    ],
+    ids=["rates", "frozen"],
+)
+def test_discriminative_rates_and_freezing(how, tmp_path):
+    ours, stock = (fitted(learner(tmp_path, *c, splitter=split), how) for c in ([NEW()], []))
+    assert_same(ours, stock)
+
+
+def test_the_learning_rate_finder(tmp_path):
+    found = []
+    for callbacks in ([NEW()], []):
+        learn = learner(tmp_path, *callbacks)
+        fitted(learn, lambda learn: found.append(learn.lr_find(num_it=12, show_plot=False)))
+        found.append(learn.recorder.losses)
+    assert found[0] == pytest.approx(found[2])
+    assert [*map(float, found[1])] == pytest.approx([*map(float, found[3])])
+
+
+class Bfloat16(MixedPrecision):
+    """fastai's own is for CUDA alone."""
+
+    def before_fit(self):
+        super().before_fit()
+        self.autocast = torch.autocast("cpu", torch.bfloat16)
+
+
+def test_mixed_precision(device_ids, tmp_path):
+    def made(*callbacks):
+        return fitted(learner(tmp_path, Bfloat16("bf16"), *callbacks, dtype=torch.float32))
+
+    ours, stock = made(ScatterOnce(device_ids, accum=2)), made()
+    for one, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def test_predictions_and_validation(device_ids, tmp_path):
+    ours, stock = learner(tmp_path, ScatterOnce(device_ids, 2)), learner(tmp_path)
+    for learn in (ours, stock):
+        learn.no_bar().__enter__()
+    for one, other in zip(
+        ours.get_preds(with_loss=True), stock.get_preds(with_loss=True), strict=True
+    ):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
+    assert [*ours.validate()] == pytest.approx([*stock.validate()])
+
+
+def test_what_is_saved_and_exported_is_the_model(tmp_path):
+    ours = learner(tmp_path, NEW(), SaveModelCallback("accuracy"))
+    model, loss_func = ours.model, ours.loss_func
+    fitted(ours)
+    assert ours.model is model
+    assert ours.loss_func is loss_func
+    assert "_do_one_batch" not in vars(ours)
+    assert torch.load(tmp_path / "models" / "model.pth").keys() == model.state_dict().keys()
+    ours.remove_cb(SaveModelCallback)
+    ours.dls.new_empty = lambda: ours.dls  # as those of a DataBlock have
+    ours.export("it.pkl")
+    again = load_learner(tmp_path / "it.pkl")
+    torch.testing.assert_close(again.model[1].weight, model[1].weight)
+
+
+class Fails(Callback):
+    def __init__(self, event):
+        self.event = event
+        setattr(self, event, self.fail)
+
+    def fail(self):
+        if self.learn.iter == 2:
+            raise LookupError("a bug")
+
+
+@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "before_step"])
+def test_an_error_leaves_the_learner_as_it_was(event, tmp_path):
+    learn = learner(tmp_path, NEW(), Fails(event))
+    model, loss_func = learn.model, learn.loss_func
+    with pytest.raises(LookupError, match="a bug"):
+        fitted(learn)
+    assert learn.model is model
+    assert learn.loss_func is loss_func
+    learn.remove_cbs([Fails, ScatterOnce])
+    fitted(learn)  # the stock loop
+    assert "_do_one_batch" not in vars(learn)
+    fitted(learn.add_cb(NEW()))
+
+
+def test_an_error_of_the_model_is_the_users(tmp_path):
+    learn = learner(tmp_path, NEW())
+
+    def bug(*_):
+        raise LookupError("a bug")
+
+    hook = learn.model[1].register_forward_hook(bug)
+    with pytest.raises(LookupError, match="a bug"):
+        fitted(learn)
+    hook.remove()
+    fitted(learn)
+
+
+def test_a_fit_that_is_cancelled(tmp_path):
+    class Cancels(Callback):
+        def after_batch(self):
+            raise CancelFitException
+
+    learn = fitted(learner(tmp_path, NEW(), Cancels()))
+    assert "_do_one_batch" not in vars(learn)
+
+
+def test_callbacks_that_do_it_themselves_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="RNNCallback"):
+        fitted(learner(tmp_path, NEW(), RNNCallback()))
+
+
+def test_a_callback_that_replaces_the_prediction_is_refused(tmp_path):
+    class Doubles(Callback):
+        def after_pred(self):
+            self.learn.pred = 2 * self.learn.pred
+
+    with pytest.raises(ValueError, match=r"replaced learn\.pred"):
+        fitted(learner(tmp_path, NEW(), Doubles()))
+
+
+def test_the_page(tmp_path):
+    (snippet,) = blocks(read("docs/fastai.md"), "python")
+    learn = learner(tmp_path)
+    learn.no_bar().__enter__()
+    exec(snippet.replace("[0, 1]", "['cpu', 'cpu']"), {"learn": learn})
+    assert len(learn.recorder.losses) > 0
+
+
+def test_the_example():
+    failed, tried = doctest.testmod(fastai, optionflags=doctest.ELLIPSIS)
+    assert tried
+    assert not failed

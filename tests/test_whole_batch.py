@@ -284,7 +284,7 @@ class Queued(nn.Module):
 
 
 def normed():
-    return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh())
+    return nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
 
 
 def stateful(make):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.devices.verbs import DeviceLike, has_streams, launches, physical, resolve
 from scatterpar.pair.crossing import (
     Crossing,
     combine,
@@ -87,6 +87,12 @@ class DataParallelModel(Wrapper):
         check_int("dim", dim)
         self.module = module
         self.device_ids = resolve(device_ids)
+        master = self.device_ids[0]
+        if len({*self.device_ids}) > 1 and launches(master) and not has_streams(master):
+            raise ValueError(
+                f"device_ids: {master} has no events, which autograd needs between devices; use "
+                f"one device, or ScatterOnceParallel, which needs none"
+            )
         self.dim = dim
         check_placement((module,), self.device_ids, lazy=True)
         self._hire()

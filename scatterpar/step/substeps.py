@@ -128,7 +128,7 @@ class noted:
         self, share: Share, number: int | None = None, request: Request | None = None
     ) -> None:
         self._share = share
-        self._number = number
+        self.number = number
         self._request = request
 
     def __enter__(self) -> None:
@@ -137,13 +137,13 @@ class noted:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             where = f"in replica {self._share.replica} on {self._share.device}"
-            if self._number is not None:
-                where += f", sub-step {self._number} of {len(self._share.micro_batches)}"
+            if self.number is not None:
+                where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
             note(error, f"{where}, counted from 0")
             if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
                 note(error, _ONE_ROW)
-            if self._request is not None and self._number is not None:
-                call = self._request.replay_call(self._share.replica, self._number)
+            if self._request is not None and self.number is not None:
+                call = self._request.replay_call(self._share.replica, self.number)
                 note(error, f"alone, in this thread:\n{call}")
 
 
@@ -224,17 +224,26 @@ def train(
     share, keep = task.share, request.return_outputs
     losses: list[Tensor] = []
     outputs: list[Any] = []
-    computed = substeps(task, request)
-    for number, weight in enumerate(task.weights[: request.most]):
-        if number:  # who has started comes to its first one: errors do not depend on who was faster
-            proceed()
-            generators.mark(share.replica, number)
-        with noted(share, number, request):
-            loss, output = computed.run(number, weight)
-            losses.append(loss)
-            if keep:
-                outputs.append(output)
-            del output
+    computed, number, draws = substeps(task, request), 0, False
+    where = noted(share, number, request)
+    try:
+        for number, weight in enumerate(task.weights[: request.most]):
+            if number:  # all that started reach their first one: errors do not depend on the order
+                proceed()
+            if draws:
+                generators.mark(share.replica, number)
+            where.number = number
+            with where:
+                loss, output = computed.run(number, weight)
+                losses.append(loss)
+                if keep:
+                    outputs.append(output)
+                del output
+            if not number:
+                draws = generators.has_drawn(share.replica)
+    finally:
+        if not draws:  # one mark tells that nothing was drawn in any sub-step
+            generators.mark(share.replica, number + 1)
     with noted(share):
         computed.finish()
         together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer

@@ -215,6 +215,11 @@ class Generators:
         self._marks[replica] = sub_step, state
         return state
 
+    def has_drawn(self, replica: int) -> bool:
+        """Whether ``replica`` drew a random number."""
+        known = [self._generators.get((replica, device)) for device in self._before]
+        return any(one.drawn for one in known if one is not None)
+
     def to_draw_again(self, replica: int, sub_step: int) -> tuple[int, State]:
         """The sub-step from which ``replica`` has to run to draw what it drew in ``sub_step``.
 

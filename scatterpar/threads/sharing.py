@@ -188,7 +188,7 @@ class Stash:
         """
         if HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
             return self._launching.taken(waiting)
-        return contextlib.nullcontext()
+        return _UNTIMED
 
     def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.

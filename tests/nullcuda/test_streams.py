@@ -6,6 +6,7 @@ The race checker looks on in every test (``plugin.py``).
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 
 import pytest
@@ -60,7 +61,13 @@ def test_no_copy_is_on_the_stream_that_captures():
 
     So the stream that captured was a sender's some steps later.
     """
+
+    def linger(module, given):  # until the other card's rows have left this one
+        if given[0].device == CARD and torch.cuda.is_current_stream_capturing():
+            time.sleep(0.2)
+
     model, criterion = small(), nn.CrossEntropyLoss()
+    model.register_forward_pre_hook(linger)
     engine = ScatterOnceParallel(model, 4, [0, 1], graphs=True, verify=False)
     with engine, warnings.catch_warnings(action="error"):  # "sub-steps run as without graphs"
         for step in range(38):

@@ -1,0 +1,1 @@
+"""Tests on devices that other people wrote: ``tests/vulkan/run``."""

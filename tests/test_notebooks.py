@@ -35,7 +35,7 @@ def test_it_runs(path, tmp_path, monkeypatch):
     if needed := NEEDS.get(path.stem):
         if find_spec(needed) is None:
             pytest.skip(f"needs {needed}, see docs/other-loops.md")
-        startup = tmp_path / "profile_default" / "startup" / "torchvision.py"
+        startup = tmp_path / "profile_default" / "startup" / "first.py"
         startup.parent.mkdir(parents=True)
         startup.write_text(STARTUP, encoding="utf-8")
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

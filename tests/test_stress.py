@@ -143,8 +143,9 @@ def test_engines_of_several_threads_do_not_meet(devices, steps):
                 if step % 4 == 3:
                     with pytest.raises(ArithmeticError, match=f"of caller {number}") as caught:
                         engine.forward_backward(*batch(kind), fails)
-                    where, *others = caught.value.__notes__
+                    where, again, *others = caught.value.__notes__
                     assert where.startswith("in replica 0 on ")
+                    assert "engine.replay(" in again
                     assert all(f"of caller {number}" in other for other in others)
                 model.zero_grad()
                 assert_close(engine.forward_backward(*batch(kind), criterion), loss, "loss")

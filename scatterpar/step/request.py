@@ -131,8 +131,9 @@ class Request:
         scale = 1.0
         if self.scaler is not None:
             scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
-        own = replace(self, batches=batches, sizes=sizes, reduction=reduction, scale=scale)
-        return replace(own, asked=self)
+        return replace(
+            self, batches=batches, sizes=sizes, reduction=reduction, scale=scale, asked=self
+        )
 
     def replay_call(self, replica: int, sub_step: int) -> str:
         """The call that computes one sub-step alone, with the options that the user passed."""

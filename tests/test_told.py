@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults.state import capture, differences
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_close, assert_step, build, randint, randn
+from helpers.oracle import assert_close, assert_step, build, randint, randn, seeded
 from torch import nn
 from torch.nn import functional as F
 
@@ -192,3 +192,160 @@ def test_weights_that_each_pass_computes_are_no_state(devices):
     with ScatterOnceParallel(layer, 3, devices(2)) as engine, warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+
+
+# --- what forward passes leave on the module ---
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.aux = torch.zeros(())
+
+    def forward(self, rows):
+        output = self.norm(self.linear(rows))
+        self.aux = (output + self.linear(rows)).square().mean()
+        return output
+
+
+class Experts(nn.Module):
+    """Leaves an auxiliary loss on each block, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, rows):
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+    def balance(self):
+        return sum(block.aux for block in self.blocks)
+
+
+def total_of(parts):
+    return sum(getattr(part, "aux") for part in parts)  # noqa: B009
+
+
+class Holds:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, output, targets):
+        return F.cross_entropy(output, targets) + total_of(self.model.blocks)
+
+    def of(self, output, targets):
+        return self(output, targets)
+
+
+def with_gradients(model):
+    """A penalty on gradients, as adaptive weights have it."""
+
+    def criterion(output, targets):
+        loss, own = F.cross_entropy(output, targets), [*model.parameters()]
+        found = torch.autograd.grad(loss, own, allow_unused=True, create_graph=True)
+        return loss + sum(gradient.square().sum() for gradient in found if gradient is not None)
+
+    return criterion
+
+
+def adds(extra):
+    return lambda output, targets: F.cross_entropy(output, targets) + extra()
+
+
+LEFT_BEHIND = {
+    "attributes": lambda m: lambda o, t: F.cross_entropy(o, t) + sum(b.aux for b in m.blocks),
+    "one part": lambda m: adds(lambda last=m.blocks[1]: last.aux),
+    "a method": lambda m: lambda o, t: F.cross_entropy(o, t) + m.balance(),
+    "a bound method": lambda m: adds(m.balance),
+    "a list": lambda m: adds(lambda parts=[*m.blocks]: sum(part.aux for part in parts)),
+    "getattr": lambda m: adds(lambda: getattr(m.blocks[0], "aux")),  # noqa: B009
+    "a dict": lambda m: adds(lambda parts={"model": m}: parts["model"].balance()),
+    "vars": lambda m: adds(lambda: vars(m.blocks[0])["aux"]),
+    "a helper": lambda m: adds(lambda: total_of(m.blocks)),
+    "an object that holds the model": Holds,
+    "a method of an object": lambda m: Holds(m).of,
+    "gradients by parameters": with_gradients,
+}
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+@pytest.mark.parametrize(("replicas", "accum"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("name", LEFT_BEHIND)
+def test_what_replicas_keep_is_not_left_out_of_a_loss(devices, name, replicas, accum, whole_batch):
+    """Auxiliary losses were dropped: 1.465 became 1.178; penalties by parameters found nothing."""
+    model = build(Experts)
+    criterion = LEFT_BEHIND[name](model)
+    model.head[1].bias.grad = torch.ones_like(model.head[1].bias)
+    with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
+        before = capture(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"(on a replica|forward pass sets it).*Return it"):
+                engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=whole_batch)
+        assert differences(before, capture(model)) == []
+
+
+def test_both_losses_are_told(devices):
+    """With what to write, for criteria that read it by another name."""
+    model = build(Experts)
+    with (
+        ScatterOnceParallel(model, 1, devices(1)) as engine,
+        pytest.raises(ValueError, match="criterion Holds leads to the module") as told,
+    ):
+        engine.forward_backward(INPUTS, LABELS, Holds(model))
+    own = (
+        "in plain torch, but",
+        "an auxiliary loss",
+        "count=, reduction= or whole_batch=",
+        "verify=",
+    )
+    assert [words for words in own if words not in str(told.value)] == []
+
+
+class Normal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, rows):
+        return self.head(self.norm(rows))
+
+
+class Penalised(nn.Module):
+    """A criterion that holds the model, or a part of it, and asks for no more than its weights."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, output, targets):
+        penalty = sum(p.square().sum() for p in self.part.parameters())
+        return F.cross_entropy(output, targets) + 0.01 * penalty
+
+
+ALLOWED = {
+    "a penalty on weights": lambda m: adds(lambda: m.head[1].weight.square().sum()),
+    "a module that holds the model": Penalised,
+    "a method of a module": lambda m: Penalised(m.head).forward,
+    "a part that is called": lambda m: (
+        lambda o, t: F.cross_entropy(o, t) + m.head(o.new_ones(5, FEATURES)).square().mean()
+    ),
+    "draws": lambda m: (
+        lambda o, t: F.cross_entropy(o, t) + 0 * m.head[1].bias.sum() + torch.rand(()) * o.mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_criterion_may_hold_the_model(devices, name, whole_batch):
+    """Dropout draws the same numbers for both, and batch normalisation sees the same rows."""
+    model = build(Normal)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, warnings.catch_warnings(), seeded(0):
+        warnings.simplefilter("error")
+        for _ in range(2):
+            engine.forward_backward(INPUTS, LABELS, ALLOWED[name](model), whole_batch=whole_batch)

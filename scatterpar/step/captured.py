@@ -88,6 +88,8 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return items if len(value) <= _MOST else ()
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
     of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
     return () if of_torch else _captured(value).values()
 

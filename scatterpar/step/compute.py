@@ -107,13 +107,14 @@ def compute(
         with guarded(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
             of_model = _buffers_of_model(reached, parts)
+            with clock.span("verify"):
+                criteria = zip(tasks, copies.criteria, strict=False)
+                both = [replace(task, criterion=own) for task, own in criteria] if whole else tasks
+                checks.verify(attempt, request, both, parts, peers)
+            tell_moved = checks.watch_state(request, tasks, parts)
             if whole:
-                tell_moved = checks.watch_state(request, tasks, parts)
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
-                with clock.span("verify"):
-                    checks.verify(attempt, request, tasks, parts, peers)
-                tell_moved = checks.watch_state(request, tasks, parts)
                 work = partial(train, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)

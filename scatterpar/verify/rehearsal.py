@@ -27,7 +27,7 @@ from scatterpar.step.fitting import is_out_of_memory
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import Delivery
-from scatterpar.step.substeps import Task, loss_of
+from scatterpar.step.substeps import Task, as_call, loss_of
 from scatterpar.step.weights import counts_of
 from scatterpar.threads.context import autocast_types
 from scatterpar.torch_private import uncompiled
@@ -47,6 +47,8 @@ _ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
 _CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
 _MOST = 2**24  # elements of outputs, and where one row has more, of two rows
 _MOST_PARAMETERS = 2**20  # elements
+_FEW = 4  # rows that are enough to compare a replica with the user's module
+_SMALLEST_LOSS = 1e-2  # of smaller ones, sums that cancel, rounding may be a large part
 
 Loss = Callable[[Sequence[int]], Tensor]  # of some rows
 Gradients = list[Tensor]
@@ -63,6 +65,10 @@ class Unsure(Exception):
 
 class ReadsOld(Unsure):
     """The criterion reads an attribute, of this name, that a forward pass sets on each replica."""
+
+
+class DiffersFromPlain(Exception):
+    """The user's own module and criterion, in plain torch, give another loss than a replica."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +88,29 @@ class Finding:
 
 
 class Rehearsal:
-    """One look at a handful of the request's rows, by the replica that is given the task."""
+    """One look at a handful of the request's rows, by the replica that is given the task.
 
-    def __init__(self, request: Request, task: Task, model: nn.Module) -> None:
-        self._request, self._task, self._model = request, task, model
+    With ``plain``, a loss of its own is compared with that of ``model``, which is the user's.
+    """
+
+    def __init__(self, request: Request, task: Task, model: nn.Module, plain: bool) -> None:
+        self._request, self._task, self._model, self._plain = request, task, model, plain
         self._module = cast(nn.Module, task.module)
-        self._user = untouched([task.criterion, request.count], [task.share.device])
+        roots = [task.criterion, request.count, *([request.criterion, model] if plain else [])]
+        self._user = untouched(roots, [task.share.device])
         self._micro = max(stop - start for start, stop in task.share.micro_batches)
 
     def run(self, choose: Callable[[int], Sequence[Parts]] | None, most: int) -> Finding:
         """What the first choice of at most so many rows says; if that is anything, the second too.
 
         Without any, only whether the criterion reads what no forward pass sets, which is raised as
-        ``ReadsOld``. ``Unsure``: it cannot be told.
+        ``ReadsOld`` or ``DiffersFromPlain``. ``Unsure``: it cannot be told.
         """
         with self._user, uncompiled(), torch.inference_mode(False), torch.enable_grad():
             try:
+                if self._plain:
+                    self._compare_with_plain()
                 if choose is None:
-                    self._output([0])
                     return Finding()
                 return self._confirmed(choose(most))
             except Exception as error:
@@ -112,6 +123,45 @@ class Rehearsal:
             finally:
                 self._put_back()
         return self.run(choose, most)
+
+    def _compare_with_plain(self) -> None:
+        """Compare the loss of a few rows with that of the user's own module and criterion.
+
+        Raises:
+            DiffersFromPlain: by more than rounding, and each gives the same again.
+        """
+        request, last = self._request, self._request.rows - 1
+        steps = max(1, min(last, max(2, self._micro) - 1, _FEW - 1))
+        rows = sorted({k * last // steps for k in range(steps + 1)})
+
+        def loss(on_replica: bool) -> float:
+            self._put_back()
+            if on_replica:
+                output, criterion = self._output(rows), self._task.criterion
+            else:
+                args, kwargs = as_call(self._bring(request.inputs, rows))
+                output, criterion = self._model(*args, **kwargs), request.criterion
+            value = loss_of(output, self._bring(request.targets, rows), criterion)
+            dtypes.add(value.dtype)
+            return float(value.detach())
+
+        def differ(one: float, other: float) -> bool:
+            scale = max(abs(one), abs(other), _SMALLEST_LOSS)
+            return abs(one - other) > scale * max(_TOLERANCES.get(d, 1.0) for d in dtypes)
+
+        dtypes = {torch.get_autocast_dtype(kind) for kind in autocast_types()}
+        try:
+            found, expected = loss(True), loss(False)
+            if differ(found, expected):
+                again = differ(loss(True), found) or differ(loss(False), expected)
+                if not again:
+                    raise DiffersFromPlain(expected, found)
+        except (DiffersFromPlain, ReadsOld):
+            raise
+        except Exception:  # the user's code, of rows that it never met
+            return
+        finally:
+            self._put_back()
 
     def _confirmed(self, choices: Sequence[Parts]) -> Finding:
         """What is off is off for both choices; what is right, or cannot be told, is for one."""

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from scatterpar.devices.ledger import Ledger
 from scatterpar.replicas.replicas import Replicas, guarded
+from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step import nested
-from scatterpar.step.captured import filled_by_hooks, ignored_values, may_read, surroundings
+from scatterpar.step.captured import brought_along, filled_by_hooks, ignored_values, surroundings
 from scatterpar.step.markers import opened
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import Delivery, scatter
@@ -37,7 +38,14 @@ from scatterpar.torch_private import uncompiled
 from scatterpar.verify.check import has_statistics
 from scatterpar.verify.layout import measure_layout
 from scatterpar.verify.moving_state import StateWatch, warning_about
-from scatterpar.verify.rehearsal import Finding, ReadsOld, Rehearsal, SameNumbers, Unsure
+from scatterpar.verify.rehearsal import (
+    DiffersFromPlain,
+    Finding,
+    ReadsOld,
+    Rehearsal,
+    SameNumbers,
+    Unsure,
+)
 from scatterpar.verify.rows import Parts, choose, is_label, pick, range_of, telling
 from scatterpar.verify.untouched import untouched
 
@@ -168,14 +176,18 @@ class Verifier:
     ) -> None:
         """Before the sub-steps: rehearse a few rows, if they are new or it is their turn.
 
+        With one sub-step, or a criterion of the whole batch, nothing is combined: then only if the
+        criterion leads to the model.
+
         Raises:
             ValueError: losses do not combine as the engine's do, or the criterion reads what
                 replicas alone have.
         """
         model, criterion = parts[0].roots[0], request.criterion
         alone = peers is None and sum(len(task.share.micro_batches) for task in tasks) == 1
+        alone = alone or request.whole_batch
         counted = request.count is None and is_counted(criterion, request.reduction)
-        if not request.verify or counted or (alone and not may_read(criterion, model)):
+        if not request.verify or counted or (alone and not _leads_to(criterion, model)):
             return
         kind = self._kind_of(request, alone)
         few = request.of_largest()
@@ -183,7 +195,10 @@ class Verifier:
         ranges = range_of(tensors)
         if not kind.wants(ranges):
             return
-        shared = filled_by_hooks(criterion, model) if len(tasks) > 1 else None
+        plain = _leads_to(criterion, model)
+        shared = None
+        if len(tasks) > 1 and not request.whole_batch:
+            shared = filled_by_hooks(criterion, model)
         if shared is not None:
             kind.say(_shares(request, shared))
         computes = model.forward if criterion is None else criterion
@@ -192,9 +207,11 @@ class Verifier:
         turn = kind.steps.bit_length() - 3 if kind.is_turn else 0
         some = None if alone else partial(choose, tensors, few.rows, ignored=ignored, turn=turn)
         try:
-            found = _rehearsed(attempt.workers, few, tasks, parts, some, 2 * micro)
+            found = _rehearsed(attempt.workers, few, tasks, parts, some, 2 * micro, plain=plain)
         except ReadsOld as error:
             raise ValueError(_reads_old(request, error)) from None
+        except DiffersFromPlain as error:
+            kind.disagreed(_differs(request, *error.args), certain=True)
         except Exception as error:  # whatever the user's code makes of rows that it never met
             kind.could_not_tell(error, request)
             return
@@ -267,8 +284,10 @@ def _rehearsed(
     parts: Sequence[Replicas],
     choose: Callable[[int], Sequence[Parts]] | None,
     most: int,
+    *,
+    plain: bool = False,
 ) -> Finding:
-    """What the first replica finds.
+    """What the first replica finds, and with ``plain`` whether its loss is the user's module's.
 
     The user's code may wait for the other replicas, as a loss across them does at a barrier. So
     when it takes long, the others do the same, each with its own.
@@ -279,7 +298,8 @@ def _rehearsed(
         if task is not tasks[0] and ended.wait(_PATIENCE_SECONDS):
             return None
         try:
-            return Rehearsal(request, task, parts[0].roots[0]).run(choose, most)
+            model = parts[0].roots[0] if task is tasks[0] else task.module
+            return Rehearsal(request, task, cast(nn.Module, model), plain).run(choose, most)
         finally:
             if task is tasks[0]:
                 ended.set()
@@ -292,6 +312,14 @@ def _rehearsed(
     finally:
         for part in parts:
             part.clear_gradients()
+
+
+def _leads_to(criterion: Any, model: nn.Module) -> bool:
+    """Whether the criterion brings along the model, a part of it or a parameter, by any name."""
+    brought = [value for value in brought_along(criterion) if not isinstance(value, Wrapper)]
+    own = {id(each) for each in (*model.modules(), *model.parameters())} if brought else set()
+    each = (v.modules() if isinstance(v, nn.Module) else [v] for v in brought)
+    return not own.isdisjoint(map(id, chain(*each)))
 
 
 def _described(value: Any, depth: int) -> Hashable:
@@ -344,6 +372,18 @@ def _reads_old(request: Request, error: ReadsOld) -> str:
         f"{_name_of(request)} reads {str(error)!r} of a module that it closes over, and "
         f"the forward pass sets it, on each replica alone: what the criterion finds is "
         f"old. {_RETURN}. {_OFF}"
+    )
+
+
+def _differs(request: Request, expected: float, found: float) -> str:
+    """That the criterion does not find on the user's module what replicas have."""
+    return (
+        f"{_name_of(request)} leads to the module that is trained, and the loss of a few rows is "
+        f"{expected:.4g} with your own module in plain torch, but {found:.4g} on a replica: it "
+        f"reads what the forward pass leaves on the module, such as an auxiliary loss, or asks "
+        f"autograd for gradients by your own parameters, where replicas have copies. {_RETURN} "
+        f"(gradients, too, are for forward to compute); no count=, reduction= or whole_batch= "
+        f"says that. {_OFF}"
     )
 
 

@@ -33,15 +33,24 @@ def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str
         **dict(zip(names, positional, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
-    of_file = {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    of_file = {n: function.__globals__[n] for n in _names(code) if n in function.__globals__}
     return own, of_file
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """What the code names, and functions and comprehensions in it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def brought_along(function: Any) -> list[Tensor | nn.Module]:
     """The tensors and modules that a criterion brings along, in an order that is its own."""
     found: list[Tensor | nn.Module] = []
+    replicated = getattr(function, "__self__", None)  # where it is a module's method
     with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
-        found.extend(_found(function, _DEPTH, set()))
+        found.extend(_found(function, _DEPTH, {id(replicated)}))
     return found
 
 
@@ -88,7 +97,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return items if len(value) <= _MOST else ()
-    if isinstance(value, types.MethodType):
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         return value.__self__, value.__func__
     of_torch = (getattr(value, "__module__", None) or "").startswith("torch.")
     return () if of_torch else _captured(value).values()

@@ -10,6 +10,7 @@ of rows is rehearsed, and everything that this moves is put back::
     if they differ by more than rounding, and those of other rows do, too:
         raise ValueError(what the criterion seems to do, what to pass)
 
-``engine.check`` compares the gradients of a whole batch when the user asks. Only the engine comes
+Of a criterion that leads to the module, a replica's loss of a few rows must be that of the user's
+own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the user asks. Only the engine comes
 in here. Nothing that is computed here becomes part of a step.
 """

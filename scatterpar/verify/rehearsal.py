@@ -152,10 +152,10 @@ class Rehearsal:
         dtypes = {torch.get_autocast_dtype(kind) for kind in autocast_types()}
         try:
             found, expected = loss(True), loss(False)
-            if differ(found, expected):
-                again = differ(loss(True), found) or differ(loss(False), expected)
-                if not again:
-                    raise DiffersFromPlain(expected, found)
+            if differ(found, expected) and not (
+                differ(loss(True), found) or differ(loss(False), expected)
+            ):
+                raise DiffersFromPlain(expected, found)
         except (DiffersFromPlain, ReadsOld):
             raise
         except Exception:  # the user's code, of rows that it never met

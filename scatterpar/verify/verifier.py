@@ -312,6 +312,8 @@ def _rehearsed(
     finally:
         for part in parts:
             part.clear_gradients()
+        if tasks[0].stash is not None:
+            tasks[0].stash.forget()
 
 
 def _leads_to(criterion: Any, model: nn.Module) -> bool:
@@ -381,9 +383,9 @@ def _differs(request: Request, expected: float, found: float) -> str:
         f"{_name_of(request)} leads to the module that is trained, and the loss of a few rows is "
         f"{expected:.4g} with your own module in plain torch, but {found:.4g} on a replica: it "
         f"reads what the forward pass leaves on the module, such as an auxiliary loss, or asks "
-        f"autograd for gradients by your own parameters, where replicas have copies. {_RETURN} "
-        f"(gradients, too, are for forward to compute); no count=, reduction= or whole_batch= "
-        f"says that. {_OFF}"
+        f"autograd for gradients by your own parameters, of which replicas have copies. {_RETURN}; "
+        f"forward can compute gradients, too. No count=, reduction= or whole_batch= says that. "
+        f"{_OFF}"
     )
 
 

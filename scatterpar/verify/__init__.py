@@ -11,6 +11,6 @@ of rows is rehearsed, and everything that this moves is put back::
         raise ValueError(what the criterion seems to do, what to pass)
 
 Of a criterion that leads to the module, a replica's loss of a few rows must be that of the user's
-own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the user asks. Only the engine comes
-in here. Nothing that is computed here becomes part of a step.
+own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the user
+asks. Only the engine comes in here. Nothing that is computed here becomes part of a step.
 """

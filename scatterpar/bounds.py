@@ -1,7 +1,7 @@
 """What bounds recorded steps, and what to pass: a sentence for ``print(trace)``.
 
-Each thing that a step may lose time with has a number of seconds that could be saved, and a
-sentence. The one with most seconds is told, if it is a tenth of the time or more.
+For each cause of lost time there are an estimate of the seconds that could be saved and a sentence.
+The sentence with the most seconds is shown if these are a tenth of the time or more.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import torch
 from scatterpar.threads.clock import ON_DEVICES, RecordedStep, Span
 
 _NOTABLE = 0.1  # of the time
-_UNEVEN = 1.15  # times the mean of all replicas: what is more is uneven
-_TINY_SECONDS, _MANY = 0.002, 4  # sub-steps of a replica that cost little but what any one costs
-_LAG = 0.25  # of a sub-step: a device that is done so soon after the host was waiting for it
+_UNEVEN = 1.15  # times the mean of all replicas: a replica above that is slow
+_TINY_SECONDS, _MANY = 0.002, 4  # shorter sub-steps, at least so many per replica: overhead
+_LAG = 0.25  # of a sub-step: a device that ends so soon after the host's launch was idle before
 _Key = TypeVar("_Key")
 _FEWER = "a smaller accum=, for fewer and larger sub-steps"
 
 
 class Bounds:
-    """The seconds of recorded ``steps``, within ``total`` seconds; ``options`` are the engine's."""
+    """Sums over recorded ``steps``, which took ``total`` seconds with the time between them.
+
+    ``options`` are the names of the engine's options that are set.
+    """
 
     def __init__(
         self,
@@ -44,23 +47,23 @@ class Bounds:
         )
         substeps = (replica for step in steps for replica, _ in _of_substeps(step))
         self.substeps = Counter(substeps)
-        self.computing = self.of(None, "compute")  # without checks and the criterion in it
+        self.computing = self.of(None, "compute")  # without its checks and whole-batch criterion
 
     def of(self, replica: int | None, name: str) -> float:
-        """Seconds that a replica, or the caller's thread, was at this and nothing else."""
+        """Seconds that a replica spent in spans of this name; ``None`` is the caller's thread."""
         return self._seconds.get((replica, name), 0.0)
 
     def on_devices(self) -> dict[int | None, float]:
-        """Seconds between the events around what each replica launched; empty on the host."""
+        """Seconds that each replica's device worked, by events; empty on the host."""
         launched = [span for span in self.spans if span.on_device]
         return _sums(launched, lambda span: span.replica, _device_seconds)
 
     def mean(self, name: str) -> float:
-        """The same, for the mean replica."""
+        """The mean over replicas of the seconds in spans of this name."""
         return fmean([self.of(replica, name) for replica in self.replicas] or [0.0])
 
     def sentence(self) -> str:
-        """What bounds the steps, and what to pass."""
+        """The sentence that says what bounds the steps, and what to pass."""
         lost, says = max([(0.0, ""), *self._losses()])
         if lost < _NOTABLE * self.total:
             lost, says = self.computing, "Computing bounds the steps: it takes {share}."
@@ -94,7 +97,7 @@ class Bounds:
         yield from self._launches()
 
     def _launches(self) -> Iterator[tuple[float, str]]:
-        """Sub-steps that are too small, for the host or for what any sub-step costs."""
+        """Losses to launching, to turns in the criterion, and to sub-steps that are too small."""
         launched = [span for span in self.spans if span.name in ON_DEVICES]
         lags = [span.on_device[1] - span.end for span in launched if span.on_device]
         if lags and median(lags) < _LAG * median(span.own for span in launched):
@@ -120,7 +123,7 @@ class Bounds:
             )
 
     def _imbalance(self) -> tuple[float, str]:
-        """By how much the slowest replica of each step is slower than the mean, and why."""
+        """Seconds by which each step's slowest replica exceeds the mean, and a sentence."""
         each = [_busy(step) for step in self._steps]
         uneven = [b for b in each if b and max(b.values()) > _UNEVEN * fmean(b.values())]
         if not uneven:
@@ -159,7 +162,7 @@ def _sums(
 
 
 def _of_substeps(step: RecordedStep) -> dict[tuple[int | None, int | None], float]:
-    """How long the host was at each sub-step, by replica and number."""
+    """The host's seconds in each sub-step, by replica and number."""
     own = [span for span in step.spans if span.name in ON_DEVICES]
     return _sums(own, lambda span: (span.replica, span.sub_step), lambda span: span.own)
 
@@ -170,7 +173,7 @@ def _device_seconds(span: Span) -> float:
 
 
 def _busy(step: RecordedStep) -> dict[int, float]:
-    """Seconds that each replica, or its device, was at work."""
+    """The seconds that each replica worked: its device's, if it is an accelerator."""
     busy = dict.fromkeys(step.rows, 0.0)
     for span in step.spans:
         if span.replica in busy and span.name not in ("waiting", "capture"):

@@ -9,9 +9,9 @@ The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``:
             +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
             +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
-Up to 6 nothing of the user's is written that is not put back where the step fails. Where memory
-runs out in 2 to 5, ``accum="auto"`` begins again at 1; several machines sum up between 5 and 6.
-In 6 ``forward_backward`` adds to ``.grad``, and ``loss`` leaves that to the loss's backward pass.
+If the step fails before 6, everything of the user's that was written is restored. If memory runs
+out in 2 to 5, ``accum="auto"`` begins again at 1. Several machines sum up between 5 and 6. In 6,
+``forward_backward`` adds to ``.grad``; ``loss`` leaves that to the backward pass of the loss.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class ScatterOnceParallel(Wrapper):
             "cpu:1"]`` are two virtual devices with memories of their own. Default: every
             visible accelerator, or a single CPU replica without any.
         micro_batch_size: most rows per sub-step, instead of ``accum``.
-        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``: its rows times
-            the largest of their ``costs``, which each call passes. For rows of unequal length.
-            Rows of like cost go together, whatever their order in the batch; what goes by row
-            (outputs, targets) keeps the batch's order.
+        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``, for rows of
+            unequal length. A sub-step costs its number of rows times the largest of their
+            ``costs``, which each call passes. Rows of similar cost share a sub-step, whatever
+            their order in the batch. Outputs keep the order of the batch.
         dim: the dimension that holds the rows.
         buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
             buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
@@ -264,8 +264,8 @@ class ScatterOnceParallel(Wrapper):
         Returns:
             The whole batch's loss, 0-dim, detached, on the master; with
             ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
-            replica used, detached, each on its replica's device. With ``costs`` it has one entry,
-            on the master, with all rows in order.
+            replica used, detached, each on its replica's device. With ``costs`` the tuple has
+            one entry, on the master, with all rows in the order of the batch.
 
         Raises:
             ValueError: an empty batch, tensors that disagree in their rows or require
@@ -297,34 +297,36 @@ class ScatterOnceParallel(Wrapper):
     ) -> Any:
         """One step whose gradients wait for the backward pass of the returned loss.
 
-        For loops that call ``loss.backward()`` themselves. Everything but the gradients is as in
-        ``forward_backward``: they are computed in the call, and so is ``last_step`` set; buffers
-        and random state move in it. The backward pass adds the whole batch's gradient to
-        ``.grad``, times the factor that arrives at the loss, and hooks on parameters run in it.
-        So losses can be scaled, added, or dropped; with ``torch.autograd.grad``, ``.grad`` stays.
+        For loops that call ``loss.backward()`` themselves. The call computes what
+        ``forward_backward`` computes, sets ``last_step``, and updates buffers and random state.
+        The backward pass of the loss adds the gradient of the whole batch to ``.grad``, times the
+        factor that arrives at the loss; hooks on parameters run in it. So the loss can be scaled,
+        added to other losses, or dropped. ``torch.autograd.grad`` returns gradients and leaves
+        ``.grad`` as it is.
 
         Args:
-            inputs: as in ``forward_backward``, and so are the others.
+            inputs: as in ``forward_backward``, like all other arguments.
             targets: what the criterion takes.
             criterion: the loss.
             reduction: how the criterion combines its terms.
             count: what a mean loss averages over.
-            scaler: its scale keeps small gradients in half precision from vanishing inside. The
-                loss comes without it, for ``scaler.scale(loss).backward()``.
+            scaler: its scale is applied during the call, so that small gradients in half precision
+                do not vanish. The returned loss is not scaled: call
+                ``scaler.scale(loss).backward()``.
             return_outputs: return the module's outputs too, detached.
             whole_batch: the criterion sees all rows at once.
             costs: one number for each row, with ``micro_batch_cost``.
 
         Returns:
             The whole batch's loss, 0-dim, on the master, for one backward pass; with
-            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` a plain
-            number, of forward passes alone.
+            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` only
+            forward passes run, and the loss has no graph.
 
         Raises:
-            RuntimeError: as ``forward_backward``; in the backward pass, if it is the second one
-                (with ``retain_graph=True``, too), or has ``create_graph=True``.
+            RuntimeError: as ``forward_backward``; in a second backward pass, even with
+                ``retain_graph=True``; in a backward pass with ``create_graph=True``.
 
-            And all else as ``forward_backward``.
+            All other errors are those of ``forward_backward``.
 
         Example:
             >>> model = nn.Linear(4, 2)
@@ -339,7 +341,7 @@ class ScatterOnceParallel(Wrapper):
         return self._step(request, deferred=True)
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
-        """The whole step. ``forward_backward`` and ``loss`` part in its commit alone."""
+        """The whole step. ``forward_backward`` and ``loss`` differ in its commit only."""
         with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
             outcome = self._ranks.together(compute) if self._ranks else compute()
@@ -383,7 +385,7 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
-        """One try at a step: what is raised in the body leaves no trace in random numbers."""
+        """One try at a step: if the body raises, random state is restored."""
         check_links(self.device_ids)
         try:
             clock = self._trace.clock(plan) if self._trace else None
@@ -398,14 +400,14 @@ class ScatterOnceParallel(Wrapper):
 
     @property
     def _earlier(self) -> int | None:
-        """How many replicas of other processes are numbered before these."""
+        """The number of this process's first replica; ``None`` without a process group."""
         return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
 
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        A tuple or list of rows is a batch made of several, as by ``Rows.from_batches``. With
-        ``micro_batch_cost`` there are ``costs``, one number per row.
+        Several batches in one, as ``Rows.from_batches`` makes them, have a tuple or list of row
+        counts. With ``micro_batch_cost`` pass ``costs``, one number per row.
         """
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
@@ -425,7 +427,7 @@ class ScatterOnceParallel(Wrapper):
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments. With ``micro_batch_cost`` the engine takes ``costs``.
+            kwargs: its keyword arguments. With ``micro_batch_cost``, ``costs`` is the engine's.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -510,17 +512,17 @@ class ScatterOnceParallel(Wrapper):
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Records the steps in the body: what each replica did when, and what bounds the step.
+        """Record the steps in the body: what each replica did when, and what bounds the steps.
 
-        Outside of it nothing is recorded. Steps that fail are recorded too; inference is not.
+        Failed steps are recorded too. Inference is not.
 
         Returns:
-            A :class:`Trace`, as a context manager. ``print`` shows a table and a sentence that says
-            what to pass; in a notebook it is a picture; ``save("step.json")`` writes it for
-            Perfetto.
+            A context manager that gives a :class:`Trace`. ``print(trace)`` shows a table and a
+            sentence that says what to pass. A notebook shows a picture. ``save("step.json")``
+            writes a file for Perfetto.
 
         Raises:
-            RuntimeError: inside of another trace of this engine.
+            RuntimeError: inside another trace of this engine.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
@@ -545,7 +547,7 @@ class ScatterOnceParallel(Wrapper):
     def _timed(self) -> Iterator[float]:
         """The body is a step, recorded if there is a trace.
 
-        It is given the seconds since the step before, which the engine waited for its caller.
+        Yields the seconds since the previous step, in which the engine waited for its caller.
         """
         waited = time.perf_counter() - self._step_ended
         try:
@@ -564,30 +566,32 @@ class ScatterOnceParallel(Wrapper):
         sub_step: int,
         **options: Any,
     ) -> tuple[Tensor | None, Any]:
-        """One sub-step of a step alone, in this thread: for debuggers and ``detect_anomaly``.
+        """Compute one sub-step alone, in this thread: for debuggers and ``detect_anomaly``.
 
-        Forward pass, loss and backward pass of the sub-step's rows, by the user's module and
-        criterion themselves, in plain torch. Random numbers are those of the last step, until
-        somebody draws from torch's generators or seeds them; then those of a step that would begin
-        now. Parameters and buffers are read as they are. Earlier sub-steps of the replica run
-        first if what they drew or left in buffers is needed; no debugger stops in these.
-        Parameters, ``.grad``, buffers, the module's attributes and random state are put back.
+        The user's own module and criterion compute the forward pass, the loss and the backward pass
+        of the sub-step's rows, in plain torch. Random numbers are those of the last step. After
+        torch's generators were seeded or drawn from, they are those of a step that would begin now.
+        Parameters and buffers have their present values. If the sub-step depends on random numbers
+        or buffers of the replica's earlier sub-steps, these run first, and no debugger stops in
+        them. Afterwards parameters, ``.grad``, buffers, the module's attributes and random state
+        are restored.
 
         Args:
-            inputs: as in ``forward_backward``, and so are the next two.
+            inputs: as in ``forward_backward``, like the next two.
             targets: what the criterion takes.
             criterion: the loss.
-            replica: the number of the replica, from 0. The note on an error has the whole call.
+            replica: the number of the replica, from 0. The note on an error contains the call.
             sub_step: the number of its sub-step, from 0.
             options: as in ``forward_backward``.
 
         Returns:
-            The sub-step's own loss, 0-dim, and the module's output, both detached, on the master.
-            With ``whole_batch`` there is the forward pass alone, and the loss is ``None``.
+            The loss of the sub-step, 0-dim, and the module's output, both detached, on the master.
+            With ``whole_batch`` only the forward pass runs, and the loss is ``None``.
 
         Raises:
-            ValueError: as ``forward_backward``, or no such replica or sub-step. What the module or
-                the criterion raises arrives as it is.
+            ValueError: as ``forward_backward``, or if there is no such replica or sub-step.
+
+            What the module or the criterion raises arrives as it is.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)

@@ -33,7 +33,7 @@ class Share:
     shares too. ``spans`` are the rows without the cuts.
 
     If micro-batches are cut by cost, positions count the rows in the order of the plan, replica by
-    replica. ``row_numbers`` are the rows of each micro-batch in the batch, in rising order.
+    replica. ``row_numbers`` then has, for each micro-batch, its rows' numbers in the batch, rising.
     """
 
     replica: int
@@ -50,9 +50,9 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The rows as pairs of start and stop, as few as can be: one, but for several batches.
+        """The rows as pairs of start and stop, as few as possible: one, unless there are batches.
 
-        Micro-batches that are cut by cost are one span each: their rows do not follow each other.
+        Each micro-batch that is cut by cost is a span: its rows are not consecutive in the batch.
         """
         if self.row_numbers:
             return self.micro_batches
@@ -88,9 +88,9 @@ class Plan:
         return range(*share.micro_batches[sub_step])
 
     def load_of(self, share: Share) -> float:
-        """How much a replica has to compute: its rows, or what they cost with their padding.
+        """The load of a replica: its rows, or the cost of its micro-batches with their padding.
 
-        A micro-batch costs its number of rows times the largest cost of one.
+        A micro-batch costs its number of rows times the largest cost of these rows.
         """
         if not self.costs:
             return share.rows
@@ -109,7 +109,7 @@ class Plan:
         return self._printed(table)
 
     def _by_cost(self) -> str:
-        """One line per share: what its rows cost, alone and padded, and those of each sub-step."""
+        """One line per share: its cost, without and with padding, and the rows of each sub-step."""
         loads = [self.load_of(share) for share in self.shares]
         padded, cost = sum(loads), sum(self.costs)
         table = [

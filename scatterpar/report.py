@@ -73,9 +73,9 @@ class StepReport:
         retries: how often the step ran out of memory and was planned anew.
         noise: with ``measure_noise=True``: how noisy the gradient is, from what the replicas'
             gradients differ. NaN where there is nothing to compare, such as a batch of one row.
-        waited: seconds from the end of the step before to the start of this one: the loader, the
-            optimizer and what else the caller did. Zero for the first step.
-        replica_seconds: for each replica, how long its worker was at work.
+        waited: seconds from the end of the previous step to the start of this one, spent in the
+            loader, the optimizer and other code of the caller. Zero for the first step.
+        replica_seconds: for each replica, the seconds that its worker worked.
     """
 
     plan: Plan
@@ -89,7 +89,7 @@ class StepReport:
     replica_seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """The loss, then a line a phase: milliseconds, bytes copied, and in how many copies."""
+        """The loss, then a line per phase: milliseconds, bytes copied, number of copies."""
         return "\n".join([self._title(), as_text(self._phases())])
 
     def _repr_html_(self) -> str:
@@ -119,7 +119,7 @@ def _ms(seconds: float) -> str:
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines, in columns: the first one to the left, the others to the right."""
+    """Rows of cells as lines of text, with the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
@@ -128,7 +128,7 @@ def as_text(table: Sequence[Sequence[str]]) -> str:
 
 
 def as_html(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first one of headings, as a table of HTML."""
+    """Rows of cells as an HTML table; the first row has the headings."""
     head, *body = (
         "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
         for tag, row in zip(["th"] + ["td"] * (len(table) - 1), table, strict=True)

@@ -140,7 +140,7 @@ def profiler_is_on() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler records the operators of this thread, and not those of all threads."""
+    """Whether a profiler records this thread's operators, but not those of all threads."""
     return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
@@ -151,7 +151,7 @@ def emits_nvtx() -> bool:
 
 @contextlib.contextmanager
 def nvtx_emitted() -> Iterator[None]:
-    """What ``emit_nvtx()`` is, without its waits for the device, nor its end for other threads."""
+    """Do what ``emit_nvtx()`` does, for this thread alone and without waiting for the device."""
     kinds: Any = torch._C._profiler
     flags = [False] * 5  # shapes, memory, stacks, operations, modules
     config = kinds.ProfilerConfig(kinds.ProfilerState.NVTX, *flags, kinds._ExperimentalConfig())
@@ -265,13 +265,13 @@ def renew_engine() -> None:
 
 @contextlib.contextmanager
 def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
-    """In the body, memory for work on ``stream`` is of a CUDA graph's ``pool``.
+    """In the body, allocate memory for work on ``stream`` in ``pool``, a CUDA graph's.
 
-    As Inductor's warm-ups do it: ``torch.cuda.use_mem_pool`` is for one thread, and a backward pass
-    is in another. Yields a function that lets go of the pool; until then it stays as it is.
+    Inductor's warm-ups do the same. ``torch.cuda.use_mem_pool`` holds for one thread, and a
+    backward pass runs in another. Yields a function that releases the pool, which stays until then.
     """
     begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
-    if pool is None or begin is None:  # then that memory is there twice while it is recorded
+    if pool is None or begin is None:  # the recording then reserves this memory a second time
         yield lambda: None
         return
     device = stream.device_index
@@ -285,15 +285,15 @@ def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
 def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
     """End a CUDA graph's capture that has failed, so that operators on ``device`` work as before.
 
-    Before torch 2.13 ``capture_end`` raises for a lost capture before it has told the allocator,
-    which keeps asking the graph what belongs to it, and the generator, which refuses to draw. The
-    next capture that succeeds tells the generator.
+    Before torch 2.13, ``capture_end`` raises for a lost capture before the allocator and the
+    generator know of the end. The allocator then keeps asking the graph, and the generator refuses
+    to draw. The next capture that succeeds resets the generator.
     """
     try:
         graph.capture_end()
-    except Exception:  # the error that lost the capture is the one to tell
+    except Exception:  # the caller raises the error that lost the capture
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        with contextlib.suppress(RuntimeError):  # the allocator was told
+        with contextlib.suppress(RuntimeError):  # the allocator knew already
             if end is not None:
                 end(device.index, pool)
                 _LOST.append(graph)
@@ -320,7 +320,7 @@ def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def records_cuda_graphs(how: Callable[..., Any]) -> bool:
-    """Whether what compiled a module, see ``compiled_how``, records CUDA graphs on a card."""
+    """Whether what compiled a module, see ``compiled_how``, records CUDA graphs on a GPU."""
     config: Any = getattr(how, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
@@ -329,7 +329,7 @@ def records_cuda_graphs(how: Callable[..., Any]) -> bool:
 def many_graphs() -> Iterator[None]:
     """Let torch.compile keep more graphs of one function than it does for one model.
 
-    One function serves all replicas: cards, ragged sizes, training and evaluation. Beyond the
+    One function serves all replicas: devices, ragged sizes, training and evaluation. Beyond the
     limit torch goes on without compiling, in silence.
     """
     limit, in_all = (

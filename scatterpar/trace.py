@@ -1,4 +1,4 @@
-"""``engine.trace()``: who did what when in a step, as a table, a picture and a file."""
+"""``engine.trace()``: what each replica did when in a step, as a table, a picture and a file."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class _Bar(NamedTuple):
 class Trace:
     """The steps of an engine, recorded by ``engine.trace()``.
 
-    ``print`` shows a table with a row per replica, in milliseconds a step, and a sentence that says
-    what bounds the steps and what to pass. In a notebook it is the picture of one step.
+    ``print`` shows a table with a row per replica, in milliseconds per step, and a sentence that
+    says what bounds the steps and what to pass. A notebook shows a picture of one step.
 
     Attributes:
-        steps: what was recorded of each step.
+        steps: the recorded steps, in order.
     """
 
     def __init__(self, devices: Sequence[torch.device], options: frozenset[str]) -> None:
@@ -65,12 +65,12 @@ class Trace:
         self._devices, self._options = devices, options
         self._current: RecordedStep | None = None
         self._start = self._end = 0.0
-        # Of each accelerator, an event and when it happened by the host's clock.
+        # For each accelerator, a recorded event and its time by the host's clock.
         self._zeros: dict[torch.device, tuple[torch.Event, float]] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Steps are recorded in the body."""
+        """Time the body, in which steps are recorded."""
         for device in self._devices:
             if (event := timed_mark(device)) is not None:
                 event.synchronize()
@@ -99,13 +99,13 @@ class Trace:
                 self._read_devices(step)
 
     def clock(self, plan: Plan) -> Clock:
-        """What times an attempt at the current step; outside of steps nothing is recorded."""
+        """A clock for an attempt at the current step; outside of a step it records nothing."""
         if self._current is not None:
             self._current.plan = plan
         return Clock(self._current)
 
     def _read_devices(self, step: RecordedStep) -> None:
-        """When devices did what was launched in each span, from its events."""
+        """Set each span's ``on_device``, the time of its work on the device, from its events."""
         for span in step.spans:
             if len(span.marks) == 2 and span.replica is not None:
                 zero, at = self._zeros[self._devices[span.replica]]
@@ -115,11 +115,11 @@ class Trace:
             span.marks = ()
 
     def bounds(self) -> Bounds:
-        """How much time the steps took, with what, and what bounds them."""
+        """The times of all recorded steps, summed, and what bounds them."""
         return Bounds(self.steps, self._end - self._start, self._devices, self._options)
 
     def __str__(self) -> str:
-        """A row per replica, the phases, and what bounds the steps."""
+        """A table with a row per replica, the phases, and what bounds the steps."""
         if not self.steps:
             return "No step was recorded."
         bounds, count = self.bounds(), len(self.steps)
@@ -149,8 +149,8 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the steps to ``path`` for https://ui.perfetto.dev or chrome://tracing.
 
-        The file is in the trace event format (JSON): a thread for the caller, for each replica, and
-        for each replica's accelerator; a complete event for each span, in microseconds.
+        The file is in the trace event format (JSON), with times in microseconds. The caller, each
+        replica and each replica's accelerator have a thread. Each span is a complete event.
         """
         threads = {0: "caller"}
         events: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ class Trace:
         """Draw the step of median length with matplotlib.
 
         Args:
-            axes: matplotlib's, to draw into; ``None`` makes a new figure.
+            axes: matplotlib axes to draw into; ``None`` makes a new figure.
 
         Returns:
             The axes.
@@ -208,7 +208,7 @@ class Trace:
         return axes
 
     def _picture(self) -> tuple[str, list[str], list[_Bar]]:
-        """The step of median length: a title, the names of lanes, and the bars in them."""
+        """The step of median length: its title, the names of the lanes, and the bars in them."""
         if not self.steps:
             raise ValueError("no step was recorded: call forward_backward inside of the trace")
         whole = [n for n, step in enumerate(self.steps) if not step.error]
@@ -219,7 +219,7 @@ class Trace:
         lanes = ["caller", *(f"replica {r}, {self._devices[r]}" for r in replicas)]
         if any(span.on_device for span in step.spans):
             lanes += [f"{self._devices[r]}, of replica {r}" for r in replicas]
-        shown = max(before - step.start, -step.seconds)  # of a long wait, its end
+        shown = max(before - step.start, -step.seconds)  # the end of a wait longer than the step
         label = f"{_BETWEEN}: {(step.start - before) * 1e3:,.2f} ms"
         bars = [_Bar(0, _BETWEEN, shown, 0.0, label)]
         for span in step.spans:

@@ -79,7 +79,7 @@ def take_step(devices: Sequence[torch.device]) -> Step:
 class Speed:
     """Seconds of a step of the same batch in each round, by who took it.
 
-    All of them run in every round, so that whatever disturbs one disturbs all. A card alone takes
+    All of them run in every round, so that whatever disturbs one disturbs all. A GPU alone takes
     its part of the batch. ``phases`` are the engine's medians.
     """
 

@@ -15,14 +15,14 @@ _SLOWER = 1.1  # more than this is no accident of the measurement
 _MOVING = 0.4  # of a step
 
 _LINKS = (
-    "Copies from card to card bypass the host, and something on the way changes them: switch the "
+    "Copies between two GPUs bypass the host, and something on the way changes them: switch the "
     "IOMMU off (kernel option iommu=off, or iommu=pt) and PCIe ACS (in the BIOS), and update the "
     "driver. Until then set NCCL_P2P_DISABLE=1 for whatever uses NCCL, DistributedDataParallel "
     "too. The engine looks for itself, and goes through the host's memory where it must."
 )
 _MEMORY = (
     "The memory, the slot or the driver is at fault, and nothing that is computed on this machine "
-    "can be trusted: test the memory, exchange the card's slot or cable, update the driver."
+    "can be trusted: test the memory, change the GPU's slot or cable, update the driver."
 )
 
 
@@ -99,7 +99,7 @@ def _why(devices: Sequence[torch.device], phases: dict[str, float]) -> str:
         )
     return (
         "All replicas are launched by one interpreter, and these sub-steps are too short to keep "
-        f"the cards busy. Take a smaller accum than {ACCUM} (fewer and larger sub-steps), or "
+        f"the GPUs busy. Take a smaller accum than {ACCUM} (fewer and larger sub-steps), or "
         "compile=True. A real network has more to compute."
     )
 
@@ -110,7 +110,7 @@ def _on_shares(devices: Sequence[torch.device], paces: Sequence[float]) -> Itera
         shares = ", ".join(f"{pace / best:.2f}" for pace in paces)
         yield Verdict(
             "slow",
-            f"the cards are not equally fast: {devices[paces.index(worst)]} has {worst / best:.2f} "
+            f"the GPUs are not equally fast: {devices[paces.index(worst)]} has {worst / best:.2f} "
             f"of {devices[paces.index(best)]}'s pace, and the others wait for it. Pass "
             f'shares=[{shares}], or shares="auto".',
         )

@@ -140,7 +140,7 @@ def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def check_links(device_ids: tuple[torch.device, ...]) -> None:
     """Look once whether copies between these devices arrive as sent.
 
-    Copies between two cards go past the host, by peer access, and on some machines they bring
+    Copies between two GPUs go past the host, by peer access, and on some machines they bring
     other bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access
     control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.

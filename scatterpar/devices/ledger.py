@@ -127,13 +127,12 @@ def passable(tensor: Tensor, device: torch.device) -> Tensor:
 class Ahead(Ledger):
     """Copies to one device, asked for before they are needed, by the thread that computes there.
 
-    What is asked for between two calls of ``depart`` is a parcel. Where there are streams, parcels
-    have one that nothing else is on, and one on each card that they come from. So neither end's
-    computation waits for them: torch puts a copy between cards on the current streams of both.
-    Their memory is that of the stream which computes, so a parcel waits for what that was given
-    before, which may still read what the memory held. It does not wait for what comes later, and
-    that does not wait for it, until it is to ``arrive``. Memory of the host that is not pinned is
-    staged in memory that is, of at most two parcels.
+    The copies between two calls of ``depart`` are a parcel. If the device has streams, parcels have
+    a stream of their own there, and one on each device that they come from, since torch puts a copy
+    between devices on the current streams of both. So neither end's computation waits for parcels.
+    Their memory belongs to the computing stream, whose earlier work may still read what it held. A
+    parcel therefore waits for that earlier work, not for later work. Later work waits for a parcel
+    in ``arrive``. Host memory that is not pinned is staged in pinned memory, at most two parcels.
 
     What the streams of ``sources``, where tensors to be copied are, were given before this is made
     comes before the copies.
@@ -165,7 +164,7 @@ class Ahead(Ledger):
         super().settle()
         if self._stream is not None:
             device = self._stream.device
-            # The device first: else torch, leaving the stream, enters the caller's own card.
+            # The device first: else torch, leaving the stream, enters the caller's own device.
             with self._asking, on(device, ()), self._stream:
                 copied = mark(device)
                 targets, self._targets = self._targets, {}

@@ -1,4 +1,4 @@
-"""What a device was given is recorded once, and given to it again as one: CUDA graphs."""
+"""Record the work that a device is given, and replay it as one launch: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _RECORDING: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)  # 
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether ``Recorder`` is known here."""
+    """Whether a ``Recorder`` works on ``device``."""
     return device.type == "cpu" or hasattr(torch.get_device_module(device.type), "CUDAGraph")
 
 
 class Recorder:
     """Records work on one device, as graphs that share memory and never run at the same time.
 
-    On the CPU nothing is recorded: the work itself is called again.
+    On the CPU nothing is recorded; a replay calls the work itself.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for all graphs: nodes of autograd, which a traceback may hold, remember it.
+        # One stream for all graphs: autograd nodes, which a traceback may hold, refer to it.
         self._stream = verbs.stream_for("recording", device)
         self._pool: Any = None
         self._session = contextlib.ExitStack()
 
     def forget(self) -> None:
-        """Share no memory with earlier graphs."""
+        """Let later graphs share no memory with earlier ones."""
         self._pool = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The body warms up, once, and records; no other recorder of this device does meanwhile."""
+        """The body warms up and records, while no other recorder of this device does."""
         if self._stream is None:
             yield
             return
@@ -55,9 +55,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """The body's work is on the stream that records, in memory that it will record with.
+        """Run the body on the recording stream, in the memory of the recording.
 
-        A recording cannot use memory that was cached elsewhere: activations would be there twice.
+        A recording cannot use memory that torch has cached for other streams, so the memory of
+        activations would be reserved twice.
         """
         if self._stream is None:
             yield
@@ -67,14 +68,14 @@ class Recorder:
             yield
 
     def record(self, work: Callable[..., None], *args: Any) -> Callable[..., None]:
-        """What gives the current device all that ``work(*args)`` would have given it, and has not.
+        """Record ``work(*args)`` without running it on the device. Returns the replay, a function.
 
-        On the CPU that is ``work`` itself, with the arguments of each call. Nothing in ``work`` may
-        wait for the device.
+        On the CPU the replay is ``work`` itself, with the arguments of each call. Nothing in
+        ``work`` may wait for the device.
         """
         if self._stream is None:
             return work
-        gc.collect()  # what is freed meanwhile may wait for the device
+        gc.collect()  # else objects may be freed during the capture, and wait for the device
         graph = torch.get_device_module(self._device).CUDAGraph()
         with self._beside():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -88,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the stream, between what the current one was given before and what comes later."""
+        """Run the body on the stream, after the current stream's work so far, before later work."""
         stream = self._stream
         assert stream is not None
         current = torch.accelerator.current_stream(self._device)

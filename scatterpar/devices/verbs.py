@@ -1,9 +1,8 @@
-"""The device verbs: what differs between memories is behind these names; copies, in ``ledger``.
+"""What differs between devices, such as streams and events; copies are in ``ledger``.
 
-A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``,
-``cpu:1``, … are virtual devices: memories of their own that happen to lie in the host's
-RAM, so that what several GPUs would copy between them is really copied, and counted, on a
-machine without any. Equal devices share one memory.
+A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``, ``cpu:1``, …
+are virtual devices: separate memories in the host's RAM. What several GPUs would copy between
+them is then really copied, and counted, on a machine without GPUs. Equal devices share one memory.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
 
 
 def named(words: str | Sequence[str]) -> list[str | int]:
-    """The entries of a command's ``--devices``, which commas or spaces separate.
+    """The entries of a command's ``--devices``, separated by commas or spaces.
 
     >>> named(["cuda:0,cuda:1", "2"])
     ['cuda:0', 'cuda:1', 2]
@@ -99,7 +98,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
 
 
 def physical(device: torch.device) -> torch.device:
-    """The device that torch knows: a virtual ``cpu:i`` is the ``cpu``, and so its tensors say."""
+    """The device that torch knows: ``cpu`` for a virtual ``cpu:i``, as its tensors say."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
@@ -109,7 +108,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def release() -> None:
-    """Give cached memory back, so that blocks of other sizes can be had; not during a recording."""
+    """Give cached memory back, so that it can serve blocks of other sizes; not while recording."""
     with _counting:
         if not _recordings and torch.accelerator.is_available():
             _empty_cache()
@@ -118,15 +117,15 @@ def release() -> None:
 def _empty_cache() -> None:
     try:
         torch.accelerator.empty_cache()
-    except RuntimeError:  # an allocator of somebody else's, which that does not know
+    except RuntimeError:  # torch.accelerator does not know the allocators of other backends
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """The body records a graph, which can neither use memory that is cached nor give it back.
+    """Let the body record a graph, which can neither use cached memory nor give it back.
 
-    So that is given back before, unless another device records, when torch refuses to.
+    The cache is therefore emptied first, unless another device records: torch then refuses.
     """
     global _recordings
     release()
@@ -143,8 +142,8 @@ def keep_memory(device: torch.device) -> None:
     """Let the host's malloc keep what one sub-step on the CPU frees for the next one.
 
     glibc gives large blocks, and a thread's memory, back to the kernel at once, so that every
-    sub-step faults its activations in anew. This is a setting of the process; it is left
-    alone where the user has set one.
+    sub-step causes page faults for its activations again. The setting holds for the process. A
+    setting of the user's is kept.
     """
     if device.type == "cpu":
         _set_malloc_thresholds()
@@ -160,7 +159,7 @@ def _set_malloc_thresholds() -> None:
 
 
 def at_once(devices: Sequence[torch.device]) -> int:
-    """How many replicas can compute at once: on the CPU alone, one a core of this process."""
+    """How many replicas can compute at once; if all are on the CPU, one per core of the process."""
     if any(device.type != "cpu" for device in devices):
         return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -168,15 +167,15 @@ def at_once(devices: Sequence[torch.device]) -> int:
 
 
 def launches(device: torch.device) -> bool:
-    """Whether operators on ``device`` return before they are done: the host only launches them."""
+    """Whether the host only launches operators on ``device``, which return before they are done."""
     return device.type != "cpu"
 
 
 def current_streams() -> tuple[torch.Stream, ...]:
-    """The caller's current streams on all accelerators, but for default ones.
+    """The caller's current streams on all accelerators, except default ones.
 
-    Every thread has those anyway, and to enter one would make a context on a card that nobody
-    uses.
+    Default streams are current in every thread. Entering one would create a context on a device
+    that nobody uses.
     """
     if not torch.accelerator.is_available():
         return ()
@@ -201,15 +200,15 @@ def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
 
 @functools.cache
 def has_streams(device: torch.device) -> bool:
-    """Whether ``device`` has streams beside the one of its operators, and events.
+    """Whether ``device`` has events, and streams other than the one of its operators.
 
-    The CPU has none, nor has MPS, where a new stream is the only one, nor have some devices of
-    other people. Copies to and from them end before they return.
+    The CPU has none. MPS has none, since a new stream there is the only one. Some backends outside
+    of torch have none. Copies to and from such devices end before they return.
     """
     if device.type == "cpu":
         return False
     try:
-        with on(device, ()):  # else torch enters the caller's own card
+        with on(device, ()):  # else torch enters the caller's current device
             one, other = torch.Stream(device), torch.Stream(device)
             one.record_event()
     except RuntimeError:
@@ -218,11 +217,11 @@ def has_streams(device: torch.device) -> bool:
 
 
 def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
-    """The stream of ``device`` for one ``use``, the same one for as long as the process lives.
+    """The stream of ``device`` for one ``use``, the same one until the process ends.
 
-    torch gives streams out in turn, from a pool of 32 per device: the 33rd is the first again. So
-    the engine takes each of its streams once. No two uses have the same stream, and none of
-    them was current here when it was taken. Returns ``None`` for a device without streams.
+    torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So
+    the engine takes each of its streams once. No two uses have the same stream, and none is a
+    stream that was current here when it was taken. Returns ``None`` for a device without streams.
     """
     if not has_streams(device):
         return None
@@ -236,26 +235,26 @@ def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
 
 
 def _again(stream: torch.Stream) -> torch.Stream:
-    """The same stream as another object: torch 2.11 lets no two threads enter one object."""
+    """Another object for ``stream``: in torch 2.11 two threads cannot enter the same object."""
     number, index, kind = stream.stream_id, stream.device_index, stream.device_type
     return torch.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
 def reads_late(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a copy of ``tensor`` to ``device`` reads it some time after it was asked for.
+    """Whether a copy of ``tensor`` to ``device`` reads it after the call that started the copy.
 
-    Memory of the host that is not pinned is staged at once.
+    Host memory that is not pinned is staged during the call.
     """
     return has_streams(device) and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def mark(device: torch.device) -> torch.Event:
-    """An event that has happened once ``device`` has done what its current stream was given."""
+    """An event that completes when ``device`` has done the work of its current stream so far."""
     return _sleepy_mark(device) or torch.accelerator.current_stream(device).record_event()
 
 
 def timed_mark(device: torch.device | None) -> torch.Event | None:
-    """An event, on the device's current stream, whose time can be told; on the host none."""
+    """An event with a time, recorded on the device's current stream; ``None`` on the host."""
     if device is None or device.type == "cpu":
         return None
     event = torch.Event(device, enable_timing=True)
@@ -264,15 +263,16 @@ def timed_mark(device: torch.device | None) -> torch.Event | None:
 
 
 def finish(device: torch.device) -> None:
-    """Sleep until ``device`` has done what its current stream was given, where one can sleep."""
+    """Sleep until ``device`` has done the work of its current stream, if it has such events."""
     event = None if device.type == "cpu" else _sleepy_mark(device)
     if event is not None:
         event.synchronize()
 
 
 def _sleepy_mark(device: torch.device) -> torch.Event | None:
-    """CUDA has events for which a thread waits asleep. Waiting for others, and for copies, keeps a
-    core busy, which launches may need.
+    """An event for which a thread sleeps while it waits, as CUDA has; otherwise ``None``.
+
+    Waiting for other events, and for copies, keeps a core busy that launches may need.
     """
     module = torch.get_device_module(device.type)
     try:

@@ -1,7 +1,7 @@
-"""fastai's ``Learner`` on all devices of one process: a callback in the place of ``to_parallel()``.
+"""fastai's ``Learner`` on all devices of one process: a callback that replaces ``to_parallel()``.
 
-Prediction and loss of a training batch are one step of the engine. The Learner's model and loss
-function stay what they are, and so everything that saves, freezes, shows or exports them works.
+One step of the engine computes the predictions and the loss of a training batch. The Learner keeps
+its model and loss function, so that saving, freezing, showing and exporting them work as before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scatterpar.step.weights import averages_classes, terms_of_rows
 
 __all__ = ["ScatterOnce"]
 
-# Callbacks that replicate the model, or compute a part of the loss from predictions in after_loss.
+# Callbacks that replicate the model, or that compute a part of the loss from predictions.
 _REFUSED = {
     "DistributedTrainer",
     "GANTrainer",
@@ -40,23 +40,23 @@ _REFUSED = {
 class ScatterOnce(Callback):  # type: ignore[misc]
     """Trains a ``Learner`` on all devices of one process, with the gradient of one device.
 
-    A batch of the ``DataLoaders`` is divided over the replicas. Validation and ``get_preds`` run on
-    all replicas, too. ``learn.model`` and ``learn.loss_func`` stay as they are.
+    Each batch of the ``DataLoaders`` is divided among the replicas. Validation and ``get_preds``
+    run on all replicas, too. ``learn.model`` and ``learn.loss_func`` stay as they are.
 
     Args:
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the device of
             the ``DataLoaders``. By default every visible accelerator, or one CPU replica.
         accum: sub-steps per replica, as in ``ScatterOnceParallel``.
         count: ``count(inputs, targets)`` returns the number of terms that a mean loss averages
-            over; both are tuples, ``learn.xb`` and ``learn.yb``. By default the number of rows, and
-            for fastai's and torch's cross entropy what its ``ignore_index`` and ``weight`` say.
-        reduction: ``"sum"`` if the loss function returns the sum of its terms; by default what its
-            ``reduction`` says, else ``"mean"``.
+            over; both arguments are tuples, ``learn.xb`` and ``learn.yb``. By default the number of
+            rows; cross entropy, torch's or fastai's, counts by its ``ignore_index`` and ``weight``.
+        reduction: ``"sum"`` if the loss function returns the sum of its terms. By default its
+            attribute ``reduction``, or ``"mean"`` without one.
         options: further arguments of ``ScatterOnceParallel``, such as ``buffers="batch"``.
 
     Raises:
-        ValueError: when training begins, for callbacks that it does not go together with, by name;
-            in a step, for a callback that replaces ``learn.pred``.
+        ValueError: at the start of training, if the Learner has a callback that does not work with
+            this one; in a step, if a callback replaces ``learn.pred``.
 
     Example:
         >>> from fastai.data.core import DataLoaders
@@ -92,7 +92,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         self._criterion: _Criterion | None = None
 
     def before_fit(self) -> None:
-        """Take the place of what the Learner does with a batch."""
+        """Replace the Learner's method that processes a batch."""
         self.learn._do_one_batch = partial(self._do_one_batch, self.learn)
 
     def before_train(self) -> None:
@@ -105,12 +105,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
                 )
 
     def after_fit(self) -> None:
-        """Give the Learner its own way back, and close the engine."""
+        """Restore the Learner's own method, and close the engine."""
         self.learn.__dict__.pop("_do_one_batch", None)
         self._close()
 
     def _do_one_batch(self, learn: Any) -> None:
-        """What ``Learner._do_one_batch`` does, with prediction and loss by the engine."""
+        """Do what ``Learner._do_one_batch`` does, but let the engine predict and compute losses."""
         if self.learn is not learn:  # the callback was removed after an error in a fit
             del vars(learn)["_do_one_batch"]
             learn._do_one_batch()
@@ -145,7 +145,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         count = self._count or criterion.count
         how: dict[str, Any] = {"count": count, "reduction": self._reduction}
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
-            how = {"whole_batch": True}  # such as MixUp's, which knows the whole batch
+            how = {"whole_batch": True}  # a callback's loss, such as MixUp's, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
         loss, outputs = engine.loss(
             tuple(learn.xb),
@@ -172,7 +172,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
 
 class _Criterion(nn.Module):
-    """A Learner's loss function as a module, so that replicas get its tensors on their devices."""
+    """A Learner's loss function as a module, so that its tensors are replicated, too."""
 
     def __init__(self, loss_func: Any, mixes: bool) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _Criterion(nn.Module):
         self.count = partial(_terms, criterion=own) if averages_classes(own) else None
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
-        """Return the loss, of predictions in single precision under MixedPrecision."""
+        """Return the loss; under MixedPrecision, of predictions in single precision."""
         loss_func = self.loss_func
         if self.func is not None:
             loss_func = copy.copy(loss_func)

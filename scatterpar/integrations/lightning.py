@@ -1,8 +1,8 @@
 """Lightning's ``Trainer`` on all devices of one process.
 
 ``training_step`` runs for every micro-batch, on a replica of the LightningModule. The Trainer gets
-the loss of the whole batch, whose backward pass brings the gradient of the whole batch. All else is
-the Trainer's: order of the hooks, optimizers, schedules, callbacks, checkpoints.
+the loss of the whole batch, whose backward pass adds the gradient of the whole batch. The Trainer
+does everything else: order of the hooks, optimizers, schedules, callbacks, checkpoints.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """Trains a LightningModule on all devices of one process, with the gradient of one device.
 
-    For the ``Trainer`` of ``lightning.pytorch``, which has ``world_size`` 1: a batch of the loader
-    is divided over the replicas. Validation, test and prediction run on all replicas, too. The
-    LightningModule stays as it is, with automatic optimization.
+    For the ``Trainer`` of ``lightning.pytorch``, whose ``world_size`` is then 1. Each batch of the
+    loader is divided among the replicas. Validation, test and prediction run on all replicas, too.
+    The LightningModule must use automatic optimization, and needs no change.
 
     Args:
         device_ids: one entry per replica, as in ``ScatterOnceParallel``. By default the devices
@@ -59,9 +59,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         options: further arguments of ``ScatterOnceParallel``, such as ``buffers="batch"``.
 
     Raises:
-        ValueError: ``graphs=True``; at ``fit`` what needs other processes or another owner of the
-            gradients, by name: manual optimization, sharded parameters, ``sync_batchnorm``,
-            ``num_nodes``, ``dataloader_iter``.
+        ValueError: ``graphs=True``; at ``fit``, what does not work with this strategy: manual
+            optimization, sharded parameters, ``sync_batchnorm=True``, ``num_nodes`` above 1,
+            ``dataloader_iter``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -103,7 +103,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 "ScatterOnceStrategy does not go together with graphs=True, which replays kernels "
                 "without Python, and so without self.log; leave graphs out"
             )
-        self.parallel_devices: list[torch.device] | None = None  # the Trainer's devices=, set by it
+        self.parallel_devices: list[torch.device] | None = None  # the Trainer sets its devices=
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
         self._count, self._reduction = count, reduction
         self._engine: ScatterOnceParallel | None = None
@@ -117,7 +117,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return physical(resolve(self._device_ids or self.parallel_devices or ["cpu"])[0])
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up what one device needs, and the engine."""
+        """Do what ``SingleDeviceStrategy`` does, and make the engine."""
         module = self._module()
         if trainer.training:
             _refuse(trainer, module)
@@ -134,7 +134,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._engine = ScatterOnceParallel(Modules([module]), device_ids=devices, **self._options)
 
     def teardown(self) -> None:
-        """Close the engine, and do what one device needs."""
+        """Close the engine, and do what ``SingleDeviceStrategy`` does."""
         if self._engine is not None:
             self._engine.close()
         if self._compiled:
@@ -146,7 +146,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Run the hooks on batch transfer, but leave the batch on the host, to be scattered."""
+        """Run the hooks on batch transfer, but leave the batch on the host; the engine scatters."""
         return super().batch_to_device(batch, torch.device("cpu"), dataloader_idx)
 
     # The steps.
@@ -188,7 +188,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """The engine's inputs for a method of the LightningModule, whose metrics are put aside."""
+        """The engine's inputs for method ``step``; in the body the module has no metrics."""
         module = self._module()
         own = metrics.metrics_of(module)
         how = {"step": step, "rest": list(rest), "count": self._count}
@@ -198,14 +198,14 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             yield {"work": _call, "own_metrics": empty, **rows, **how}
 
     def _finish(self, outputs: Any) -> Any:
-        """Bring to the module what calls left on replicas. Returns the calls' outputs, joined."""
+        """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
         module, device = self._module(), self.root_device
         calls = sorted(each_call(outputs), key=attrgetter("rows"))
         own = metrics.single(metrics.metrics_of(module))
         for path, metric in own.items():
             states = [call.states[path] for call in calls if path in call.states]
             metrics.merge(metric, states, device)
-        logged = defaultdict(list)  # by name, and by how often the call has logged it before
+        logged = defaultdict(list)  # by name, and by how often the call had logged that name
         for call in calls:
             call.additions.add_to(module)
             times: Counter[str] = Counter()
@@ -255,7 +255,7 @@ def _call(
 
 
 def _split(output: Any) -> tuple[Tensor, Any]:
-    """The loss that ``training_step`` returns, and what it returns beside."""
+    """Split what ``training_step`` returned into the loss and the rest."""
     is_mapping = isinstance(output, Mapping)
     loss = output.get("loss") if is_mapping else output
     if not isinstance(loss, Tensor):
@@ -267,14 +267,14 @@ def _split(output: Any) -> tuple[Tensor, Any]:
 
 
 class _Call:
-    """What one call of a step function left on its replica. No dataclass, as ``Additions``."""
+    """What one call of a step function left on its replica. Not a dataclass, as ``Additions``."""
 
     def __init__(self, module: Any, rows: Sequence[int]) -> None:
         self.additions, self.rows = Additions(module), rows
         self.logged: list[tuple[str, Any, dict[str, Any]]] = []
 
     def log(self, *args: Any, **options: Any) -> None:
-        """Note a value, to be logged once for all calls."""
+        """Record a value, which is logged later, once for all calls."""
         given = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
         del given["self"]
         self.logged.append((given.pop("name"), given.pop("value"), given))
@@ -292,7 +292,7 @@ class _Call:
 
     @property
     def weight(self) -> float:
-        """The number of terms that a mean of the call averages over."""
+        """The number of terms over which a mean of the call averages."""
         return float(self._count)
 
 
@@ -303,7 +303,7 @@ def _log(
     own: Mapping[str, Metric],
     device: torch.device,
 ) -> None:
-    """Log for the whole batch what calls logged under one name, or the metric that they did."""
+    """Log once, for the whole batch, what calls logged under ``name``: values, or a metric."""
     calls, found, every = zip(*entries, strict=True)
     options = every[-1]
     if isinstance(found[0], str):  # the path of a metric
@@ -325,16 +325,16 @@ def _counted(inputs: Mapping[str, Any], _: Any, *, count: Callable[[Any], Any]) 
 
 
 def _number(value: Any) -> Tensor:
-    """A logged number, as Lightning's ``log`` takes it: a 0-dim tensor."""
+    """A logged number as a 0-dim tensor, as Lightning's ``log`` makes it."""
     is_tensor = isinstance(value, Tensor)
     dtype = torch.get_default_dtype()
     return value.detach().squeeze() if is_tensor else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _joined(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
-    """Outputs of calls as one: tensors and lists with rows joined, numbers averaged.
+    """The outputs of calls as one: tensors and lists with rows joined, numbers averaged.
 
-    The list of them, if they cannot be joined.
+    Returns the outputs as a list if they cannot be joined.
     """
     if isinstance(outputs[0], Mapping):
         return {k: _joined([one[k] for one in outputs], weights, rows) for k in outputs[0]}
@@ -349,7 +349,7 @@ def _normalises_batches(module: nn.Module) -> bool:
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse, by name, what needs other processes, or another owner of the gradients."""
+    """Raise ``ValueError`` for what this strategy does not support."""
     found = {
         "manual optimization (automatic_optimization=False)": not module.automatic_optimization,
         "sharded parameters": any(type(p).__name__ == "DTensor" for p in module.parameters()),

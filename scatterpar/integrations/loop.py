@@ -22,7 +22,7 @@ Owner = TypeVar("Owner")
 class Modules(nn.Module):
     """The modules of a loop as one module. The first of its ``parts`` is the model.
 
-    The engine calls it with a step function as ``work``, which gets the replica's modules.
+    The engine calls it with a step function as ``work``, to which it passes the replica's modules.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -35,17 +35,17 @@ class Modules(nn.Module):
 
 
 def modules_in(value: Any) -> list[nn.Module]:
-    """The module that ``value`` is, or those in the list, tuple or dict that it is."""
+    """The modules in ``value``, which is a module, or a list, tuple or dict."""
     parts = value.values() if isinstance(value, dict) else value
     parts = parts if isinstance(value, (list, tuple, dict)) else [value]
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[str]) -> Owner:
-    """A shallow copy of ``owner`` that refers to replicas' modules and has lists of its own.
+    """A shallow copy of ``owner`` that refers to replicas' modules, with copies of its lists.
 
-    ``replicas`` has a module by the ``id`` of the one that it replaces. Attributes whose names are
-    in ``shared`` stay.
+    ``replicas`` maps the ``id`` of a module to the replica that takes its place. Attributes whose
+    names are in ``shared`` are not copied.
     """
     copied = copy.copy(owner)
     for name, value in vars(owner).items():
@@ -55,10 +55,10 @@ def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[s
 
 
 class Additions:
-    """What a call adds to the numbers and lists that ``owner`` has as attributes.
+    """What a call adds to the numbers and lists among the attributes of ``owner``.
 
-    ``owner`` is the copy that the call gets. No dataclass: the engine would join its fields with
-    those of other calls.
+    ``owner`` is the copy that the call gets. Not a dataclass, since the engine would join its
+    fields with those of other calls.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -83,7 +83,7 @@ class Additions:
         return self
 
     def add_to(self, owner: Any) -> None:
-        """Add them to the numbers and lists of ``owner``."""
+        """Add what the call has added to the numbers and lists of ``owner``."""
         for name, more in self.numbers.items():
             setattr(owner, name, getattr(owner, name) + more)
         for name, entries in self.entries.items():
@@ -91,10 +91,10 @@ class Additions:
 
 
 def each_call(outputs: Any) -> list[Any]:
-    """The values that calls returned, one per micro-batch.
+    """The values that the step function returned, one per micro-batch.
 
-    ``outputs`` are those of a step, whose order is that of the rows, or of inference, which joins
-    the replicas' lists entry by entry.
+    ``outputs`` come from a step, in the order of the rows, or from inference, which joins the
+    replicas' lists entry by entry.
     """
     if not isinstance(outputs, (tuple, list)):
         return [outputs]
@@ -102,7 +102,7 @@ def each_call(outputs: Any) -> list[Any]:
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows: the size of the outermost tensor, else the length of the longest list."""
+    """The number of rows: the size of the outermost tensor, or else of the longest list."""
     level, longest = [batch], 0
     while level:
         for value in level:
@@ -116,7 +116,7 @@ def rows_of(batch: Any) -> int:
 def as_rows(batch: Any) -> Any:
     """``batch``, with lists that have one entry per row, such as texts, marked as ``Rows``.
 
-    A list of columns is none of them: everything in it that has a size has that of the rows.
+    A list of columns is not marked: everything in it that has a size has as many rows as the batch.
     """
     rows = rows_of(batch)
 

@@ -1,7 +1,7 @@
-"""torchmetrics' metrics in a module that replicas run.
+"""Metrics of torchmetrics in a module that is replicated.
 
-Each call of a step function updates empty copies of the metrics. Their states are merged into the
-module's own metrics afterwards, in the order of the rows.
+Each call of a step function updates empty copies of the metrics. Afterwards the states of the
+copies are merged into the module's own metrics, in the order of the rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torchmetrics import Metric, MetricCollection
 
 from scatterpar.step import nested
 
-State = tuple[dict[str, Any], int, bool]  # values, number of updates, whether there is a value
+State = tuple[dict[str, Any], int, bool]  # values, number of updates, whether forward was called
 
-ABSENT = nn.Identity()  # stands where a module has a metric, so that replicas have none
+ABSENT = nn.Identity()  # takes the place of each metric while the module is replicated
 
 
 def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """The metrics and collections of metrics in ``module``, by path; not those inside of others."""
+    """The outermost metrics and collections of metrics in ``module``, by path."""
     found = {}
     for name, child in module.named_children():
         if isinstance(child, (Metric, MetricCollection)):
@@ -34,7 +34,7 @@ def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """Each single metric by its path, those in collections and in other metrics too."""
+    """All single metrics by path, including those in collections and in other metrics."""
     return {
         path: metric
         for prefix, one in metrics.items()
@@ -45,7 +45,7 @@ def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
 
 @contextlib.contextmanager
 def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
-    """In the body, ``module`` has ``metrics`` at their paths, in the place of what is there."""
+    """In the body, ``module`` has ``metrics`` at their paths, instead of what is there."""
     places = [path.rpartition(".") for path in metrics]
     owners: list[tuple[dict[str, Any], str]] = [
         (module.get_submodule(parent)._modules, name) for parent, _, name in places
@@ -61,7 +61,7 @@ def placed(module: nn.Module, metrics: Mapping[str, Any]) -> Iterator[None]:
 
 
 def emptied(metric: Any) -> Any:
-    """A copy of ``metric`` without state. Copies no state, which may be that of an epoch."""
+    """A copy of ``metric`` without state, which may be large and is not copied."""
     memo: dict[int, Any] = {}
     for one in single({"": metric}).values():
         states = [getattr(one, name) for name in one._defaults]
@@ -73,10 +73,10 @@ def emptied(metric: Any) -> Any:
 
 
 def states_of(metrics: Mapping[str, Any]) -> dict[str, State]:
-    """The state of each single metric that was updated."""
+    """The states of the single metrics that were updated, by path."""
     for one in metrics.values():
         for part in one.modules():
-            if isinstance(part, MetricCollection):  # members of a group share the first one's state
+            if isinstance(part, MetricCollection):  # gives all members of a group the shared state
                 part.values(copy_state=False)
     return {
         path: (metric.metric_state, metric._update_count, metric._forward_cache is not None)
@@ -86,7 +86,7 @@ def states_of(metrics: Mapping[str, Any]) -> dict[str, State]:
 
 
 def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None:
-    """Merge the states of calls into ``metric``; its value for the step is that of all of them.
+    """Merge the states of all calls into ``metric``, and set its value for the step from them.
 
     Raises:
         ValueError: a state that torchmetrics cannot merge.
@@ -106,7 +106,7 @@ def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None
             for name, value in own.items():
                 setattr(target, name, value)
             target._update_count += updates
-            target._reduce_states(before)  # what was there first, then the call's
+            target._reduce_states(before)  # the earlier state comes first, then the call's
             target._computed = None
     if any(has_value for *_, has_value in states):
         metric._forward_cache = step.compute()

@@ -1,4 +1,4 @@
-"""The base of all Trainers: devices, batches, ``compute_loss``, and what a loss is a mean of."""
+"""The base of all Trainers: devices, batches, ``compute_loss``, and how losses combine."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ else:
 
 
 class AllReplicas(_Base):
-    """Makes a Trainer believe in one device, which accumulates the batches of all replicas.
+    """Lets a Trainer work as on one device, which accumulates the batches of all replicas.
 
-    Its arguments are a copy of the user's, and say so. Its ``compute_loss`` is called on copies of
-    it that hold the replicas' modules.
+    The arguments of the Trainer are a copy of the user's, changed accordingly. ``compute_loss`` is
+    called on copies of the Trainer that have the replicas' modules.
     """
 
     _engine: ScatterOnceParallel | None = None

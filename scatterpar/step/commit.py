@@ -1,4 +1,4 @@
-"""What a step computed, written to the user's module, after every replica has succeeded."""
+"""Write what a step computed to the user's module, after every replica has succeeded."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _DTYPE, _GRAD_DTYPE, _LAYOUT = map(attrgetter, ("dtype", "grad_dtype", "layout")
 def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     """Write gradients, buffers and random state, or leave all of them as they are.
 
-    With ``deferred`` gradients wait in a node behind the loss, until its backward pass runs.
-    Else parameters without a gradient take those that came, if all fit and nothing hangs on any
-    parameter; if not, that node hands gradients over at once. So hooks run as under a plain
-    ``backward()``, once and on the whole gradient; if one fails, the attempt puts all back.
+    With ``deferred``, the new gradients stay in a node of autograd behind the loss until its
+    backward pass runs. Otherwise they are assigned if no parameter has a gradient or a hook and all
+    of them fit. If not, a backward pass through such a node accumulates them at once. So hooks run
+    as under a plain ``backward()``: once, with the whole gradient. If a hook raises, the attempt
+    restores everything.
 
-    What takes memory is made first. What is written last takes none, and runs no code of the
-    user's.
+    Memory is allocated first. The last writes allocate none and run no user code.
 
     Returns:
-        The loss on the master; without a graph, unless gradients are ``deferred``.
+        The loss on the master, with a graph only if ``deferred``.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
@@ -71,7 +71,7 @@ def _remember(
     observed: bool,
     attempt: Attempt,
 ) -> None:
-    """What is put back where adding gradients fails, as hooks may, or what takes memory in it."""
+    """Save what is restored if adding gradients fails, in a hook or for lack of memory."""
     both = zip(earlier, pairs, strict=True)
     old = [(was, gradient) for (_, was), (_, gradient) in both if was is not None]
     may_fail = observed or any(
@@ -83,7 +83,7 @@ def _remember(
 
 
 def _all_fit(pairs: Sequence[_Pair]) -> bool:
-    """Whether autograd would make these very gradients the first ones of the leaves."""
+    """Whether autograd would assign these very tensors as the leaves' first gradients."""
     leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
     return (
         {nn.Parameter, Tensor}.issuperset(map(type, leaves))
@@ -98,11 +98,11 @@ def _all_fit(pairs: Sequence[_Pair]) -> bool:
 def _attach(
     make_root: Callable[[], Tensor], pairs: list[_Pair], scale: float | None = None
 ) -> Tensor:
-    """A root whose backward pass gives leaves the gradients in ``pairs``, which is then empty.
+    """Returns a root whose backward pass gives leaves the gradients in ``pairs``; clears ``pairs``.
 
-    Times the factor that arrives at the root, over ``scale``; without a scale, as they are.
+    With a ``scale``, gradients are multiplied by the root's own gradient, divided by the scale.
     """
-    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # it has a backward
+    pairs = pairs or [(torch.zeros((), requires_grad=True), torch.zeros(()))]  # root needs a graph
     leaves = [leaf for leaf, _ in pairs]
     gradients = [g if _is_of_its_own(g) else g.clone() for _, g in pairs]
     pairs.clear()
@@ -111,9 +111,9 @@ def _attach(
 
 
 class _Hand(torch.autograd.Function):
-    """A node that has the gradients of its inputs ready.
+    """A node whose backward pass returns gradients that were computed before.
 
-    A leaf without a gradient takes the very memory of a tensor that nobody else refers to.
+    Autograd assigns a tensor that nobody else refers to as a leaf's first gradient, without a copy.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Hand(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.gradients, ctx.scale = gradients, scale
-        return make_root()  # here: an input that is returned would be a view, not to be written
+        return make_root()  # made here: a returned input would be a view, which cannot be written
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,8 +133,8 @@ class _Hand(torch.autograd.Function):
             raise RuntimeError(_NO_GRAPH)
         if not ctx.gradients:
             raise RuntimeError(_TWICE)
-        # Autograd's thread cannot free, in a free-threaded interpreter, what the caller's has made,
-        # and counts who refers to a tensor: so it gets another one with the same memory.
+        # Autograd counts the references to a gradient, and in a free-threaded interpreter its
+        # thread cannot drop those of the caller's thread. A new tensor with this memory has none.
         gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := float(factor) / ctx.scale) != 1:
@@ -155,6 +155,6 @@ _TWICE = (
 
 
 def _is_of_its_own(gradient: Tensor) -> bool:
-    """Whether it is no part of something larger; sparse ones are taken for none."""
+    """Whether a gradient is no part of a larger tensor; a sparse one is taken for none."""
     is_sparse = gradient.layout != torch.strided
     return is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes

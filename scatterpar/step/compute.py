@@ -49,7 +49,7 @@ from scatterpar.threads.workers import Attempt
 
 
 class Checks(Protocol):
-    """What tells whether a step computes what its user means."""
+    """Checks of a step that need passes of their own; the engine's are a ``Verifier``."""
 
     def verify(
         self,
@@ -69,12 +69,12 @@ class Checks(Protocol):
         output_of: Callable[[Any], Any],
         sizes: Sequence[Any],
     ) -> Any:
-        """How many entries of each output belong to a row; ``None`` if nobody looks."""
+        """The number of entries per row in each output; ``None`` without ``verify``."""
 
     def watch_state(
         self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
     ) -> Callable[[], None]:
-        """A function that warns of state that sub-steps have moved since this call."""
+        """Returns a function that warns of state that sub-steps have changed since this call."""
 
 
 _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
@@ -138,7 +138,7 @@ def compute(
 def _buffers_of_model(
     reached: Sequence[Tensor], parts: Sequence[Replicas]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Those of the tensors that replicas have copies of, with their values."""
+    """The tensors in ``reached`` of which replicas have copies, each with its value."""
     of_model = {id(t) for part in parts for t in part.tensors} if reached else set()
     return [(t, t.clone()) for t in reached if id(t) in of_model]
 
@@ -150,7 +150,7 @@ def _layout_of_step(
     found: Sequence[Seen] | Sequence[Result],
     checks: Checks,
 ) -> Any:
-    """How many entries of outputs belong to a row, if outputs are joined and sizes do not tell."""
+    """The number of entries per row in outputs; ``None`` if sizes tell, or no output is joined."""
     pieces = [p for one in found for p in (one.pieces if isinstance(one, Seen) else one.outputs)]
     rows = [stop - start for task in tasks for start, stop in task.share.micro_batches]
     if not pieces or not needs_layout(pieces, request.dim, rows):
@@ -166,8 +166,8 @@ def _layout_of_step(
 def _join_returned(
     request: Request, tasks: Sequence[Task], results: Sequence[Result], layout: Any
 ) -> None:
-    """Join the outputs of each replica's micro-batches, if they were asked for."""
-    if request.order or not request.return_outputs:  # those of a plan by cost meet on the master
+    """Join the outputs of each replica's micro-batches, if the user asked for outputs."""
+    if request.order or not request.return_outputs:  # with costs, outputs are joined on the master
         return
     for task, result in zip(tasks, results, strict=True):
         rows = [stop - start for start, stop in task.share.micro_batches]

@@ -1,6 +1,7 @@
-"""Micro-batches by what their rows cost: rows of like cost together, each within a budget.
+"""Micro-batches by cost: rows of similar cost share a micro-batch, whose cost has a limit.
 
-A micro-batch costs its number of rows times the largest cost of one, as padding makes it.
+A micro-batch costs its number of rows times their largest cost, since rows are padded to the
+longest one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 
 from scatterpar.plan import Plan, Share, make_plan
 
-_HALVINGS = 20  # of the budget: how exactly the limit of even micro-batches is found
+_HALVINGS = 20  # steps of the bisection for the smallest limit
 
 
 def check_budget(budget: Any, accum: Any, micro_batch_size: Any, graphs: Any) -> None:
-    """Refuse an impossible ``micro_batch_cost``, or one beside another way to cut."""
+    """Refuse an impossible ``micro_batch_cost``, and options that contradict it."""
     if budget is None:
         return
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -45,14 +46,14 @@ def plan_by_cost(
     budget: float | None,
     shares: Sequence[float],
 ) -> Plan:
-    """Cut ``rows``, sorted by cost, into micro-batches within ``budget``; deal them to ``devices``.
+    """Cut rows, sorted by cost, into micro-batches within ``budget``; assign them to ``devices``.
 
-    Their number is a multiple of the number of replicas, and the largest padded cost is the least
-    that this number allows. Loads are in proportion to ``shares``, as far as whole micro-batches
-    can be.
+    The number of micro-batches is a multiple of the number of replicas, if there are enough rows.
+    The largest padded cost is the least that this number allows. Loads are in proportion to
+    ``shares``, up to whole micro-batches.
 
     Raises:
-        ValueError: no costs or no budget, another number of costs than rows, a cost that is
+        ValueError: no costs, no budget, costs that do not match the rows in number, a cost that is
             negative or not finite, several batches.
 
     >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
@@ -78,7 +79,7 @@ def plan_by_cost(
     dealt: list[list[tuple[int, ...]]] = [[] for _ in range(used)]
     loads = [0.0] * used
     for left, i in zip(range(len(order), 0, -1), order, strict=True):
-        # The replica that is then through first (LPT, Graham 1969); none goes without.
+        # The replica that finishes first with it (LPT, Graham 1969), but each replica gets one.
         idle = [replica for replica in range(used) if not dealt[replica]]
         among = idle if left <= len(idle) else range(used)
         best = min(among, key=lambda r: ((loads[r] + padded[i]) / shares[r], len(dealt[r]), r))
@@ -116,10 +117,10 @@ def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
 
 
 def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]]:
-    """The rows of each micro-batch, the dearest first.
+    """The rows of each micro-batch, the most expensive rows first.
 
-    As few as the budget allows, rounded up to a multiple of ``replicas``, and as even as rows of
-    falling costs can be cut.
+    There are as few micro-batches as the budget allows, rounded up to a multiple of ``replicas``.
+    Their costs are as even as rows of falling cost can be cut.
     """
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
     falling = [costs[row] for row in rows]
@@ -142,7 +143,7 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
 
 
 def _ends(falling: Sequence[float], limit: float, most: int) -> list[int]:
-    """Where the first ``most`` micro-batches end, each as large as the limit allows."""
+    """The ends of at most ``most`` micro-batches, each as large as the limit allows."""
     ends: list[int] = []
     start = 0
     while start < len(falling) and len(ends) < most:

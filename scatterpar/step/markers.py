@@ -189,7 +189,7 @@ def take(value: Any, start: int, stop: int, dim: int) -> Any:
 
 
 def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """These rows of every tensor in ``value``, in this order: copies. Markers stay."""
+    """``value`` with copies of these rows of every tensor, in this order. Markers stay."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Rows):

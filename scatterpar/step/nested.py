@@ -152,10 +152,10 @@ def join_rows(
     Where ``rows`` are given, tensors hold so many along ``dim``, or several entries for each. One
     that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
     once: it has nothing to do with rows, as a codebook has not. ``layout``, nested like a piece,
-    says how many entries a row has where that was measured, 0 for a codebook.
+    has the measured numbers of entries per row, 0 for a codebook.
 
-    ``order`` has the numbers of the rows in the pieces, one piece after the other, if these are not
-    consecutive: what is joined has the rows in rising order. (A single piece has them so already.)
+    If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by piece, and
+    the result has the rows in rising order. A single piece has them in that order already.
 
     >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
@@ -198,7 +198,7 @@ def join_rows(
 
 
 def needs_layout(pieces: Sequence[Any], dim: int, rows: Sequence[int]) -> bool:
-    """Whether sizes alone do not tell rows of several entries each from what has no rows."""
+    """Whether sizes do not show if a tensor has several entries per row, or no rows."""
     sizes = [t.size(dim) for t in tensors(pieces[0]) if -t.ndim <= dim < t.ndim]
     return len(pieces) > 1 and any(n > rows[0] and n % rows[0] == 0 for n in sizes)
 
@@ -210,8 +210,8 @@ def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
-    """Where, along ``dim`` of a tensor with the rows in this ``order``, the rising ones are."""
-    each = joined.size(dim) // len(order)  # entries of a row
+    """The indices along ``dim`` that put ``joined``, whose rows have this ``order``, in order."""
+    each = joined.size(dim) // len(order)  # entries per row
     places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
     return places.flatten().to(joined.device)
 

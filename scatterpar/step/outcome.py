@@ -36,7 +36,7 @@ class Computed(NamedTuple):
 
     results: list[Result]
     past: list[Gradient]  # what came to leaves of the user's past the replicas
-    moved: set[int]  # the ids of the user's buffers that the criterion has written
+    moved: set[int]  # ids of the user's buffers that the criterion has written
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Outcome:
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
     is_mean: bool  # the loss is a mean of the terms, not a sum
-    needs_terms: bool  # it is torch's, which is NaN where there are none
+    needs_terms: bool  # the loss is torch's mean, which is NaN without terms
     check_finite: bool
     terms: float  # how many there are
     scale: float  # the gradient scaler's factor
@@ -87,7 +87,7 @@ class Outcome:
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
-        """What the step did, in numbers; it began ``waited`` seconds after the one before."""
+        """The report of the step, which began ``waited`` seconds after the previous one."""
         clock, ledger = self.attempt.clock, self.attempt.ledger
         counted = clock.seconds, ledger.bytes, ledger.messages
         of_replicas = [0.0] * len(self.plan.shares)

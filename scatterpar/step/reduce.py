@@ -76,7 +76,7 @@ def reduce(
 def _outputs(
     request: Request, plan: Plan, results: Sequence[Result], weights: Weights, ledger: Ledger
 ) -> tuple[Any, ...]:
-    """The outputs of each replica; of rows that are mixed by cost, all on the master in order."""
+    """The outputs of each replica; with costs, those of all rows in order, on the master."""
     outputs = tuple(result.outputs for result in results)
     if not request.order or not request.return_outputs:
         return outputs
@@ -253,7 +253,7 @@ def collect(
 ) -> Any:
     """The shares' outputs joined on the master, rows in order; see ``join_rows``.
 
-    Of a plan by cost, each share has a list of the outputs of its micro-batches.
+    With a plan by cost, ``outputs`` has, for each share, the list of its micro-batches' outputs.
     """
     master = plan.shares[0].device
 

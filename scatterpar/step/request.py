@@ -24,19 +24,19 @@ Count = Callable[[Any, Any], "float | Tensor"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked of one step, and what the engine was told at construction.
+    """The arguments of one step, and the engine's options that concern it.
 
     Attributes:
-        backward: whether gradients are wanted; else sub-steps are forward passes alone.
-        graphs: the engine's, where sub-steps are captured.
-        keeps_rows: where a second pass needs them again, rows stay once they have arrived.
-        most: leave it at so many sub-steps: a try at what fits into memory.
+        backward: whether gradients are computed; otherwise sub-steps are forward passes only.
+        graphs: the engine's graphs, if sub-steps are captured.
+        keeps_rows: whether rows that have arrived stay for a second pass.
+        most: run at most so many sub-steps, to see whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
-        order: the row at each position of ``batches``, if these are in the order of such a plan.
-        batches: the inputs and targets of each batch, one or several. This and what follows is
-            known once it is ``checked``.
-        sizes: the rows of each of them.
-        asked: the request before it was checked.
+        order: the row's number at each position of ``batches``, if they follow such a plan.
+        batches: the inputs and targets of each batch, one or several. This and the following
+            attributes are set by ``checked``.
+        sizes: the number of rows of each batch.
+        asked: the request before ``checked``.
         scale: the scaler's factor.
     """
 
@@ -86,9 +86,9 @@ class Request:
         return self.reduction == "mean"
 
     def in_order(self, order: Sequence[int]) -> Self:
-        """The request with its rows in the ``order`` of a plan by cost; as it is without one.
+        """The request with its rows in the ``order`` of a plan by cost; itself if that is empty.
 
-        A criterion that sees all rows takes its targets in their own order.
+        With ``whole_batch``, targets keep the order of the batch.
         """
         if not order:
             return self
@@ -98,7 +98,7 @@ class Request:
         return replace(self, order=order, batches=[(inputs, targets)])
 
     def of_largest(self) -> Self:
-        """The same for the largest of several batches alone, in the user's order of rows."""
+        """The request with its largest batch only, in the user's order of rows."""
         if self.order:
             return self
         rows = max(self.sizes)
@@ -136,7 +136,7 @@ class Request:
         )
 
     def replay_call(self, replica: int, sub_step: int) -> str:
-        """The call that computes one sub-step alone, with the options that the user passed."""
+        """The text of the ``engine.replay`` call for one sub-step, with the user's options."""
         asked = self.asked or self
         said = ["inputs"]
         if asked.targets is not None:

@@ -32,17 +32,17 @@ _NO_TURN = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class Task:
-    """What one replica is given to do.
+    """The work of one replica in one step.
 
     Attributes:
-        share: which rows these are, and how they are cut into micro-batches.
+        share: its rows, and how they are cut into micro-batches.
         module: the replica.
         arrival: brings the share's rows of inputs and targets to the replica's device.
-        criterion: the replica's own; ``None`` where the module computes the loss.
+        criterion: the replica's own; ``None`` if the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        replicas: the replica of the model, and the criterion's where it has one here.
-        leaves: what backward passes give gradients.
-        stash: what a step takes off the user's leaves, and whose turn it is; inference has none.
+        replicas: the replica of the model, and that of the criterion if it has one here.
+        leaves: the tensors to which backward passes give gradients.
+        stash: keeps the user's gradients and hooks, and has the locks; ``None`` in inference.
         clock: times the parts of sub-steps.
     """
 
@@ -57,11 +57,11 @@ class Task:
     clock: Clock = SILENT
 
     def span(self, name: str, number: int) -> contextlib.AbstractContextManager[Span | None]:
-        """Times the body as a part of the sub-step of this number."""
+        """Time the body as a part of sub-step ``number``."""
         return self.clock.span(name, self.share, number)
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
-        """The rows of one micro-batch, as ``Arrival.rows_of``, timed."""
+        """The rows of one micro-batch, as by ``Arrival.rows_of``; timed."""
         if self.clock.is_idle:
             return self.arrival.rows_of(number, keep=keep)
         with self.span("arrival", number) as span:
@@ -86,7 +86,7 @@ class Task:
             yield
 
     def pull(self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int) -> None:
-        """Backward from a micro-batch's loss, timed."""
+        """Run the backward pass from a micro-batch's loss, timed."""
         if self.clock.is_idle:
             pull([root], [factor], autocast)
         else:
@@ -107,10 +107,10 @@ class Task:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How ``inputs`` reach a module: a mapping by name, a tuple by position, all else as one."""
+    """The arguments of a module: a mapping by name, a tuple by position, all else as one."""
     if isinstance(inputs, tuple):
         return inputs, {}
-    if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # which takes longer to tell
+    if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # the Mapping check is slow
         return (), dict(inputs)
     return (inputs,), {}
 
@@ -122,7 +122,7 @@ _ONE_ROW = (
 
 
 class noted:
-    """Note on whatever is raised in the body where it happened; of a ``request``, how to replay."""
+    """Add notes to an exception of the body: replica and sub-step; with a request, the replay."""
 
     def __init__(
         self, share: Share, number: int | None = None, request: Request | None = None
@@ -156,7 +156,7 @@ def hand_out(
     stash: Stash | None = None,
     clock: Clock = SILENT,
 ) -> list[Task]:
-    """What each replica is given to do; with fewer rows than replicas, the last ones rest."""
+    """Make each replica's task; with fewer rows than replicas, the last ones have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
         own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
@@ -179,7 +179,7 @@ def hand_out(
 
 @functools.cache
 def prepare_autograd() -> None:
-    """Let torch import what its first backward pass needs: an interrupt could cut that in half."""
+    """Let torch import what its first backward pass needs, where no interrupt can break it off."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
@@ -228,7 +228,7 @@ def train(
     where = noted(share, number, request)
     try:
         for number, weight in enumerate(task.weights[: request.most]):
-            if number:  # all that started reach their first one: errors do not depend on the order
+            if number:  # every replica computes its first: errors do not depend on their order
                 proceed()
             if draws:
                 generators.mark(share.replica, number)
@@ -242,12 +242,12 @@ def train(
             if not number:
                 draws = generators.has_drawn(share.replica)
     finally:
-        if not draws:  # one mark tells that nothing was drawn in any sub-step
+        if not draws:  # no sub-step drew, and so one mark stands for all
             generators.mark(share.replica, number + 1)
     with noted(share):
         computed.finish()
         together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
-        finish(together.device)  # what went wrong there is known by then
+        finish(together.device)  # errors of the device are raised here at the latest
         values = together.tolist()
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):

@@ -93,7 +93,7 @@ def _as_number(count: Any) -> float:
 
 
 def is_counted(criterion: Any, reduction: str | None) -> bool:
-    """Whether ``weigh`` is right by what ``criterion`` is: torch's own cross entropy, as it is."""
+    """Whether ``criterion`` is torch's own cross entropy, unchanged, so that ``weigh`` is right."""
     if not averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
         return False
     loss = owner_of(criterion)
@@ -105,7 +105,7 @@ def is_counted(criterion: Any, reduction: str | None) -> bool:
 
 
 def averages_classes(criterion: Any) -> bool:
-    """Whether ``criterion`` is one of torch's that leave targets out, or weight them."""
+    """Whether ``criterion`` is one of torch's that can ignore targets or weight classes."""
     function = criterion.func if isinstance(criterion, partial) else criterion
     owner, _ = unwrapped(owner_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
@@ -113,9 +113,9 @@ def averages_classes(criterion: Any) -> bool:
 
 
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
-    """What torch's mean cross entropies divide by, row by row.
+    """The divisor of torch's mean cross entropies, row by row.
 
-    Where the targets are, and with what every accelerator knows: not in float64.
+    Computed on the device of the targets, and not in float64, which some accelerators lack.
     """
     if not isinstance(targets, Tensor):
         raise TypeError(

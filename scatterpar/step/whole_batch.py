@@ -115,11 +115,11 @@ class Seen:
     pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
     last: Any  # the last micro-batch's output, with its graph
     states: list[State]  # where the generators were before each micro-batch
-    outputs: list[Any]  # what is returned of each, where they were asked for
-    joined: Sequence[Any] = ()  # of each span, so that its gradient is cut into those of its pieces
+    outputs: list[Any]  # what is returned of each micro-batch, if the user asked for outputs
+    joined: Sequence[Any] = ()  # per span; its backward pass cuts a gradient into the pieces'
 
     def join(self, share: Share, request: Request, layout: Any) -> None:
-        """Join the pieces of each span."""
+        """Set ``joined``: the pieces of each span as one."""
         rows, lists = (
             [stop - start for start, stop in share.micro_batches],
             has_entries(request.batch),
@@ -278,9 +278,9 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    ``seen`` is what first passes found, ``layout`` how many entries of outputs a row has. The loss
-    is in the first replica's result, and in that of the first process of ``peers``, who have rows
-    of the batch too. ``criterion`` is as it is on the master.
+    ``seen`` is what first passes left. ``layout`` has the numbers of entries per row in outputs.
+    ``peers`` are the other processes, which have rows of the batch, too. ``criterion`` is the
+    master's. The loss is in the first replica's result; with ``peers``, in the first process only.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
@@ -294,7 +294,7 @@ def train_whole(
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
     backward = partial(batch.backward, criterion, stash.reach)
     try:
-        # Out here interrupts wait: none cuts it in half.
+        # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.clock.span("criterion"), generators.of_criterion(seed):
             loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)

@@ -1,4 +1,4 @@
-"""What a step takes: seconds by phase, and, for a trace or a profiler, every part of it."""
+"""The times of a step: seconds by phase, and, for a trace or a profiler, every part of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scatterpar.devices.verbs import timed_mark
 from scatterpar.plan import Plan, Share
 from scatterpar.torch_private import profiler_is_on
 
-ON_DEVICES = "forward", "backward", "recompute", "replay"  # what replicas launch
+ON_DEVICES = "forward", "backward", "recompute", "replay"  # spans that launch work on devices
 
 _NOTHING = contextlib.nullcontext()
 
@@ -25,14 +25,14 @@ class Span:
     """One part of a step, timed as a context manager.
 
     Attributes:
-        name: what was done, such as ``"forward"``.
-        replica: whose part it is; ``None`` for the caller's thread.
-        sub_step: the number of the micro-batch; ``None`` for what belongs to none.
+        name: the kind of work, such as ``"forward"``.
+        replica: the number of the replica that did it; ``None`` for the caller's thread.
+        sub_step: the number of the micro-batch; ``None`` if it belongs to none.
         start: when the host began, in seconds of ``time.perf_counter()``.
-        end: when the host was done, which on an accelerator is when all was launched.
-        own: seconds of it that are not those of a span inside.
-        on_device: when the device did it, on an accelerator: start and end, by the host's clock.
-        elements: of the input tensors that arrived in it.
+        end: when the host was done; on an accelerator, when all work was launched.
+        own: its seconds without those of the spans inside it.
+        on_device: start and end of the work on an accelerator, by the host's clock.
+        elements: the number of elements of the input tensors that arrived in it.
     """
 
     start = end = own = 0.0
@@ -82,10 +82,10 @@ class RecordedStep:
 
     Attributes:
         start: when it began, in seconds of ``time.perf_counter()``.
-        end: when it was over.
-        plan: how its rows were cut, in the last try if memory ran out.
-        spans: what was done, in order of their starts.
-        error: what it raised, as text; ``None`` for a step that was committed.
+        end: when it ended.
+        plan: the plan of its last attempt, if memory ran out.
+        spans: its parts, in order of their starts.
+        error: its exception, as text; ``None`` for a step that was committed.
     """
 
     start: float
@@ -96,18 +96,18 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The length of the step."""
         return self.end - self.start
 
     @property
     def rows(self) -> dict[int, int]:
-        """The rows of each replica that had some."""
+        """The number of rows by replica, for replicas that had rows."""
         return {share.replica: share.rows for share in self.plan.shares} if self.plan else {}
 
     def finish(self) -> None:
-        """The step is over: sort the spans, and find out which seconds are their own."""
+        """End the step: sort the spans, and set the ``own`` seconds of each."""
         self.end = time.perf_counter()
-        # A copy is sorted: a worker that was left behind by an interrupt may still append to it.
+        # Not sorted in place: a worker that an interrupt left behind may still append to the list.
         self.spans = sorted(self.spans, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)
         for span in self.spans:
@@ -121,15 +121,16 @@ class RecordedStep:
 
 
 class Clock:
-    """Wall time by phase, and when each replica was at work, for each time that they ran.
+    """Times the phases of a step, and the parts of sub-steps.
 
     With a ``record``, every part of the step is appended to it. While a torch profiler is on, every
-    part is a ``record_function`` block, too. Otherwise parts are not looked at.
+    part is also a ``record_function`` block. Otherwise only phases are timed. ``passes`` has, for
+    each time that the replicas ran, the start and end of each replica's work.
     """
 
     def __init__(self, record: RecordedStep | None = None) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.passes: list[dict[int, tuple[float, float]]] = []  # start and end by replica
+        self.passes: list[dict[int, tuple[float, float]]] = []  # by number of the replica
         self._record = record
         self._is_profiled = profiler_is_on()
         self.is_idle = record is None and not self._is_profiled
@@ -147,7 +148,7 @@ class Clock:
     def span(
         self, name: str, share: Share | None = None, sub_step: int | None = None
     ) -> contextlib.AbstractContextManager[Span | None]:
-        """A part of the step, of the caller or of the replica that has ``share``."""
+        """Times the body as a part of the step, by the caller or by the replica of ``share``."""
         if self.is_idle:
             return _NOTHING
         block = None
@@ -157,4 +158,4 @@ class Clock:
         return Span(name, share, sub_step, self._record, block)
 
 
-SILENT = Clock()  # for sub-steps that are no part of the step
+SILENT = Clock()  # records nothing: for sub-steps outside of the step, such as warm-up

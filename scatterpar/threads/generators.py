@@ -159,7 +159,7 @@ class Generators:
         self._devices = [physical(device) for device in devices]
         self._earlier = earlier or 0
         self._before = {device: _state(device) for device in (_CPU, *self._devices)}
-        self._after: State = {}  # where a commit left the process's own, if anything was drawn
+        self._after: State = {}  # the process's generators after the commit, if anything was drawn
         self._marks: dict[int, tuple[int, State]] = {}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
         self._alone = len(devices) == 1 and earlier is None
@@ -210,7 +210,7 @@ class Generators:
         return {device: one.state for device, one in found if one is not None}
 
     def mark(self, replica: int, sub_step: int) -> State:
-        """Remember where the generators of ``replica`` are as a sub-step begins; returns that."""
+        """Record the state of the generators of ``replica`` as ``sub_step`` begins. Returns it."""
         state = self.get_state(replica)
         self._marks[replica] = sub_step, state
         return state
@@ -221,10 +221,11 @@ class Generators:
         return any(one.drawn for one in known if one is not None)
 
     def to_draw_again(self, replica: int, sub_step: int) -> tuple[int, State]:
-        """The sub-step from which ``replica`` has to run to draw what it drew in ``sub_step``.
+        """Where a replay has to begin, so that ``sub_step`` draws the same random numbers again.
 
-        That one itself if it was the last to begin, or if nothing was drawn before; else the first.
-        With it comes the state to begin in, of the CPU's generator and of the master's device's.
+        Returns a pair: the number of the first sub-step to run, and the generators' state to run it
+        in, for the CPU and the master's device. The number is ``sub_step`` if that was the last to
+        begin, or if nothing was drawn before it; otherwise 0.
         """
         own, master = self._devices[replica], self._devices[0]
         start = {device: self._generator(replica, device).start for device in {_CPU, own}}
@@ -237,7 +238,7 @@ class Generators:
 
     @property
     def are_latest(self) -> bool:
-        """Whether the process's generators are as this step found or left them."""
+        """Whether the process's generators have the state in which this step found or left them."""
         now = {device: _state(device) for device in {_CPU, self._devices[0]}}
         return any(
             all(torch.equal(state, there.get(device, state)) for device, state in now.items())
@@ -261,7 +262,7 @@ class Generators:
 
         The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
         """
-        if all(one.is_in for one in self._generators.values()):  # they have moved by themselves
+        if all(one.is_in for one in self._generators.values()):  # these are the process's own
             self._after = {device: one.state for (_, device), one in self._generators.items()}
             return
         after = {device: state for device, state in self._before.items() if device != _CPU}
@@ -358,7 +359,7 @@ def _put(device: torch.device, state: Tensor) -> None:
 
 
 def put_all(states: Mapping[torch.device, Tensor]) -> None:
-    """Let the process's own generators go on from these states."""
+    """Set the states of the process's own generators."""
     for device, state in states.items():
         if not torch.equal(_state(device), state):
             _put(device, state)

@@ -43,7 +43,10 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED) -> Iterator[None]:
-        """The body is the only one, or beside one that does not get on. Waits in ``waiting``."""
+        """Hold the lock in the body, or run beside a body that makes no progress.
+
+        The wait for the lock is inside ``waiting``.
+        """
         with waiting, self._next:
             mine = self._lock.acquire(blocking=False) or self._wait()
             if mine:

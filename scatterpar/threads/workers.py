@@ -148,7 +148,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 class Workers:
-    """A thread for each of ``devices`` that runs what ``parallel_apply`` gives it: one replica.
+    """One thread per replica, named after its device in ``devices``; runs ``parallel_apply``.
 
     The threads start with the first parallel call, are daemons, and stop when the object is
     closed, collected, or the interpreter exits. Each computes with its part of the caller's
@@ -380,7 +380,7 @@ class Workers:
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
         try:
-            for thread in threads:  # each in a new context: a worker would keep the caller's
+            for thread in threads:  # in a new context, since a thread would keep the caller's
                 contextvars.Context().run(thread.start)
         except RuntimeError as error:
             if "shutdown" in str(error):  # in Python 3.12

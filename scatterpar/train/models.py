@@ -92,7 +92,7 @@ def build_model(
 ) -> OnPixels:
     """Build the model that `--model` names, on the CPU, and try it on one image.
 
-    With `pretrained` it has timm's weights, and the mean and deviation that these were made with.
+    With `pretrained` it has timm's weights, and the mean and deviation of their training.
 
     >>> model = build_model("cnn", (1, 28, 28), classes=10, mean=[73.0], std=[90.0])
     >>> model(torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)).shape

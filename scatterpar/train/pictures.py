@@ -236,7 +236,7 @@ def _folders_in(folder: Path) -> list[str]:
 
 
 def _split(pictures: Pictures, part: float) -> tuple[Pictures, Pictures]:
-    """Return pictures to train on, and a part of each class to test on: the same in every run."""
+    """Return the pictures to train on and, from each class, those to test on; same in every run."""
     labels, train, test = pictures.pairs.labels, list[int](), list[int]()
     generator = torch.Generator().manual_seed(0)
     for label in labels.unique():

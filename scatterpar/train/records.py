@@ -1,4 +1,4 @@
-"""What a run writes about itself: lines of JSON, two loggers, what made it, and curves."""
+"""What a run writes: records as lines of JSON and to two loggers, its versions, and curves."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Records = list[dict[str, Any]]
 class Metrics:
     """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
 
-    TensorBoard's event file gets those of steps and epochs too, if it is installed, and so does a
-    project of Weights & Biases. Without a path the records stay in memory. Those of an earlier
-    session's first steps are kept.
+    Records of steps and epochs also go to TensorBoard's event file, if that is installed, and to a
+    project of Weights & Biases, if one is given. Without a path the records stay in memory. The
+    first `kept` steps of earlier sessions are kept.
     """
 
     def __init__(self, path: Path | None, kept: int = 0, wandb: str | None = None) -> None:
@@ -82,7 +82,7 @@ class Metrics:
 
 
 def _wandb_run(project: str, folder: Path) -> Any:
-    """Start a run of Weights & Biases; the sessions of one folder are a group."""
+    """Start a run of Weights & Biases, in a group with the folder's earlier sessions."""
     try:
         wandb = importlib.import_module("wandb")
         run = wandb.init(project=project, dir=folder, group=folder.name)
@@ -99,7 +99,7 @@ def of_kind(kind: str, records: Records) -> Records:
 
 
 def best_epoch(records: Records) -> dict[str, Any] | None:
-    """Return the record of the epoch with the highest test accuracy, the first such one."""
+    """Return the record of the first epoch with the highest test accuracy."""
     return max(of_kind("epoch", records), key=lambda r: float(r["test_accuracy"]), default=None)
 
 

@@ -259,7 +259,7 @@ class Run:
     def _after_step(
         self, epoch: int, rate: float, images: int, report: StepReport, took: dict[str, float]
     ) -> None:
-        """Record a step; `took` is the time since the one before, and of that the feed's."""
+        """Record a step; `took` has the seconds since the previous one, and those of the feed."""
         progress, batches, noise = self.progress, self.training.batches, self.training.noise
         progress.step += 1
         progress.loss += report.loss * images / batches.rows

@@ -307,7 +307,7 @@ class Growth:
 def default_batch(images: int, too_few: Callable[[int], int] = lambda batch: 0) -> int:
     """Return the largest power of two, up to 4096, that leaves an epoch `_DEFAULT_UPDATES` steps.
 
-    Where it has `too_few` rows to normalise, the nearest number that has enough is returned.
+    If some normalisation would have `too_few` rows, return the nearest number with enough rows.
     """
     most = min(LARGE_BATCH, max(1, images // _DEFAULT_UPDATES))
     batch = 1 << (most.bit_length() - 1)

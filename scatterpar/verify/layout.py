@@ -1,4 +1,4 @@
-"""How many entries of an output belong to a row: measured on three rows and on parts of them."""
+"""Measure how many entries of an output belong to a row, on three rows and on parts of them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.step import nested
 from scatterpar.verify.check import relative_difference
 
-_TOLERANCE = 1e-2  # kernels round by the number of rows
+_TOLERANCE = 1e-2  # the number of rows changes how kernels round
 
 
 def measure_layout(outputs: Sequence[Any], sizes: Sequence[int], dim: int) -> tuple[Any, bool]:
     """Measure how many entries along ``dim`` each row has in each tensor of an output.
 
     Args:
-        outputs: the output for all of some rows, for the first of them, and for the others.
-        sizes: how many rows these are.
+        outputs: the outputs for a few rows, for the first of these rows, and for the other ones.
+        sizes: the numbers of rows of the three.
         dim: the dimension that holds the rows.
 
     Returns:
-        The number of entries, nested like an output, 0 for what has nothing to do with rows; and
-        whether the values could show another order of entries.
+        A pair. The numbers of entries per row are nested like an output; 0 means that a tensor has
+        no rows. The bool says whether the values would have shown a wrong order of entries.
 
     Raises:
-        ValueError: outputs of the parts, joined, are not the output for all of the rows.
+        ValueError: the outputs of the parts, joined, are not the output for all these rows.
     """
     shows = True
 

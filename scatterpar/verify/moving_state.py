@@ -1,4 +1,4 @@
-"""State that forward passes move: micro-batches move it several times in a step, not once."""
+"""Find state that forward passes change: each sub-step changes it, not each step once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 5  # names in a warning
 
 
 class StateWatch:
-    """Find which state of the first replica sub-steps move after this is made."""
+    """Finds which state of the first replica has changed since the watch was made."""
 
     def __init__(self, replica_sets: Sequence[Replicas]) -> None:
         self._sets = [part for part in replica_sets if part.replicas]
@@ -27,7 +27,7 @@ class StateWatch:
         ]
 
     def moved(self) -> list[str]:
-        """The names of buffers and of attributes with numbers or tensors that hold others now."""
+        """The names of buffers, and of attributes with a number or tensor, that have changed."""
         pairs = zip(self._sets, self._versions, strict=True)
         return [*chain(*(_moved(part, before) for part, before in pairs))]
 
@@ -52,14 +52,14 @@ def _moved(part: Replicas, before: dict[int, int]) -> Iterator[str]:
 
 def _differs(now: Any, value: Any, copy_of: Callable[[Any], Any], before: dict[int, int]) -> bool:
     if isinstance(value, Tensor):
-        if not isinstance(now, Tensor) or now.grad_fn is not None:  # computed anew by each pass
+        if not isinstance(now, Tensor) or now.grad_fn is not None:  # each pass computes it anew
             return False
         return now is not copy_of(value) or before.get(id(now)) not in (None, now._version)
     return type(value) in (int, float) and type(now) in (int, float) and now != value
 
 
 def warning_about(moved: Sequence[str], sub_steps: int) -> str:
-    """The text that names what has moved."""
+    """The text of the warning that names the state in ``moved``."""
     names = ", ".join(moved[:_SHOWN]) + f" and {len(moved) - _SHOWN} more" * (len(moved) > _SHOWN)
     return (
         f"forward passes move {names}: at each of the {sub_steps} sub-steps, and on each replica "

@@ -1,4 +1,4 @@
-"""One sub-step of a step, alone, in the caller's thread: the user's own module, in plain torch."""
+"""Compute one sub-step of a step alone: the user's own module, in plain torch and one thread."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def replay(
     generators: Generators,
     workers: Workers,
 ) -> tuple[Tensor | None, Any]:
-    """The loss and the output of the sub-step at ``place``: numbers of replica and sub-step.
+    """Compute the sub-step at ``place``, a pair of replica and sub-step numbers.
 
-    ``generators`` are those of the step, or new ones. Leaves no trace.
+    ``generators`` are those of the step, or new ones. Returns the loss and the output. The state of
+    modules, tensors and generators is restored.
     """
     share = _share_at(plan, *place)
     replica, last = place
@@ -46,12 +47,12 @@ def replay(
     roots = [module, *brought_along(request.criterion)]
     request = request.in_order(plan.order)
     here = replace(plan, shares=(replace(share, device=device),))
-    # Buffers that forward passes write are right after the earlier sub-steps alone.
+    # If forward passes write buffers, these are right only after the earlier sub-steps have run.
     first, state = generators.to_draw_again(replica, 0 if statistics(roots) else last)
 
     def run() -> tuple[Tensor | None, Any]:
         prepare_autograd()
-        with _unobserved():  # counts the terms of all micro-batches
+        with _unobserved():  # the user's count= and collate run here, for all micro-batches
             weights = weigh(request, plan, micro_batches(request.batch, plan, request.dim))
         with Ledger() as ledger:
             (arrival,) = scatter(request.batch, here, request.dim, ledger)
@@ -69,7 +70,7 @@ def replay(
     threads = torch.get_num_threads()
     with _left_alone(roots, device), torch_private.uncompiled():
         try:
-            if len(plan.shares) > 1:  # kernels sum in another order with other numbers of threads
+            if len(plan.shares) > 1:  # the number of threads changes the order of sums in kernels
                 torch.set_num_threads(max(1, threads // workers.count))
             found: tuple[Tensor | None, Any]
             (found,) = workers.parallel_apply([run], [()], devices=[device])
@@ -79,7 +80,7 @@ def replay(
 
 
 def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None, Any]:
-    """Forward, loss and backward; a loss of the whole batch is not there."""
+    """Run forward, loss and backward; with ``whole_batch`` forward only, and the loss is None."""
     rows, keep = task.arrival.rows_of(number), request.return_outputs or True
     if request.whole_batch:
         return None, kept(output_at(task, rows), keep)
@@ -93,14 +94,14 @@ def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None,
             for kind in autocast_types():
                 stack.enter_context(torch.autocast(kind, enabled=False))
             gradient = torch.full_like(loss, factor, requires_grad=False)
-            # A graph that the module keeps is the user's.
+            # The graph is retained: the module may keep parts of it, which are the user's.
             torch.autograd.backward([loss], [gradient], retain_graph=True)
     return loss.detach(), output
 
 
 @contextlib.contextmanager
 def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Put back random state, and what modules and tensors hold; without hooks on leaves."""
+    """After the body, restore random state, modules and tensors; in it, leaves have no hooks."""
     survey = Survey(roots)
     snapshot = Snapshot(survey.containers)
     values = [(tensor, tensor.detach().clone()) for tensor in survey.tensors.values()]
@@ -141,7 +142,7 @@ def _share_at(plan: Plan, replica: int, sub_step: int) -> Share:
 
 @contextlib.contextmanager
 def _unobserved() -> Iterator[None]:
-    """``breakpoint()`` does nothing in the body, and no debugger stops there."""
+    """In the body ``breakpoint()`` does nothing, and no debugger stops."""
     hook, trace = sys.breakpointhook, sys.gettrace()
     sys.breakpointhook = lambda *_, **__: None
     sys.settrace(None)

@@ -230,14 +230,19 @@ def test_nothing_is_launched_on_a_wrong_card():
 
 
 def script(code, **variables):
-    """Run ``code`` in a process of its own, whose cards ``variables`` describe."""
+    """Run ``code`` in a process of its own, whose cards ``variables`` describe.
+
+    It ends without the interpreter's shutdown. Torch's CUDA build may abort there ("terminate
+    called without an active exception") right after a backward pass, in plain programs, too.
+    """
     here = os.path.dirname(os.path.dirname(__file__))
     start = (
         "import torch\nfrom torch import nn\nfrom nullcuda import card, values\nvalues.install()\n"
     )
+    end = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
     environment = os.environ | {"PYTHONPATH": f"{here}:{os.path.dirname(here)}"} | variables
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + code],
+        [sys.executable, "-W", "ignore", "-c", start + code + end],
         env=environment,
         capture_output=True,
         text=True,

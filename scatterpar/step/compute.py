@@ -250,7 +250,7 @@ def warm_up(
     parts: Sequence[Replicas],
     compute_rows: Callable[[Task, Any], Any],
 ) -> None:
-    """Run what compiled replicas have not met, and leave no trace of it but compiled code.
+    """Compile what compiled replicas have not met: run it, and restore all but compiled code.
 
     ``compute_rows`` is all of a sub-step but its backward pass.
     """

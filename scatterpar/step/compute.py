@@ -3,7 +3,7 @@
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
 that meet a new size together would each compile it. So a kind of sub-step that compiled replicas
 have not met (sizes, flags, attributes of the module) is warmed up: forward and backward, replica
-after replica, each in its own worker, without a trace. The step then finds everything compiled.
+after replica, each in its own worker. State is restored. The step then finds everything compiled.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class ScatterOnceParallel(Wrapper):
             schedulers and checkpoints see it alone.
         accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
             plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. What ran out of memory leaves no trace in the result.
+            later steps. Attempts that ran out of memory do not affect the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``; entries may repeat, and replicas with equal entries share one
             memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
@@ -473,7 +473,7 @@ class ScatterOnceParallel(Wrapper):
     ) -> GradientCheck:
         """The gradient of one batch beside that of a plain whole-batch backward on the master.
 
-        The batch must fit there; a small one tells as much. Leaves no trace: parameters,
+        The batch must fit there; a small one tells as much. Nothing is changed: parameters,
         ``.grad``, buffers, random state and ``last_step`` stay as they are, and no hook on a
         parameter runs. With a process group each rank compares its own rows.
 

@@ -97,7 +97,7 @@ class StepReport:
         shares = zip(self.plan.shares, self.replica_seconds, strict=False)
         replicas = [("replica", "device", "rows", "ms")]
         replicas += [(f"{s.replica}", f"{s.device}", f"{s.rows:,}", _ms(t)) for s, t in shares]
-        waited = f"waited {_ms(self.waited)} ms for this step to be asked for"
+        waited = f"waited {_ms(self.waited)} ms for the caller"
         tables = as_html(self._phases()) + as_html(replicas)
         return f"<p>{self._title()}; {waited}</p>{tables}"
 

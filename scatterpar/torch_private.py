@@ -1,7 +1,7 @@
 """Every private entry point of torch that the package uses, each with its reason.
 
-Nothing else in the package names ``torch._C`` or another private module. What is missing in some
-version of torch is said in words, at import or where it is first needed: the versions that the
+Nothing else in the package names ``torch._C`` or another private module. If a version of torch
+lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that the
 tests ran with are in ``constraints.txt``.
 
 ``torch._foreach_*``, ``Tensor._version`` and ``Module._replicate_for_data_parallel`` are used by

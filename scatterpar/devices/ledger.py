@@ -155,7 +155,7 @@ class Ahead(Ledger):
                 self._senders.append(sender)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # nobody is there to be told
+        with contextlib.suppress(Exception):  # nobody could catch it
             if self._targets:
                 self.settle()
 

@@ -151,7 +151,7 @@ def run_each(
     calls: Sequence[Any],
     guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
-    """Call each share's function on its device, all at once; what is raised leaves no trace.
+    """Call each share's function on its device, all at once; if one raises, state is restored.
 
     Inside of a checkpoint one after another: it tells the tensors that it computes again by the
     order in which they were saved.

@@ -3,7 +3,7 @@
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
 that meet a new size together would each compile it. So a kind of sub-step that compiled replicas
 have not met (sizes, flags, attributes of the module) is warmed up: forward and backward, replica
-after replica, each in its own worker, without a trace. The step then finds everything compiled.
+after replica, each in its own worker. State is restored. The step then finds everything compiled.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def warm_up(
     parts: Sequence[Replicas],
     compute_rows: Callable[[Task, Any], Any],
 ) -> None:
-    """Run what compiled replicas have not met, and leave no trace of it but compiled code.
+    """Compile what compiled replicas have not met: run it, and restore all but compiled code.
 
     ``compute_rows`` is all of a sub-step but its backward pass.
     """

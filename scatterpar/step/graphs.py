@@ -1,4 +1,4 @@
-"""graphs=True: a sub-step is captured once, and given to the device as one for each micro-batch::
+"""graphs=True: a sub-step is captured once, and replayed as one launch for each micro-batch::
 
     rows, and the weight of their loss      copied into tensors that stay
     forward, criterion, backward            the graph
@@ -6,10 +6,10 @@
     gradients                               add up in tensors that stay; copied out after the last
 
 Python runs while a sub-step is captured, and not again: launching costs the same whatever the size
-of the model. A graph belongs to one replica and one shape of micro-batch, and holds as long as
-module, criterion and autocast stay as they are, and parameters where they are. What cannot be
-captured runs as it does without graphs, and that is told once. On the CPU nothing is captured: the
-same code is called again, on the same tensors.
+of the model. A graph belongs to one replica and one shape of micro-batch. It is valid as long as
+module, criterion and autocast do not change and parameters keep their memory. What cannot be
+captured runs without graphs, and a warning says so once. On the CPU nothing is captured: the same
+code is called again, on the same tensors.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Kept:
     """The graphs of one replica, and what they depend on."""
 
     recorder: Recorder
-    untold: threading.Lock  # of all replicas; who tells that graphs cannot be had keeps it
+    untold: threading.Lock  # shared by all replicas; the one that warns of a refusal keeps it
     state: list[Any] = field(default_factory=list)
     graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -88,12 +88,12 @@ class _Kept:
     is_refused: bool = False
 
     def forget(self) -> None:
-        """Let go of all that was captured."""
+        """Drop everything that was captured."""
         self.state, self.graphs, self.gradients = [], {}, {}
         self.recorder.forget()
 
     def refuse(self, why: str) -> None:
-        """From now on capture nothing."""
+        """Capture nothing from now on, and warn once."""
         self.is_refused = True
         self.forget()
         if self.untold.acquire(blocking=False):
@@ -186,10 +186,10 @@ class Graphed(Launched):
             leaves[i].grad = self._in_place[i] = gradient
 
     def _captured(self, rows: Any, number: int) -> _Graph:
-        """A graph for micro-batches like ``rows``, which it keeps. Leaves no trace.
+        """Capture a graph for micro-batches like ``rows``, which it keeps; restore all state.
 
         Raises:
-            _Refused: it cannot be had.
+            _Refused: the sub-step cannot be captured.
         """
         task, own = replace(self._task, clock=SILENT), self._own
         came = [leaf.grad for leaf in task.leaves]

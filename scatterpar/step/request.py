@@ -1,4 +1,4 @@
-"""What the user asks of an engine and of one step, and what is refused, in words."""
+"""The arguments of an engine and of one step, and the errors for those that are refused."""
 
 from __future__ import annotations
 

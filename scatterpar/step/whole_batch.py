@@ -80,7 +80,7 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
 
 
 def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
-    """Refuse gradients that belong to other outputs than the loss was computed from."""
+    """Raise ``RuntimeError`` if the second pass gave other outputs than the first."""
     for number, found in enumerate(changes):
         if not all(change.item() <= 1 for change in found):
             with noted(share, number):
@@ -105,7 +105,7 @@ class Peers(Protocol):
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """All ranks' outputs, their rows and targets, this rank's as they are; rank 0's seed."""
+        """All ranks' outputs, rows and targets, this rank's unchanged; and rank 0's seed."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ class WholeBatch:
         return here.requires_grad_(output.requires_grad)
 
     def _joined(self) -> Any:
-        """A criterion may work in place, as on a module's outputs, and so it gets no leaves."""
+        """All outputs as one. They are no leaves, since a criterion may write to them in place."""
         rows, lists = self._rows, has_entries(self._request.batch)
         dim, order = self._request.dim, self._order
         joined = join_rows(
@@ -239,7 +239,7 @@ class WholeBatch:
         return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
-        """All targets, for the criterion to write to if it likes; what has no rows is marked so."""
+        """All targets, in memory that the criterion may write; values without rows are marked."""
         master = self._shares[0].device
         here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]

@@ -339,7 +339,7 @@ class _Generator:
         self.is_in = True
         try:
             yield
-        finally:  # what the device's own had is put back with the step: late threads write nothing
+        finally:  # the step restores the device's own state; threads that end late write nothing
             self.generator.set_state(_state(self.device))
             self.is_in = False
 

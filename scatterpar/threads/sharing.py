@@ -141,11 +141,11 @@ class Claims:
 
 
 class Stash:
-    """``.grad`` and hooks of the user's leaves: stashed for the body, and put back after it.
+    """Stashes ``.grad`` and hooks of the user's leaves in the body, and restores them after it.
 
-    A criterion that closes over the user's own parameters writes there, from the workers, at every
-    sub-step; so that becomes part of the step, and goes with it if it fails. Which ones these are,
-    the graph of the loss tells, before a backward pass comes to them.
+    A criterion that closes over the user's own parameters writes their ``.grad`` from the workers,
+    at every sub-step. These gradients become part of the step, and are dropped if it fails. The
+    graph of the loss shows which leaves they are, before a backward pass reaches them.
 
     With ranks ``named`` are the leaves that it may reach, in an order that is every rank's: without
     it none could tell which gradient is whose.

@@ -409,10 +409,10 @@ _Result = TypeVar("_Result")
 
 
 class Attempt:
-    """One try at a step, or at a part of one: what is drawn from, what is copied, what it takes.
+    """One try at a step, or at a part of one: its generators, its copies and its times.
 
-    What is raised where it is entered as a context leaves no trace in the random numbers; it may
-    be entered again. ``earlier`` replicas of other processes are numbered before these.
+    As a context manager, which may be entered again, it restores random state if the body raises.
+    ``earlier`` is the number of the first replica among those of all processes.
     """
 
     def __init__(
@@ -436,30 +436,30 @@ class Attempt:
     def keep(
         self, tensors: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]] = ()
     ) -> None:
-        """Keep the values of tensors, and what is ``.grad`` of leaves, to be put back by ``undo``.
+        """Save the values of tensors, and the ``.grad`` of leaves, for ``undo``.
 
-        That is what code of the user's may write before a step is whole.
+        User code may write these before a step is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._gradients += gradients
 
     def undo(self, error: BaseException | None = None) -> None:
-        """Leave no trace, because of an ``error``; what is copied may be written again.
+        """Restore everything because of an ``error``, and wait for copies that are under way.
 
-        Where one thing cannot be put back, the others are all the same.
+        If something cannot be restored, the rest is restored nevertheless.
         """
-        put_back: list[Callable[[], object]]
-        put_back = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
-        put_back += [partial(tensor.copy_, value) for tensor, value in self._values]
+        restores: list[Callable[[], object]]
+        restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
+        restores += [partial(tensor.copy_, value) for tensor, value in self._values]
         with torch.no_grad():
-            for put in [self.generators.rollback, *put_back]:
+            for restore in [self.generators.rollback, *restores]:
                 try:
-                    put()
+                    restore()
                 except Exception as another:
                     if error is None:
                         raise
                     note(error, f"after that, something could not be put back: {another!r}")
-        with contextlib.suppress(Exception):  # the first error is the one to tell
+        with contextlib.suppress(Exception):  # the first error is the one to raise
             self.ledger.settle()
 
     @contextlib.contextmanager

@@ -183,7 +183,7 @@ class Run:
         sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
-        """Train all epochs; return the exit code, and in words how it ended."""
+        """Train all epochs; return the exit code, and a text that says how it ended."""
         self._request()
         batches = self.training.batches
         try:

@@ -1,7 +1,7 @@
-"""Exact, or told: does the engine combine losses as it should, and is its gradient right?
+"""Check that the engine combines losses correctly, and that its gradient is right.
 
-Before the sub-steps of a new kind of criterion and batch, and before steps 8, 16, 32 …, a handful
-of rows is rehearsed, and everything that this moves is put back::
+Before the sub-steps of a new kind of criterion and batch, and before steps 8, 16, 32 …, the check
+runs on a few rows, and everything that it changes is restored::
 
     parts    = choose(batch)                                   rows that differ as much as they can
     outputs  = module(all rows), without a graph

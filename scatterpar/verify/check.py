@@ -70,7 +70,7 @@ def compare(
     workers: Workers,
     attempt: Callable[[], Outcome],
 ) -> GradientCheck:
-    """Compare ``attempt``, a step without its commit, with a plain one, and leave no trace.
+    """Compare ``attempt``, a step without its commit, with a plain one, and change nothing.
 
     ``autograd.grad`` is used, since ``backward()`` would write ``.grad`` and run hooks on
     parameters, which may step an optimizer.

@@ -1,4 +1,4 @@
-"""The user's code once more, without a trace: random state, buffers and attributes are put back."""
+"""Run the user's code once more, and restore random state, buffers and attributes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and s
 
 
 class untouched:
-    """Put back, after the body and whenever it is asked for, what the user's code has changed.
+    """Restore, after the body and on request, what the user's code has changed.
 
-    That is what ``roots`` lead to, modules and functions: what they close over or name of their
-    file, objects, containers, modules; and what is drawn from. ``drawn`` says whether a generator
-    has moved so far. Parameters are put back if it is asked for; that takes a copy of them.
+    Restored are random generators and everything that ``roots``, modules and functions, lead to:
+    objects, containers and modules that they close over or name as globals. ``drawn`` says whether
+    a generator has moved so far. With ``parameters`` these are restored, too, from a copy.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""When the engine looks whether losses combine as it is about to combine them, and what it says.
+"""When the engine checks whether losses combine as it combines them, and what it reports.
 
-Before the first step of each kind of criterion and batch; then before steps 8, 16, 32 … with other
-rows, and before one whose labels go beyond those that were met so far. A look never fails a step,
-except with what it is for: the ``ValueError`` that says what the criterion seems to do. What could
-not be told is said once.
+It checks before the first step of each kind of criterion and batch, before steps 8, 16, 32 … with
+other rows, and before a step with labels outside of the range so far. The only error of a check is
+the ``ValueError`` that says what the criterion seems to do. An inconclusive check warns once.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class Verifier:
     def watch_state(
         self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
     ) -> Callable[[], None]:
-        """A function that warns, once by name, of state that sub-steps have moved since."""
+        """Returns a function that warns of state changed since this call, each name once."""
         sub_steps = sum(len(task.share.micro_batches) for task in tasks)
         self._state_steps += 1
         if not request.verify or sub_steps == 1 or self._state_steps > _OFTEN:
@@ -143,10 +142,10 @@ class Verifier:
         output_of: Callable[[Any], Any],
         piece: Any,
     ) -> Any:
-        """How many entries of each output belong to a row, measured once for each kind of output.
+        """The number of entries per row in each output, measured once for each kind of output.
 
         Raises:
-            ValueError: outputs of parts, joined, are not what one call gives.
+            ValueError: the outputs of parts, joined, are not the output of one call.
         """
         if not request.verify:
             return None
@@ -234,10 +233,11 @@ class Verifier:
 def difference(
     engine: Any, inputs: Any, *, reduction: str | None = None, count: Count | None = None
 ) -> float | None:
-    """How far losses that an engine's module computes of a handful of rows are from combining so.
+    """Measure, on a few rows, how far the losses of an engine's module are from combining so.
 
-    The largest relative difference of a gradient, zero where that is only rounding; ``None`` where
-    it could not be told. By the first replica, in the caller's thread; leaves no trace.
+    The first replica computes them, in the caller's thread, and its state is restored. Returns the
+    largest relative difference of a gradient, zero if that is only rounding, ``None`` if the check
+    was inconclusive.
 
     Raises:
         ValueError: as ``forward_backward``.
@@ -262,7 +262,7 @@ def _outputs_of(
     output_of: Callable[[Any], Any],
     choices: Sequence[Sequence[int]],
 ) -> list[Any]:
-    """The outputs for each choice of rows, without a trace."""
+    """The outputs for each choice of rows. The state that forward passes change is restored."""
     user_state, same_numbers = untouched([], [task.share.device]), SameNumbers()
     bring = partial(Delivery(Ledger()).bring, task.share.device)
     outputs = []

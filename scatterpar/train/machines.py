@@ -126,8 +126,8 @@ def require_launch(devices: list[torch.device]) -> None:
 
 def backend() -> str:
     """Name gloo for the host: without a name torch takes the accelerator's library alone."""
-    card = torch.accelerator.current_accelerator(check_available=True)
-    return f"cpu:gloo,{card.type}:{dist.get_default_backend_for_device(card)}" if card else "gloo"
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return f"cpu:gloo,{gpu.type}:{dist.get_default_backend_for_device(gpu)}" if gpu else "gloo"
 
 
 class Stopped(Exception):

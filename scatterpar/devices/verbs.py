@@ -254,8 +254,8 @@ def mark(device: torch.device) -> torch.Event:
 
 
 def timed_mark(device: torch.device | None) -> torch.Event | None:
-    """An event with a time, recorded on the device's current stream; ``None`` on the host."""
-    if device is None or device.type == "cpu":
+    """An event with a time, recorded on the device's current stream; ``None`` without streams."""
+    if device is None or not has_streams(device):
         return None
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))

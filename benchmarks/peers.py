@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.models import Case
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.runtime import resolve
 
 criterion = nn.CrossEntropyLoss()
 

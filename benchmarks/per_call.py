@@ -4,7 +4,7 @@
 the inputs, replicate the module (torch's own ``replicate``, with a broadcast that works on
 the CPU), one new thread per replica, gather the outputs to the master; backward scatters
 the outputs' gradients, and reduces those of the parameters to the master. What crosses from
-one memory to another goes through a ledger, in pieces of 10 MB, as torch coalesces them.
+one memory to another goes through a transfers, in pieces of 10 MB, as torch coalesces them.
 """
 
 import importlib
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 _replicate = importlib.import_module("torch.nn.parallel.replicate")
 
@@ -31,12 +31,12 @@ class PerCall(nn.Module):
         super().__init__()
         self.module = module
         self.device_ids = tuple(device_ids)
-        self.ledger = Ledger()
+        self.transfers = Transfers()
 
     def forward(self, inputs: Tensor) -> Any:
         """Scatter, replicate, apply, gather."""
         shares = [
-            share if share.device == device else self.ledger.copy(share, device, "scatter")
+            share if share.device == device else self.transfers.copy(share, device, "scatter")
             for share, device in zip(
                 inputs.chunk(len(self.device_ids)), self.device_ids, strict=True
             )
@@ -44,7 +44,7 @@ class PerCall(nn.Module):
         with mock.patch.object(_replicate, "_broadcast_coalesced_reshape", self._broadcast):
             replicas = _replicate.replicate(self.module, range(len(self.device_ids)))
         outputs = parallel_apply(replicas, shares)
-        return Gather.apply(self.ledger, self.device_ids, *outputs)
+        return Gather.apply(self.transfers, self.device_ids, *outputs)
 
     def _broadcast(
         self, tensors: Sequence[Tensor], devices: Any, detach: bool = False
@@ -52,7 +52,7 @@ class PerCall(nn.Module):
         if not tensors:
             return []
         with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-            copies = Broadcast.apply(self.ledger, self.device_ids, *tensors)
+            copies = Broadcast.apply(self.transfers, self.device_ids, *tensors)
         return [list(copies[i : i + len(tensors)]) for i in range(0, len(copies), len(tensors))]
 
 
@@ -60,11 +60,15 @@ class Broadcast(torch.autograd.Function):
     """The master's tensors on every device; backward sums the gradients on the master."""
 
     @staticmethod
-    def forward(ctx: Any, ledger: Ledger, devices: Sequence[torch.device], *tensors: Tensor) -> Any:
-        ctx.ledger, ctx.devices, ctx.count = ledger, devices, len(tensors)
+    def forward(
+        ctx: Any, transfers: Transfers, devices: Sequence[torch.device], *tensors: Tensor
+    ) -> Any:
+        ctx.transfers, ctx.devices, ctx.count = transfers, devices, len(tensors)
         copies = []
         for device in devices:
-            here = tensors if device == devices[0] else _sent(tensors, device, ledger, "replicate")
+            here = (
+                tensors if device == devices[0] else _sent(tensors, device, transfers, "replicate")
+            )
             copies += [tensor.detach() for tensor in here]
         return tuple(copies)
 
@@ -74,7 +78,7 @@ class Broadcast(torch.autograd.Function):
         for i, device in enumerate(ctx.devices):
             own = gradients[i * ctx.count : (i + 1) * ctx.count]
             if device != ctx.devices[0]:
-                own = _sent(own, ctx.devices[0], ctx.ledger, "reduce")
+                own = _sent(own, ctx.devices[0], ctx.transfers, "reduce")
             total = own if total is None else torch._foreach_add(total, own)
         return None, None, *total
 
@@ -83,11 +87,17 @@ class Gather(torch.autograd.Function):
     """The replicas' outputs joined on the master; backward scatters their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, ledger: Ledger, devices: Sequence[torch.device], *outputs: Tensor) -> Any:
-        ctx.ledger, ctx.devices, ctx.rows = ledger, devices, [len(output) for output in outputs]
+    def forward(
+        ctx: Any, transfers: Transfers, devices: Sequence[torch.device], *outputs: Tensor
+    ) -> Any:
+        ctx.transfers, ctx.devices, ctx.rows = (
+            transfers,
+            devices,
+            [len(output) for output in outputs],
+        )
         return torch.cat(
             [
-                output if device == devices[0] else ledger.copy(output, devices[0], "compute")
+                output if device == devices[0] else transfers.copy(output, devices[0], "compute")
                 for output, device in zip(outputs, devices, strict=True)
             ]
         )
@@ -95,7 +105,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shares = [
-            share if device == ctx.devices[0] else ctx.ledger.copy(share, device, "compute")
+            share if device == ctx.devices[0] else ctx.transfers.copy(share, device, "compute")
             for share, device in zip(gradient.split(ctx.rows), ctx.devices, strict=True)
         ]
         return None, None, *shares
@@ -121,12 +131,12 @@ def parallel_apply(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> li
 
 
 def _sent(
-    tensors: Sequence[Tensor], device: torch.device, ledger: Ledger, phase: str
+    tensors: Sequence[Tensor], device: torch.device, transfers: Transfers, phase: str
 ) -> list[Tensor]:
     """Copies of ``tensors`` on ``device``, coalesced."""
     copies = {}
     for chunk in _take_tensors(tensors, _COALESCED_BYTES):
-        flat = ledger.copy(_flatten_dense_tensors(chunk), device, phase)
+        flat = transfers.copy(_flatten_dense_tensors(chunk), device, phase)
         arrived = _unflatten_dense_tensors(flat, chunk)
         copies.update({id(tensor): copy for tensor, copy in zip(chunk, arrived, strict=True)})
     return [copies[id(tensor)] for tensor in tensors]

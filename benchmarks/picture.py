@@ -20,8 +20,8 @@ from torch import nn
 from benchmarks.models import CASES
 from benchmarks.per_call import PerCall
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.ledger import PHASES
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.runtime import resolve
+from scatterpar.devices.transfers import PHASES
 
 REPLICAS, ACCUM = 4, 16
 LENGTH = 46.0  # of a row of the left half
@@ -55,9 +55,9 @@ def count() -> dict[str, dict[str, int]]:
     parallel = PerCall(case.module(), resolve(DEVICES))
     master = parallel.device_ids[0]
     for x, y in zip(images.chunk(ACCUM), labels.chunk(ACCUM), strict=True):
-        there = parallel.ledger.copy(y, master, "scatter")
+        there = parallel.transfers.copy(y, master, "scatter")
         (criterion(parallel(x), there) / ACCUM).backward()
-    theirs = dict(parallel.ledger.bytes)
+    theirs = dict(parallel.transfers.bytes)
     counted = json.loads(TRAFFIC.read_text(encoding="utf-8"))["counts"][str(REPLICAS)]
     ddp = counted["DDP, no_sync"]["bytes"]
     return {"nn.DataParallel x 16": theirs, "DDP, no_sync": ddp, "scatterpar": ours}

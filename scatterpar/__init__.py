@@ -13,8 +13,8 @@ from scatterpar.recipe import (
 )
 from scatterpar.report import GradientNoise, StepReport
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.step.loss_weights import count_labels
 from scatterpar.step.markers import Replicated, Rows
-from scatterpar.step.weights import count_labels
 from scatterpar.trace import Trace
 
 __all__ = [

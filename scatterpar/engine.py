@@ -29,20 +29,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.verbs import DeviceLike, resolve
-from scatterpar.machines.ranks import Ranks
-from scatterpar.plan import Pace, Plan, make_plan
-from scatterpar.replicas.compiled import checked_how, unwrapped
-from scatterpar.replicas.kinds import check_placement
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.devices.runtime import DeviceLike, resolve
+from scatterpar.devices.transfers import Transfers
+from scatterpar.distributed.ranks import Ranks
+from scatterpar.plan import Plan, ShareBalancer, make_plan
+from scatterpar.replicas.checks import check_placement
+from scatterpar.replicas.compiled import compile_fn_from, unwrapped
+from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
+from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
 from scatterpar.step.costs import check_budget, plan_by_cost
-from scatterpar.step.fitting import Fitting
 from scatterpar.step.graphs import Graphs
+from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.reduce import reduce
@@ -55,7 +56,6 @@ from scatterpar.step.request import (
     check_synchronised,
 )
 from scatterpar.step.scatter import micro_batches, scatter
-from scatterpar.step.weights import weigh
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.trace import Trace
@@ -176,9 +176,9 @@ class ScatterOnceParallel(Wrapper):
         check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
         self.accum: Any = accum
-        self._fitting = Fitting()
+        self._auto_accum = AutoAccum()
         self.device_ids = resolve(device_ids)
-        self._pace = Pace(shares, self.device_ids)
+        self._share_balancer = ShareBalancer(shares, self.device_ids)
         self.micro_batch_size = micro_batch_size
         self.micro_batch_cost = micro_batch_cost
         self.dim = dim
@@ -186,9 +186,9 @@ class ScatterOnceParallel(Wrapper):
         self.check_finite = check_finite
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
-        self._compile_how = checked_how(compile) or compiled_how
+        self._compile_fn = compile_fn_from(compile) or compiled_how
         self.verify = verify
-        check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_how is not None)
+        check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_fn is not None)
         self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
@@ -199,7 +199,7 @@ class ScatterOnceParallel(Wrapper):
             self._ranks = Ranks(process_group, module, master, buffers, accumulate_dtype)
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
-        self._hire()
+        self._init_transient()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks is not None:
@@ -209,10 +209,10 @@ class ScatterOnceParallel(Wrapper):
             )
         return super().__getstate__()
 
-    def _hire(self) -> None:
-        how, pools = self._compile_how, self.buffers_from == "batch"
+    def _init_transient(self) -> None:
+        how, pools = self._compile_fn, self.buffers_from == "batch"
         self._workers = Workers(self.device_ids, "this engine")
-        self._copies = Replicas(self.device_ids, self.accumulate_dtype, how, pools)
+        self._replica_set = ReplicaSet(self.device_ids, self.accumulate_dtype, how, pools)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
         self._trace: Trace | None = None
@@ -344,11 +344,11 @@ class ScatterOnceParallel(Wrapper):
         """The whole step. ``forward_backward`` and ``loss`` differ in its commit only."""
         with self._workers.exclusive(self.module), self._timed() as waited:
             compute = partial(self._fit, request)
-            outcome = self._ranks.together(compute) if self._ranks else compute()
+            outcome = self._ranks.reduce_outcome(compute) if self._ranks else compute()
             with outcome.attempt, outcome.attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise and request.backward else None
                 loss = commit(outcome, deferred=deferred)  # 6
-            self._pace.observe(outcome.plan, outcome.attempt.clock.passes)
+            self._share_balancer.observe(outcome.plan, outcome.attempt.clock.passes)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
 
@@ -358,7 +358,7 @@ class ScatterOnceParallel(Wrapper):
         if self.accum == "auto":
             plan = partial(self._plan, request.sizes)  # 1
             release = self._workers.release
-            outcome = self._fitting.fit(request, self.device_ids, plan, self._compute, release)
+            outcome = self._auto_accum.fit(request, self.device_ids, plan, self._compute, release)
         else:
             outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
@@ -368,20 +368,26 @@ class ScatterOnceParallel(Wrapper):
     def _compute(self, request: Request, plan: Plan) -> Outcome:
         """All of the step but the commit."""
         with self._attempt(plan) as attempt:
-            phase, copies = attempt.clock.phase, self._copies
+            phase, copies = attempt.clock.phase, self._replica_set
             self._latest = request.sizes, plan, attempt.generators
             with phase("scatter"):  # 2
                 request = request.in_order(plan.order)
-                weights = weigh(request, plan, micro_batches(request.batch, plan, self.dim))
-                arrivals = scatter(request.batch, plan, self.dim, attempt.ledger)
+                weights = compute_loss_weights(
+                    request, plan, micro_batches(request.batch, plan, self.dim)
+                )
+                loaders = scatter(request.batch, plan, self.dim, attempt.transfers)
             with phase("replicate"):  # 3
-                copies.refresh(self.module, request.criterion, attempt.ledger, request.whole_batch)
+                copies.refresh(
+                    self.module, request.criterion, attempt.transfers, request.whole_batch
+                )
             with phase("compute"):  # 4
                 checks, ranks = self._verifier, self._ranks
-                results = compute(attempt, request, copies, arrivals, weights, checks, ranks)
+                results = compute(attempt, request, copies, loaders, weights, checks, ranks)
             with phase("reduce"):  # 5
                 policy, noisy = self.buffers_from, self.measure_noise
-                return reduce(attempt, request, copies.parts, results, weights, policy, noisy)
+                return reduce(
+                    attempt, request, copies.replica_sets, results, weights, policy, noisy
+                )
 
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
@@ -394,9 +400,9 @@ class ScatterOnceParallel(Wrapper):
         finally:
             if self._workers.abandoned:
                 self._workers.abandoned = False
-                self._copies.leave_behind()
+                self._replica_set.discard()
             else:
-                self._copies.let_go()
+                self._replica_set.clear_step_state()
 
     @property
     def _earlier(self) -> int | None:
@@ -412,7 +418,7 @@ class ScatterOnceParallel(Wrapper):
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
             return plan_by_cost(rows, costs, self.device_ids, budget, self.shares)
-        return self._plan(rows, self._fitting.accum if self.accum == "auto" else self.accum)
+        return self._plan(rows, self._auto_accum.accum if self.accum == "auto" else self.accum)
 
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
@@ -457,7 +463,12 @@ class ScatterOnceParallel(Wrapper):
             request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
                 return infer(
-                    attempt, self._copies, self.module, request, self.buffers_from, self._verifier
+                    attempt,
+                    self._replica_set,
+                    self.module,
+                    request,
+                    self.buffers_from,
+                    self._verifier,
                 )
 
     def check(
@@ -534,7 +545,7 @@ class ScatterOnceParallel(Wrapper):
         """
         if self._trace is not None:
             raise RuntimeError("this engine is being traced already: leave that trace first")
-        chosen = {"graphs": self.graphs, "shares": self._pace.learns}
+        chosen = {"graphs": self.graphs, "shares": self._share_balancer.learns}
         options = frozenset(name for name, is_on in chosen.items() if is_on)
         trace = self._trace = Trace(self.device_ids, options)
         try:
@@ -625,26 +636,26 @@ class ScatterOnceParallel(Wrapper):
         With ``shares="auto"`` what was learned so far; the same numbers, passed as ``shares=``
         to another engine, make the same plans.
         """
-        return self._pace.shares
+        return self._share_balancer.shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """The replica modules, equal to the master's as of now; for inspection."""
-        with self.lending() as copies:
+        with self.replicas_for_update() as copies:
             return tuple(replica.roots[0] for replica in copies.replicas)
 
     @contextlib.contextmanager
-    def lending(self) -> Iterator[Replicas]:
+    def replicas_for_update(self) -> Iterator[ReplicaSet]:
         """The replicas, equal to the master's as of now, for who writes to their parameters.
 
         What is written is brought to the master by ``take_in``, or undone where the body fails.
         """
         with self._workers.exclusive():
-            self._copies.refresh(self.module, None, Ledger())
+            self._replica_set.refresh(self.module, None, Transfers())
             try:
-                yield self._copies
+                yield self._replica_set
             except BaseException:
-                self._copies.shared.distrust()
+                self._replica_set.shared.invalidate()
                 raise
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
-class Pace:
+class ShareBalancer:
     """The relative sizes of the replicas' shares, as the user says, or learned.
 
     The pace of a device is its load (rows, or their padded cost) per second in one step, from the
@@ -260,7 +260,7 @@ class Pace:
     def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
         self._device_ids = tuple(device_ids)
         self.learns = isinstance(shares, str) and shares == "auto"
-        self._paces: dict[torch.device, deque[float]] = {}
+        self._rows_per_second: dict[torch.device, deque[float]] = {}
         given = None if self.learns else shares
         self.shares = _checked(given, len(device_ids)) or (1.0,) * len(device_ids)
 
@@ -277,17 +277,17 @@ class Pace:
             for spans in passes:
                 starts, ends = zip(*(spans[share.replica] for share in own), strict=True)
                 seconds += max(ends) - min(starts)
-            if device in self._paces:
+            if device in self._rows_per_second:
                 load = sum(map(plan.load_of, own))
-                self._paces[device].append(load / max(seconds, 1e-9))
+                self._rows_per_second[device].append(load / max(seconds, 1e-9))
             else:
-                self._paces[device] = deque(maxlen=_REMEMBERED)
-        if all(self._paces.get(device) for device in self._device_ids):
+                self._rows_per_second[device] = deque(maxlen=_REMEMBERED)
+        if all(self._rows_per_second.get(device) for device in self._device_ids):
             self._adapt()
 
     def _adapt(self) -> None:
         """Take shares in proportion to the paces, if that is worth a move."""
-        pace = {device: median(self._paces[device]) for device in set(self._device_ids)}
+        pace = {device: median(self._rows_per_second[device]) for device in set(self._device_ids)}
         has = dict.fromkeys(pace, 0.0)
         for device, share in zip(self._device_ids, self.shares, strict=True):
             has[device] += share / sum(self.shares)

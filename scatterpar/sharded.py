@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from scatterpar.devices.chunks import bring, copy_each
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.coalescing import copy_coalesced, copy_each
+from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.replicas.replicas import Lent, parameter_like
+from scatterpar.replicas.replicas import ParameterCopies, parameter_like
 from scatterpar.step import nested
-from scatterpar.threads.workers import note
+from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 
 __all__ = ["ShardedOptimizer"]
@@ -87,11 +87,11 @@ class ShardedOptimizer(Optimizer):
         self.engine = engine
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
-        self._ledger = Ledger()
+        self._ledger = Transfers()
         self.state = self._plain.state
         if self.state and len(self._memories) > 1:  # some have state from the start
-            with engine.lending() as copies:
-                self._share_out(list(self.state), copies.lend())
+            with engine.replicas_for_update() as copies:
+                self._assign_owners(list(self.state), copies.parameter_copies())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -128,27 +128,31 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if len(self._memories) == 1:
-            with self._stepping({}) as plain:
+            with self._plain_optimizer_on({}) as plain:
                 step_without_hooks(plain)
             return loss
-        with self.engine.lending() as copies:
-            lent = copies.lend()
+        with self.engine.replicas_for_update() as copies:
+            lent = copies.parameter_copies()
             every = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             moving = [p for p in every if p.grad is not None]
-            stand_ins = self._share_out(moving, lent)
+            stand_ins = self._assign_owners(moving, lent)
             self._send_gradients(stand_ins)
-            with self._undone(moving, lent), self._stepping(stand_ins) as plain:
+            with self._undo_on_error(moving, lent), self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # makes room for what is brought now
             try:
-                copies.take_in({p: self._owners[p] for p in moving if p in lent}, self._ledger)
+                copies.broadcast_updates(
+                    {p: self._owners[p] for p in moving if p in lent}, self._ledger
+                )
             except Exception:  # no room for messages; the others get theirs in the next refresh
                 for p, stand_in in stand_ins.items():
                     self._ledger.copy_into(p, stand_in, "replicate")
         return loss
 
-    def _share_out(self, needed: Iterable[Tensor], lent: Lent) -> dict[Tensor, Tensor]:
+    def _assign_owners(
+        self, needed: Iterable[Tensor], lent: ParameterCopies
+    ) -> dict[Tensor, Tensor]:
         """Give those an owner that have none; what steps in place of those owned elsewhere.
 
         The largest first, each to who owns least so far, and rather not to the master.
@@ -174,11 +178,11 @@ class ShardedOptimizer(Optimizer):
         for device in self._memories[1:]:
             owned = [p for p in stand_ins if self._owners[p] == device]
             gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
-            for i, gradient in bring(gradients, device, self._ledger, "reduce").items():
+            for i, gradient in copy_coalesced(gradients, device, self._ledger, "reduce").items():
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
-    def _undone(self, moving: Sequence[Tensor], lent: Lent) -> Iterator[None]:
+    def _undo_on_error(self, moving: Sequence[Tensor], lent: ParameterCopies) -> Iterator[None]:
         """What the body does to the state and to the master's own parameters, if it fails.
 
         The other owners write to their copies only. Some classes write ``.grad``, too, as ``SGD``
@@ -189,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         values = [lent[p][other] if p in lent else p.detach().clone() for p in own]
         dense = [p.grad for p in own if p.grad is not None and p.grad.layout == torch.strided]
         kept = [gradient.clone() for gradient in dense]
-        state = nested.on_tensors(lambda tensor: tensor.clone(), dict(self.state))
+        state = nested.map_tensors(lambda tensor: tensor.clone(), dict(self.state))
         try:
             yield
         except BaseException as error:
@@ -197,11 +201,11 @@ class ShardedOptimizer(Optimizer):
             for p, value in zip(own, values, strict=True):
                 self._ledger.copy_into(p, value, "replicate")
             copy_each(dense, kept)
-            note(error, "optimizer.step(): parameters and state are as they were before it")
+            add_note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
 
     @contextlib.contextmanager
-    def _stepping(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Optimizer]:
+    def _plain_optimizer_on(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Optimizer]:
         """The plain optimizer, on these in place of parameters; what it does counts at the end."""
         plain = self._plain
         plain.param_groups = [
@@ -239,23 +243,23 @@ class ShardedOptimizer(Optimizer):
         if len(self._memories) == 1:
             self._load(loaded, {})
         else:
-            with self.engine.lending() as copies:
-                self._load(loaded, copies.lend())
+            with self.engine.replicas_for_update() as copies:
+                self._load(loaded, copies.parameter_copies())
         for hook in after:
             hook(self)
 
-    def _load(self, loaded: dict[str, Any], lent: Lent) -> None:
+    def _load(self, loaded: dict[str, Any], lent: ParameterCopies) -> None:
         """Each parameter's state to its owner; then it is for ``optimizer_class`` to say."""
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         of = dict(zip(numbers, parameters, strict=False))  # more of one are refused below
-        stand_ins = self._share_out([of[n] for n in loaded["state"] if n in of], lent)
+        stand_ins = self._assign_owners([of[n] for n in loaded["state"] if n in of], lent)
         home = self._memories[0]
         state = {
             n: self._moved(one, self._owners.get(of.get(n), home))
             for n, one in loaded["state"].items()
         }
-        with self._stepping(stand_ins) as plain:
+        with self._plain_optimizer_on(stand_ins) as plain:
             plain.load_state_dict(loaded | {"state": state})
 
     def _moved(self, state: Any, device: torch.device) -> Any:
@@ -265,7 +269,7 @@ class ShardedOptimizer(Optimizer):
             stays = not tensor.ndim and tensor.device == _HOST
             return tensor.clone() if stays else self._ledger.copy(tensor, device, "reduce")
 
-        return nested.on_tensors(one, state)
+        return nested.map_tensors(one, state)
 
 
 def _checked(made: Any, optimizer_class: Any) -> Optimizer:

@@ -28,7 +28,7 @@ from torch.library import Library, fallthrough_kernel
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
+HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # one thread at a time in Python
 
 
 class Missing(RuntimeError):
@@ -311,7 +311,7 @@ def is_compiled_module(value: Any) -> bool:
     return has_dynamo() and isinstance(value, _late("_dynamo", "OptimizedModule", "to compile"))
 
 
-def compiled_how(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """What compiled ``function``: called with another function, compiles that in the same way."""
     how: Any = inspect.getclosurevars(function).nonlocals.get("self")
     _require("context in compiled functions", "to compile replicas as the module", callable(how))
@@ -434,7 +434,7 @@ def random_operators() -> Iterator[tuple[Any, int]]:
                 yield operator, names.index("generator")
 
 
-def route(kernel_of: _Route) -> tuple[Library, ...]:
+def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
     """Send random operators to ``kernel_of(operator, position)`` where the key is switched on.
 
     Everything else falls through the key: operators, and higher-order operators such as
@@ -455,7 +455,7 @@ def route(kernel_of: _Route) -> tuple[Library, ...]:
 
 
 @contextlib.contextmanager
-def switched_on() -> Iterator[None]:
+def random_key_on() -> Iterator[None]:
     """The key is on in this thread: random operators are routed."""
     before = getattr(_thread, "is_alone", None)
     _thread.is_alone = False
@@ -468,7 +468,7 @@ def switched_on() -> Iterator[None]:
         _thread.is_alone = before
 
 
-def switched_off() -> contextlib.AbstractContextManager[Any]:
+def random_key_off() -> contextlib.AbstractContextManager[Any]:
     """The key is off in this thread, for the routed kernel's own call."""
     guard: contextlib.AbstractContextManager[Any]
     guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
@@ -516,7 +516,7 @@ _thread = threading.local()
 def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an operator that traces, under the lock that torch.compile takes too."""
     _go_on_alone()
-    with switched_off():
+    with random_key_off():
         return operator(*args, **kwargs)
 
 

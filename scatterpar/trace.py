@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scatterpar.bounds import Bounds
-from scatterpar.devices.verbs import timed_mark
+from scatterpar.devices.runtime import timed_mark
 from scatterpar.plan import Plan
 from scatterpar.report import as_text
 from scatterpar.threads.clock import Clock, RecordedStep

@@ -18,8 +18,8 @@ from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import scatterpar.devices.verbs
-import scatterpar.threads.sharing
+import scatterpar.devices.runtime
+import scatterpar.threads.locks
 from scatterpar import (
     DataParallelCriterion,
     DataParallelModel,
@@ -252,9 +252,9 @@ def test_no_two_threads_enter_one_stream_object(device_ids, monkeypatch):
             meet.wait()
 
         model.register_forward_pre_hook(wait)
-    verbs = scatterpar.devices.verbs
-    current = verbs.current_streams
-    monkeypatch.setattr(verbs, "current_streams", lambda: tuple(map(Once, current())))
+    runtime = scatterpar.devices.runtime
+    current = runtime.current_streams
+    monkeypatch.setattr(runtime, "current_streams", lambda: tuple(map(Once, current())))
     engine = ScatterOnceParallel(model, 1, device_ids, verify=False)
     with engine, streams_of_the_users():
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
@@ -560,7 +560,7 @@ def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
     """Backward passes run, and fail, in threads of torch's own."""
     model, inputs, targets = problem()
     _, expected = whole_batch(model, inputs, targets)
-    monkeypatch.setattr(scatterpar.devices.verbs, "release", lambda: released.append(1))
+    monkeypatch.setattr(scatterpar.devices.runtime, "empty_cache", lambda: released.append(1))
     released = []
 
     def criterion(scores, labels):
@@ -881,7 +881,7 @@ def test_one_replica_at_a_time_launches(monkeypatch, options):
     """Threads that launch at once take the interpreter's lock from each other."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         pytest.skip("there is no such lock here")
-    monkeypatch.setattr(scatterpar.threads.sharing, "_LAUNCH_SECONDS", 60.0)
+    monkeypatch.setattr(scatterpar.threads.locks, "_LAUNCH_SECONDS", 60.0)
     assert crowd(meets=False, **options) == 1
 
 

@@ -23,7 +23,7 @@ from helpers.oracle import (
 from torch import nn
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 ROWS, FEATURES, CLASSES = 37, 8, 3
 VIRTUAL = ["cpu:0", "cpu:1", "cpu:2"]  # the first is not the host either: all shares have to cross
@@ -41,17 +41,17 @@ class Room:
 
 @pytest.fixture
 def room(monkeypatch):
-    room, copied = Room(), Ledger.copy
+    room, copied = Room(), Transfers.copy
 
-    def refusing(ledger, tensor, device, phase):
+    def refusing(transfers, tensor, device, phase):
         rows = len(tensor) if tensor.ndim else 1
         if phase == "scatter" and rows > room.rows:
             room.refused += 1
             raise torch.OutOfMemoryError(f"no room for {rows} rows")
         room.log.append((phase, device.index, rows))
-        return copied(ledger, tensor, device, phase)
+        return copied(transfers, tensor, device, phase)
 
-    monkeypatch.setattr(Ledger, "copy", refusing)
+    monkeypatch.setattr(Transfers, "copy", refusing)
     return room
 
 
@@ -165,19 +165,19 @@ def test_a_loss_of_the_whole_batch_keeps_what_has_arrived(room):
 def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeypatch):
     """They come to the master beside the graphs that were kept. When they did not fit there, that
     was taken for a share that does not fit: more sub-steps were not tried, and the step failed."""
-    copied, graphs = Ledger.copy, []
+    copied, graphs = Transfers.copy, []
 
     class Wide(nn.Linear):
         def forward(self, inputs):
             graphs.append(len(inputs))
             return super().forward(inputs)
 
-    def refusing(ledger, tensor, device, phase):
+    def refusing(transfers, tensor, device, phase):
         if tensor.dtype == torch.int64 and graphs[-1] > 6:
             raise torch.OutOfMemoryError(f"no room beside a graph of {graphs[-1]} rows")
-        return copied(ledger, tensor, device, phase)
+        return copied(transfers, tensor, device, phase)
 
-    monkeypatch.setattr(Ledger, "copy", refusing)
+    monkeypatch.setattr(Transfers, "copy", refusing)
     model = build(lambda: Wide(FEATURES, CLASSES))
     inputs, targets = batch(24)
     with ScatterOnceParallel(model, "auto", ["cpu:1"]) as engine:
@@ -189,15 +189,15 @@ def test_targets_of_a_whole_batch_need_smaller_graphs_not_smaller_shares(monkeyp
 @pytest.fixture
 def rows_there(monkeypatch):
     """How many rows of the batch the devices hold as copies, right now."""
-    copied, copies = Ledger.copy, []
+    copied, copies = Transfers.copy, []
 
-    def remembering(ledger, tensor, device, phase):
-        made = copied(ledger, tensor, device, phase)
+    def remembering(transfers, tensor, device, phase):
+        made = copied(transfers, tensor, device, phase)
         if phase == "scatter":
             copies.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(Ledger, "copy", remembering)
+    monkeypatch.setattr(Transfers, "copy", remembering)
     return lambda: sum(len(made()) for made in copies if made() is not None)
 
 

@@ -21,7 +21,7 @@ from scatterpar.checkup import copies, training
 from scatterpar.checkup.copies import Route
 from scatterpar.checkup.training import ENGINE, ONE, PER_CALL, Speed, Step
 from scatterpar.checkup.verdicts import on_copies, on_speed, on_step
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [torch.device("cpu", 0), torch.device("cpu", 1)]
 CARDS = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -128,12 +128,12 @@ def test_a_copy_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch):
-    whole = Ledger.copy
+    whole = Transfers.copy
 
     def copy(self, tensor, device, phase):
         return whole(self, tensor, device, phase) * (1.001 if phase == "reduce" else 1)
 
-    monkeypatch.setattr(Ledger, "copy", copy)
+    monkeypatch.setattr(Transfers, "copy", copy)
     found = training.take_step(VIRTUAL)
     assert not found.is_exact
     assert "gradients of 19 rows are 1.1e-03 apart at most (" in str(found)
@@ -145,7 +145,7 @@ def test_a_step_that_fails_is_a_finding(monkeypatch):
     def copy(self, tensor, device, phase):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(Ledger, "copy", copy)
+    monkeypatch.setattr(Transfers, "copy", copy)
     found, speed = training.take_step(VIRTUAL), training.measure(VIRTUAL)
     verdicts = [*on_step(found), *on_speed(VIRTUAL, speed, 0)]
     assert kinds(verdicts) == ["WRONG", "WRONG"]
@@ -267,7 +267,7 @@ def problem():
 
 def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch):
     module, inputs, labels = problem()
-    whole = Ledger.copy_into
+    whole = Transfers.copy_into
 
     def copy_into(self, target, source, phase):
         whole(self, target, source, phase)
@@ -275,7 +275,7 @@ def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch)
 
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(Ledger, "copy_into", copy_into)
+            patched.setattr(Transfers, "copy_into", copy_into)
             for call in (
                 lambda: engine.forward_backward(inputs, labels, nn.CrossEntropyLoss()),
                 lambda: engine.eval()(inputs),

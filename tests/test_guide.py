@@ -16,7 +16,7 @@ from helpers.oracle import assert_gradients, gradients
 from helpers.pages import ROOT, blocks, namespace, read, run
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.chunks import rounds
+from scatterpar.devices.coalescing import rounds
 from scatterpar.plan import make_plan
 
 START = blocks(read("docs/start.md"), "python")

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
 from scatterpar.devices import chunks, fingerprints
-from scatterpar.devices.ledger import Ahead
+from scatterpar.devices.transfers import Prefetcher
 
 pytestmark = [
     pytest.mark.cuda,
@@ -572,9 +572,9 @@ def test_rows_arrive_while_the_cards_compute(place, monkeypatch):
 def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     """While a sub-step is queued and not begun, the next one's rows can arrive."""
     kept = torch.arange(1.0, 33.0).view(8, 4).pin_memory()
-    ahead = Ahead(torch.device(SECOND))
+    ahead = Prefetcher(torch.device(SECOND))
     first = sent(ahead, kept, 0)
-    ahead.arrive(0)
+    ahead.wait_on_stream(0)
     computed = first * 2  # waits in the queue of the stream that computes
     second = sent(ahead, kept, 1)
     third = first * 3
@@ -582,7 +582,7 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     assert control.queued() > 0
     kept.zero_()
     torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
-    ahead.arrive(1)
+    ahead.wait_on_stream(1)
     torch.testing.assert_close(second.cpu() * 2, computed.cpu())
     assert ahead.bytes["scatter"] == 2 * kept.nbytes
 
@@ -596,10 +596,10 @@ def sent(ahead, tensor, number):
 
 def test_a_sub_step_waits_for_its_own_rows_and_not_for_the_next_ones(late):
     kept = torch.ones(8, 4).pin_memory()
-    ahead = Ahead(torch.device(SECOND))
+    ahead = Prefetcher(torch.device(SECOND))
     first = sent(ahead, kept, 0)
     sent(ahead, kept, 1)
-    ahead.arrive(0)
+    ahead.wait_on_stream(0)
     assert first.sum().item() == 32
     assert control.queued() > 0
 
@@ -608,7 +608,7 @@ def test_no_more_than_two_micro_batches_are_staged(late):
     """What is not pinned is copied to memory that is; torch keeps that until it was read."""
     pageable, kept = torch.ones(8, 4), torch.ones(8, 4).pin_memory()
     for tensor, waits in ((pageable, 2), (kept, 0)):
-        ahead = Ahead(torch.device(SECOND))
+        ahead = Prefetcher(torch.device(SECOND))
         torch.accelerator.synchronize(1)
         copies = []
         before = control.counters().synchronizations
@@ -624,12 +624,12 @@ def test_what_comes_from_another_card_leaves_its_computation_alone(late):
     waited for the rows of the others."""
     rows = torch.ones(8, 4, device=FIRST)
     torch.accelerator.synchronize(0)
-    ahead = Ahead(torch.device(SECOND), [torch.device(FIRST)])
+    ahead = Prefetcher(torch.device(SECOND), [torch.device(FIRST)])
     computed = torch.zeros(4, device=FIRST) + 1  # queued, and not begun
     copied = sent(ahead, rows, 0)
     ahead.settle()
     assert control.queued() > 0
-    ahead.arrive(0)
+    ahead.wait_on_stream(0)
     assert copied.sum().item() == 32
     assert computed.sum().item() == 4
 
@@ -663,7 +663,7 @@ def test_memory_that_a_copy_will_write_is_not_let_go(late):
     for one more copy and ends: its memory was free for others while the copy was still queued."""
     kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
     torch.accelerator.synchronize(1)
-    ahead = Ahead(device)
+    ahead = Prefetcher(device)
     sent(ahead, kept, 0)
     ahead.settle()  # by the caller
     assert control.queued() == 0
@@ -676,16 +676,16 @@ def test_memory_that_a_copy_will_write_is_not_let_go(late):
 def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     """The caller let go of all targets, though it had waited for the earlier ones alone."""
     kept, device = torch.arange(32.0).pin_memory(), torch.device(SECOND)
-    ahead, made = Ahead(device), []
+    ahead, made = Prefetcher(device), []
 
     def copy_another():  # by the worker
         made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    with mock.patch("scatterpar.devices.ledger.mark") as mark:
+    with mock.patch("scatterpar.devices.transfers.mark") as mark:
         mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None
-    ahead.arrive(0)
+    ahead.wait_on_stream(0)
     assert made[0]() is None
 
 

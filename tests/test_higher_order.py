@@ -144,7 +144,7 @@ def test_what_torch_lacks_is_said_in_words(monkeypatch):
         r"numbers; install a version of torch that the README names"
     )
     with pytest.raises(torch_private.Missing, match=words):
-        torch_private.route(lambda operator, position: operator)
+        torch_private.register_random_kernels(lambda operator, position: operator)
 
 
 def test_the_switch_turns_the_streams_off(monkeypatch):

@@ -18,7 +18,7 @@ import scatterpar.engine
 from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import chunks, fingerprints
 from scatterpar.devices.fingerprints import Fingerprints, check_links
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 from scatterpar.step.reduce import sum_in_order
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
@@ -126,7 +126,7 @@ def test_the_sum_runs_in_pairs():
         for in_place in (True, False):
             given = [{0: part.clone()} for part in parts]
             memories = list(map(torch.device, names))
-            found = sum_in_order(given, memories, Ledger(), in_place=in_place)
+            found = sum_in_order(given, memories, Transfers(), in_place=in_place)
             assert torch.equal(found[0], expected)
             assert in_place or all(map(torch.equal, parts, (one[0] for one in given)))
 

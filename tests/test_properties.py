@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
-from scatterpar.devices.chunks import messages, rounds
+from scatterpar.devices.coalescing import messages, rounds
 from scatterpar.plan import make_plan
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar import engine as engine_module
-from scatterpar.machines import ranks
+from scatterpar.distributed import ranks
 
 CRITERION = nn.CrossEntropyLoss()
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from scatterpar import ScatterOnceParallel, ShardedOptimizer
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
 PLACES = {
@@ -448,7 +448,7 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
         pair.step(0)
         pair.backward(1)
         before = copy.deepcopy((pair.model.state_dict(), pair.sharded.state_dict()))
-        calls, whole = [], Ledger.copy
+        calls, whole = [], Transfers.copy
 
         def fails(self, *args):
             calls.append(args)
@@ -457,7 +457,7 @@ def test_copies_that_fail_change_nothing_or_are_made_up_for(number, monkeypatch)
             return whole(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "copy", fails)
+            patch.setattr(Transfers, "copy", fails)
             try:
                 pair.sharded.step()
             except torch.OutOfMemoryError:

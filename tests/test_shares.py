@@ -15,7 +15,7 @@ from helpers.oracle import assert_step, build, randint, randn
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.plan import Pace, make_plan
+from scatterpar.plan import ShareBalancer, make_plan
 
 pytestmark = pytest.mark.draws
 
@@ -87,7 +87,7 @@ def spans(plan, pace):
 
 
 def simulate(devices, pace, steps, rows=400):
-    learner = Pace("auto", devices)
+    learner = ShareBalancer("auto", devices)
     history = []
     for _ in range(steps):
         plan = make_plan(rows, devices, 4, shares=learner.shares)
@@ -123,7 +123,7 @@ def test_a_gain_of_a_few_per_cent_moves_nothing():
 
 def test_one_slow_step_moves_nothing_for_long():
     devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
-    learner = Pace("auto", devices)
+    learner = ShareBalancer("auto", devices)
     even = make_plan(400, devices, 4)
     for pace in (100.0, 100.0, 100.0, 10.0, 100.0):
         learner.observe(even, spans(even, {devices[0]: 100.0, devices[1]: pace}))
@@ -133,7 +133,7 @@ def test_one_slow_step_moves_nothing_for_long():
 def test_what_was_learned_reproduces_the_plan():
     devices = [torch.device("cpu", 0), torch.device("cpu", 1)]
     learned = simulate(devices, {devices[0]: 337.0, devices[1]: 101.0}, 4)[-1]
-    again = Pace(list(learned), devices)
+    again = ShareBalancer(list(learned), devices)
     assert make_plan(777, devices, 3, shares=again.shares) == make_plan(
         777, devices, 3, shares=learned
     )

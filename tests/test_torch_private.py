@@ -145,11 +145,11 @@ def test_compiling():
     def double(x):
         return x * 2
 
-    again = private.compiled_how(double)(lambda x: x * 3)
+    again = private.compile_fn_of(double)(lambda x: x * 3)
     assert again(torch.ones(1)).item() == 3.0
     assert runs == ["compiled"]
     for mode, records in (("reduce-overhead", True), ("default", False)):
-        how = private.compiled_how(torch.compile(lambda x: x, mode=mode))
+        how = private.compile_fn_of(torch.compile(lambda x: x, mode=mode))
         assert private.records_cuda_graphs(how) == records
     kept = torch.fx.traceback.has_preserved_node_meta()
     with private.node_metadata_kept(), torch.fx.traceback.preserve_node_meta(not kept):

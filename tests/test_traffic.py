@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel, StepReport
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 VIRTUAL = [f"cpu:{i}" for i in range(4)]
 PHASES = {"scatter", "replicate", "compute", "reduce"}
@@ -229,7 +229,7 @@ def test_a_failed_refresh_is_made_good(monkeypatch):
         engine.forward_backward(*batch, nn.CrossEntropyLoss())
         with torch.no_grad():
             model[0].weight.mul_(2)
-        honest, calls = Ledger.copy_into, []
+        honest, calls = Transfers.copy_into, []
 
         def copy_into(self, target, source, phase):
             calls.append(phase)
@@ -237,7 +237,7 @@ def test_a_failed_refresh_is_made_good(monkeypatch):
                 raise MemoryError
             honest(self, target, source, phase)
 
-        monkeypatch.setattr(Ledger, "copy_into", copy_into)
+        monkeypatch.setattr(Transfers, "copy_into", copy_into)
         with pytest.raises(MemoryError):
             engine.forward_backward(*batch, nn.CrossEntropyLoss())
         monkeypatch.undo()

@@ -19,10 +19,10 @@ from faults.processes import run
 from helpers.oracle import build, randn
 from torch import nn
 
-import scatterpar.devices.verbs
+import scatterpar.devices.runtime
 import scatterpar.threads.workers
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.threads.sharing import stack_of
+from scatterpar.threads.locks import stack_of
 
 REPLICAS = 4
 SECONDS = 120
@@ -31,7 +31,9 @@ SECONDS = 120
 @pytest.fixture(params=[1, 2, 3])
 def cores(request, monkeypatch):
     monkeypatch.setattr(
-        scatterpar.devices.verbs, "at_once", lambda devices: min(len(devices), request.param)
+        scatterpar.devices.runtime,
+        "max_concurrency",
+        lambda devices: min(len(devices), request.param),
     )
     return request.param
 
@@ -147,7 +149,7 @@ def test_nor_does_it_in_the_pair(devices, cores, patience):
 
 def test_every_accelerator_starts_at_once():
     devices = [torch.device("cpu"), *[torch.device("cuda", i) for i in range(63)]]
-    assert scatterpar.devices.verbs.at_once(devices) == 64
+    assert scatterpar.devices.runtime.max_concurrency(devices) == 64
 
 
 def test_closed_while_some_wait_for_their_turn(devices, cores):

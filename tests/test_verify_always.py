@@ -278,14 +278,14 @@ def test_a_look_leaves_no_trace(devices, case):
                     assert_agreed(engine, one, looks=verify)
                 else:
                     one(), one()
-            ledger = engine.last_step.bytes, engine.last_step.messages
+            transfers = engine.last_step.bytes, engine.last_step.messages
             gradients = [p.grad.nan_to_num() for p in engine.module.parameters()]
             buffers = list(criterion.buffers()) if isinstance(criterion, nn.Module) else []
             generators = [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
             generators.append(torch.tensor(np.random.get_state()[1].astype(np.int64)))
-            states.append((ledger, gradients, buffers, generators))
-    (plain_ledger, *plain), (ledger, *looked) = states
-    assert ledger == plain_ledger
+            states.append((transfers, gradients, buffers, generators))
+    (plain_ledger, *plain), (transfers, *looked) = states
+    assert transfers == plain_ledger
     for mine, its in zip(plain, looked, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.card.page import write_page
 from benchmarks.card.parts import PARTS, TESTS, run_part
 from benchmarks.environment import describe
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.runtime import resolve
 
 _SIMULATED = "SIMULATED_ACCELERATOR"  # where the tests' simulated accelerator was built
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.card.networks import Network
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 
 ACCUM = 16  # sub-steps of a replica
 FULL, TINY = "full", "tiny"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 
 Batch = tuple[Tensor, Tensor | None]
 _GIB = 2**30

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.card.contenders import Contender, Work, accumulate, works_of
 from benchmarks.card.networks import NETWORKS
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 
 _SECONDS = 100.0  # without an answer
 

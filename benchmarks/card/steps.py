@@ -32,7 +32,7 @@ from benchmarks.card.contenders import (
 )
 from benchmarks.card.networks import NETWORKS, half
 from benchmarks.card.processes import Processes
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 
 SIZES = (FULL, TINY)
 _FEWEST, _MOST = 3, 30  # rounds

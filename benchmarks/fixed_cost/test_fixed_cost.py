@@ -10,7 +10,7 @@ from benchmarks import peers
 from benchmarks.tables import Table
 from benchmarks.timing import in_a_row, interleaved
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import verbs
+from scatterpar.devices import runtime
 
 FEATURES = 4
 CLASSES = 2
@@ -61,11 +61,11 @@ def crowded(engine):
     """Steps in which all replicas start at once, however few cores there are."""
 
     def step(*batch):
-        kept, verbs.at_once = verbs.at_once, len
+        kept, runtime.max_concurrency = runtime.max_concurrency, len
         try:
             engine.forward_backward(*batch)
         finally:
-            verbs.at_once = kept
+            runtime.max_concurrency = kept
 
     return step
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.models import Case
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import verbs
+from scatterpar.devices import runtime
 from scatterpar.threads import workers
 
 KEPT = "engine, all levers on"
@@ -44,7 +44,7 @@ class Variant:
 
 
 def _give_memory_back() -> None:
-    verbs.keep_memory = lambda device: None
+    runtime.tune_malloc = lambda device: None
 
 
 def _all_cores_each() -> None:

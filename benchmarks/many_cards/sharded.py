@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.many_cards.count import MODELS, Bare
 from scatterpar import ScatterOnceParallel, ShardedOptimizer
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 _STEPS = 3  # the state begins in the first
 
@@ -60,22 +60,24 @@ def _peaks(devices: int, work: Callable[[], Any]) -> list[int]:
 def _crossing(devices: int) -> Iterator[Counter[int]]:
     """Bytes that leave or reach each card, but for those from and to the host."""
     crossed: Counter[int] = Counter()
-    copy, copy_into = Ledger.copy, Ledger.copy_into
+    copy, copy_into = Transfers.copy, Transfers.copy_into
 
     def noted(source: torch.Tensor, target: torch.device) -> None:
         if source.device.type == target.type == NAME and source.device != target:
             crossed[source.device.index] += source.nbytes
             crossed[target.index] += source.nbytes
 
-    def copied(self: Ledger, tensor: torch.Tensor, device: torch.device, phase: str) -> Any:
+    def copied(self: Transfers, tensor: torch.Tensor, device: torch.device, phase: str) -> Any:
         noted(tensor, device)
         return copy(self, tensor, device, phase)
 
-    def copied_into(self: Ledger, target: torch.Tensor, source: torch.Tensor, phase: str) -> None:
+    def copied_into(
+        self: Transfers, target: torch.Tensor, source: torch.Tensor, phase: str
+    ) -> None:
         noted(source, target.device)
         copy_into(self, target, source, phase)
 
-    with mock.patch.multiple(Ledger, copy=copied, copy_into=copied_into):
+    with mock.patch.multiple(Transfers, copy=copied, copy_into=copied_into):
         yield crossed
 
 

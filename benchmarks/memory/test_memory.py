@@ -10,7 +10,7 @@ from benchmarks.memory.live_bytes import LiveBytes
 from benchmarks.models import CASES
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices import verbs
+from scatterpar.devices import runtime
 
 REPLICAS = 2
 ACCUMS = (1, 2, 4, 8, 16, 32)
@@ -45,7 +45,7 @@ def engine_peak(case, accum, monkeypatch):
     meters = []
 
     @contextlib.contextmanager
-    def metered(device, stream, on=verbs.on):
+    def metered(device, stream, on=runtime.use_device):
         meter = LiveBytes()
         meters.append(meter)
         with on(device, stream), meter:
@@ -55,7 +55,7 @@ def engine_peak(case, accum, monkeypatch):
         ScatterOnceParallel(module, accum, ["cpu"] * REPLICAS) as engine,
         monkeypatch.context() as m,
     ):
-        m.setattr(verbs, "on", metered)
+        m.setattr(runtime, "use_device", metered)
         engine.forward_backward(images, labels, peers.criterion)
     assert len(meters) == REPLICAS
     return max(meter.peak for meter in meters)

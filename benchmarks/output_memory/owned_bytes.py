@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices import runtime
+from scatterpar.devices.transfers import Transfers
 
 
 class Memories:
     """Which memory every storage belongs to, and the bytes that are alive in each.
 
-    What is made on a replica's worker belongs to the replica's memory, what the ledger copies to
+    What is made on a replica's worker belongs to the replica's memory, what the transfers copies to
     where it was sent. The backward pass of CPU replicas runs in the caller's thread: there a
     result belongs to the memory of its largest operand, as a GPU's would.
     """
@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):
 def metered(master: torch.device) -> Iterator[Memories]:
     """Count what is made in the body, in the caller's thread and in every worker's."""
     memories = Memories(master)
-    on, empty, copy = verbs.on, verbs.empty, Ledger.copy
+    on, empty, copy = runtime.use_device, runtime.empty, Transfers.copy
 
     @contextlib.contextmanager
     def metered_on(device: torch.device, stream: Any) -> Iterator[None]:
@@ -89,16 +89,16 @@ def metered(master: torch.device) -> Iterator[Memories]:
         with Meter(memories, device):
             return empty(size, dtype, device)
 
-    def claimed_copy(self: Ledger, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
+    def claimed_copy(self: Transfers, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         with torch._C._DisableTorchDispatch():  # the caller's meter would claim it
             result = copy(self, tensor, device, phase)
         memories.claim(result, device)
         return result
 
     with (
-        mock.patch.object(verbs, "on", metered_on),
-        mock.patch.object(verbs, "empty", claimed_empty),
-        mock.patch.object(Ledger, "copy", claimed_copy),
+        mock.patch.object(runtime, "use_device", metered_on),
+        mock.patch.object(runtime, "empty", claimed_empty),
+        mock.patch.object(Transfers, "copy", claimed_copy),
         Meter(memories),
     ):
         yield memories

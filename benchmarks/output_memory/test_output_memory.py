@@ -7,8 +7,8 @@ from benchmarks.output_memory.owned_bytes import metered
 from benchmarks.per_call import Gather
 from benchmarks.tables import Table
 from scatterpar import DataParallelCriterion, DataParallelModel
-from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.runtime import resolve
+from scatterpar.devices.transfers import Transfers
 
 REPLICAS = (1, 2, 4, 8)
 WORDS, TOKENS, SAMPLES = 40_000, 250, 32  # 1.28 GB of float32
@@ -81,7 +81,7 @@ def pair(head, devices, inputs, targets):
 def gathered(head, devices, inputs, targets):
     """All outputs on the master, as ``nn.DataParallel`` brings them there, and one loss."""
     outputs = DataParallelModel(head, devices)(inputs)
-    scores = outputs[0] if len(devices) == 1 else Gather.apply(Ledger(), devices, *outputs)
+    scores = outputs[0] if len(devices) == 1 else Gather.apply(Transfers(), devices, *outputs)
     nn.CrossEntropyLoss()(scores, targets).backward()
 
 

@@ -8,8 +8,8 @@ from benchmarks.per_call import PerCall
 from benchmarks.processes import Gang
 from benchmarks.tables import Table
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.ledger import PHASES
-from scatterpar.devices.verbs import resolve
+from scatterpar.devices.runtime import resolve
+from scatterpar.devices.transfers import PHASES
 
 REPLICAS = (2, 4, 8)
 
@@ -62,9 +62,9 @@ def count_per_call(case, replicas):
     master = parallel.device_ids[0]
     images, labels = case.data()
     for inputs, targets in zip(images.chunk(case.accum), labels.chunk(case.accum), strict=True):
-        there = parallel.ledger.copy(targets, master, "scatter")
+        there = parallel.transfers.copy(targets, master, "scatter")
         (peers.criterion(parallel(inputs), there) / case.accum).backward()
-    return {"bytes": parallel.ledger.bytes, "messages": parallel.ledger.messages}
+    return {"bytes": parallel.transfers.bytes, "messages": parallel.transfers.messages}
 
 
 def count_ddp(case, replicas):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.fingerprints import pattern
-from scatterpar.devices.ledger import DETOURS, Ledger
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
+from scatterpar.devices.transfers import HOST_STAGED, Transfers
 
 HOST, PINNED = "host", "pinned host"
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
@@ -61,7 +61,7 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
 
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     """Every route between these memories, one after the other."""
-    DETOURS.clear()  # the direct ways are examined; the next engine looks for itself
+    HOST_STAGED.clear()  # the direct ways are examined; the next engine looks for itself
     for source, target in routes(devices):
         altered, speed, failed = dict.fromkeys(SIZES, 0), 0.0, None
         try:
@@ -83,7 +83,7 @@ def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
     there, arrived = _at(source, tensor), _at(target, ~tensor)
     settle([source, target])
     start = time.perf_counter()
-    Ledger().copy_into(arrived, there, "scatter")
+    Transfers().copy_into(arrived, there, "scatter")
     settle([source, target])
     return arrived, max(time.perf_counter() - start, 1e-9)
 

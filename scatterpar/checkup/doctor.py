@@ -19,7 +19,7 @@ import torch
 from scatterpar.checkup.copies import Route, examine
 from scatterpar.checkup.training import Speed, Step, measure, take_step
 from scatterpar.checkup.verdicts import Verdict, on_copies, on_speed, on_step
-from scatterpar.devices.verbs import DeviceLike, named, resolve
+from scatterpar.devices.runtime import DeviceLike, named, resolve
 
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import settle
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import as_bytes, by_dtype, in_memory_order, messages, rounds
-from scatterpar.devices.ledger import DETOURS, Ledger, pieces_of
-from scatterpar.devices.verbs import physical
+from scatterpar.devices import runtime
+from scatterpar.devices.coalescing import as_bytes, by_dtype, flat_view, messages, rounds
+from scatterpar.devices.runtime import physical
+from scatterpar.devices.transfers import HOST_STAGED, Transfers, pieces_of
 from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
@@ -42,7 +42,7 @@ class Fingerprints:
         words = {i: _words(_flat(tensor.detach())) for i, tensor in tensors.items()}
         longest = max(map(Tensor.numel, words.values()), default=0)
         factors = _factors(min(_WORDS, longest), device)
-        sums = [verbs.empty(0, torch.int64, device)]
+        sums = [runtime.empty(0, torch.int64, device)]
         for numbers in by_dtype(words.items()).values():
             for message in messages(tuple([(i, words[i].numel()) for i in numbers]), _WORDS):
                 self._owners += [piece.key for piece in message.pieces]
@@ -60,7 +60,7 @@ class Fingerprints:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements, 1-D, in the same order for all tensors of the same strides."""
-    flat = in_memory_order(tensor)
+    flat = flat_view(tensor)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1) if flat is None else flat
 
 
@@ -94,7 +94,7 @@ def _scattered(words: Tensor, factors: Tensor) -> Tensor:
 
 def _factors(size: int, device: torch.device) -> Tensor:
     """An odd number for each position, without regularity."""
-    numbers = verbs.empty(size, torch.int64, device)
+    numbers = runtime.empty(size, torch.int64, device)
     torch.arange(size, out=numbers, device=numbers.device)  # else on the user's default device
     numbers.add_(1).mul_(_MULTIPLY)
     numbers ^= numbers >> 30
@@ -118,7 +118,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.layout, tensor.device
 
 
-def on_the_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What the host wants to know: dense tensors of all dtypes, in one message from each device.
 
     They travel as bytes.
@@ -159,21 +159,21 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
         ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
     with torch.inference_mode(False), torch.no_grad():
         for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
-            _find_detour(one, other)
-            _find_detour(other, one)
+            _find_staged_route(one, other)
+            _find_staged_route(other, one)
 
 
-def _find_detour(source: torch.device, target: torch.device) -> None:
+def _find_staged_route(source: torch.device, target: torch.device) -> None:
     pair = physical(source), physical(target)
     in_the_host = {device.type for device in pair} == {"cpu"}
     size = _BYTES_IN_THE_HOST if in_the_host else _BYTES
-    DETOURS.discard(pair)
+    HOST_STAGED.discard(pair)
     if _arrives(source, target, size):
         return
     what = f"a copy of {size} bytes from {source} to {target} brought other bytes than were sent"
-    DETOURS.add(pair)
+    HOST_STAGED.add(pair)
     if not _arrives(source, target, size):
-        DETOURS.discard(pair)
+        HOST_STAGED.discard(pair)
         raise RuntimeError(
             f"{what}, and so it did through the host's memory; nothing that is computed here can "
             f"be trusted. Run: python -m scatterpar doctor"
@@ -196,5 +196,5 @@ def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
     sent = pattern(size)
     there = physical(target)
     arrived = (~sent).to(there)
-    Ledger().copy_into(arrived, sent.to(physical(source)), "replicate")
+    Transfers().copy_into(arrived, sent.to(physical(source)), "replicate")
     return torch.equal(arrived, sent.to(there))

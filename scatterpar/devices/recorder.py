@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scatterpar import torch_private
-from scatterpar.devices import verbs
+from scatterpar.devices import runtime
 
 _RECORDING: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)  # of all engines
 
@@ -31,7 +31,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One stream for all graphs: autograd nodes, which a traceback may hold, refer to it.
-        self._stream = verbs.stream_for("recording", device)
+        self._stream = runtime.stream_for("recording", device)
         self._pool: Any = None
         self._session = contextlib.ExitStack()
 
@@ -46,7 +46,7 @@ class Recorder:
             yield
             return
         self._pool = self._pool or torch.get_device_module(self._device).graph_pool_handle()
-        with _RECORDING[self._device], verbs.recording(), contextlib.ExitStack() as self._session:
+        with _RECORDING[self._device], runtime.recording(), contextlib.ExitStack() as self._session:
             try:
                 yield
             except BaseException:

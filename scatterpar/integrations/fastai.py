@@ -18,11 +18,11 @@ from fastai.losses import BaseLoss
 from fastai.torch_core import to_float
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import DeviceLike, physical
+from scatterpar.devices.runtime import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.pair.pair import gather
 from scatterpar.step import nested
-from scatterpar.step.weights import averages_classes, terms_of_rows
+from scatterpar.step.loss_weights import averages_classes, terms_of_rows
 
 __all__ = ["ScatterOnce"]
 

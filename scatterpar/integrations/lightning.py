@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import metrics
 from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, rows_of
@@ -214,7 +214,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 times[name] += 1
         for (name, _), entries in logged.items():
             _log(module, name, entries, own, device)
-        found = [nested.on_tensors(lambda t: t.to(device), call.output) for call in calls]
+        found = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
         return _joined(found, [call.weight for call in calls], [len(call.rows) for call in calls])
 
     def _module(self) -> LightningModule:
@@ -283,7 +283,7 @@ class _Call:
         """Keep what the call left on ``module`` and in its ``own`` metrics, without graphs."""
         self.additions.end(module)
         self.states, self._count = metrics.states_of(own), count
-        self.output = nested.on_tensors(Tensor.detach, output)
+        self.output = nested.map_tensors(Tensor.detach, output)
         paths = {id(metric): path for path, metric in metrics.single(own).items()}
         self.logged = [
             (name, paths[id(value)] if isinstance(value, Metric) else _number(value), options)

@@ -50,7 +50,7 @@ def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[s
     copied = copy.copy(owner)
     for name, value in vars(owner).items():
         if name not in shared and (type(value) is list or modules_in(value)):
-            vars(copied)[name] = nested.transform(lambda one: replicas.get(id(one), one), value)
+            vars(copied)[name] = nested.map_leaves(lambda one: replicas.get(id(one), one), value)
     return copied
 
 

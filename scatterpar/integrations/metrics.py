@@ -100,7 +100,7 @@ def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None
                     f"another micro-batch; return predictions and targets from training_step, and "
                     f"update the metric in on_train_batch_end"
                 )
-        own = nested.on_tensors(lambda tensor: tensor.detach().to(device), values)
+        own = nested.map_tensors(lambda tensor: tensor.detach().to(device), values)
         for target in (metric, step):
             before = target.metric_state
             for name, value in own.items():

@@ -17,7 +17,7 @@ from sentence_transformers import CrossEncoderTrainer, SentenceTransformerTraine
 from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import DeviceLike
+from scatterpar.devices.runtime import DeviceLike
 from scatterpar.integrations.loop import rows_of
 from scatterpar.integrations.trainer_base import ROWS, answering
 from scatterpar.integrations.transformers import ScatterOnceMixin

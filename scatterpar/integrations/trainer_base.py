@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import DeviceLike, physical, resolve
+from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations.loop import Additions, Modules, as_rows, copy_of, modules_in, rows_of
-from scatterpar.replicas.compiled import checked_how
+from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.sharded import ShardedOptimizer
 from scatterpar.step.markers import Rows
 from scatterpar.verify.verifier import difference
@@ -198,7 +198,7 @@ class AllReplicas(_Base):
         """The model, compiled where ``torch_compile`` asks for it."""
         args = self.args
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        how = checked_how(options if args.torch_compile else None)
+        how = compile_fn_from(options if args.torch_compile else None)
         return model if how is None else how(model)
 
     def _let_go(self) -> None:

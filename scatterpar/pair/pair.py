@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
-from scatterpar.devices.verbs import DeviceLike, has_streams, launches, physical, resolve
-from scatterpar.pair.crossing import (
-    Crossing,
+from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
+from scatterpar.pair.autograd import (
+    AutogradTransfers,
     combine,
     replicate,
     require_eager,
@@ -26,11 +26,12 @@ from scatterpar.pair.crossing import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
-from scatterpar.replicas.buffers import Writing
-from scatterpar.replicas.kinds import check_placement
-from scatterpar.replicas.mirror import holder_of
+from scatterpar.replicas.buffers import BufferWriter
+from scatterpar.replicas.checks import check_placement
+from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step import nested
+from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
 from scatterpar.step.nested import join_rows
 from scatterpar.step.request import (
@@ -42,8 +43,7 @@ from scatterpar.step.request import (
     resolve_reduction,
 )
 from scatterpar.step.substeps import scalar_loss
-from scatterpar.step.weights import weigh
-from scatterpar.threads.sharing import Turn, turn_of_criteria
+from scatterpar.threads.locks import ProgressLock, make_criterion_lock
 from scatterpar.threads.workers import Workers
 
 __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
@@ -88,16 +88,16 @@ class DataParallelModel(Wrapper):
         self.module = module
         self.device_ids = resolve(device_ids)
         master = self.device_ids[0]
-        if len({*self.device_ids}) > 1 and launches(master) and not has_streams(master):
+        if len({*self.device_ids}) > 1 and is_async(master) and not has_streams(master):
             raise ValueError(
                 f"device_ids: {master} has no events, which autograd needs between devices; use "
                 f"one device, or ScatterOnceParallel, which needs none"
             )
         self.dim = dim
         check_placement((module,), self.device_ids, lazy=True)
-        self._hire()
+        self._init_transient()
 
-    def _hire(self) -> None:
+    def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this DataParallelModel")
         self._proven: set[Hashable] = set()
 
@@ -125,14 +125,14 @@ class DataParallelModel(Wrapper):
         plan = make_plan(rows, self.device_ids)
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
-        with self._workers.exclusive(), Crossing() as crossing:
+        with self._workers.exclusive(), AutogradTransfers() as crossing:
             check_links(self.device_ids)
             replicas, guard = replicate(self.module, devices, self._proven)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)
             outputs = run_each(self._workers, plan, modules, calls, guard)
             nested.refuse_generators(outputs)
-            Writing(replicas[0].changed_buffers())()
+            BufferWriter(replicas[0].changed_buffers())()
         return tuple(outputs)
 
 
@@ -171,9 +171,9 @@ class DataParallelCriterion(Wrapper):
             None if device_ids is None else resolve(device_ids)
         )
         self.dim = dim
-        self._hire()
+        self._init_transient()
 
-    def _hire(self) -> None:
+    def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids or (), "this DataParallelCriterion")
         self._proven: set[Hashable] = set()
 
@@ -209,28 +209,28 @@ class DataParallelCriterion(Wrapper):
             check_function("count", count)
         if self._workers.count < len(outputs):
             self._workers = Workers([None] * len(outputs), "this DataParallelCriterion")
-        with self._workers.exclusive(), Crossing() as crossing:
+        with self._workers.exclusive(), AutogradTransfers() as crossing:
             reduction = resolve_reduction(self.module, reduction)
             request = Request(outputs, targets, self.module, reduction, count, dim=self.dim)
             plan = self._plan(outputs, targets)
             devices = [share.device for share in plan.shares]
             pieces = scatter_owned(targets, plan, self.dim, crossing)
             calls = list(zip(outputs, pieces, strict=True))
-            weights = weigh(request, plan, calls)
-            owner = holder_of(self.module)
+            weights = compute_loss_weights(request, plan, calls)
+            owner = root_to_replicate(self.module)
             replicas, guard = (
                 replicate(owner, devices, self._proven) if owner else ([], nullcontext())
             )
             criteria = [replica.of(self.module) for replica in replicas]
-            turns = {physical(device): turn_of_criteria() for device in devices}
+            turns = {physical(device): make_criterion_lock() for device in devices}
             functions = [
                 partial(_loss, criteria[i] if criteria else self.module, turns[physical(device)])
                 for i, device in enumerate(devices)
             ]
             losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
             if replicas:
-                Writing(replicas[0].changed_buffers())()
-        return combine(losses, [weight for (weight,) in weights.of_shares], devices)
+                BufferWriter(replicas[0].changed_buffers())()
+        return combine(losses, [weight for (weight,) in weights.by_share], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
         """The shares of the targets, once it is sure that they are those of the outputs."""
@@ -261,8 +261,10 @@ class DataParallelCriterion(Wrapper):
         return plan
 
 
-def _loss(criterion: Callable[[Any, Any], Any], turn: Turn, output: Any, targets: Any) -> Tensor:
-    with turn.taken():
+def _loss(
+    criterion: Callable[[Any, Any], Any], turn: ProgressLock, output: Any, targets: Any
+) -> Tensor:
+    with turn.held():
         return scalar_loss(criterion(output, targets), "the criterion")
 
 
@@ -297,7 +299,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     if not outputs:
         raise ValueError("there are no outputs to gather")
     (target,) = map(physical, resolve([device]))
-    here = [nested.on_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
+    here = [nested.map_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
     return join_rows(here, dim, rows)
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import (
+from scatterpar.devices.coalescing import (
     Message,
+    empty_like_on,
+    flat_view,
     has_places,
-    in_memory_order,
-    packed,
-    room_like,
+    iter_messages,
     rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 
 
 def version(tensor: Tensor) -> int:
@@ -50,10 +50,10 @@ class Broadcast:
         self.memories = list(dict.fromkeys(device_ids))
         self._tensors = tensors
         self._arrivals = {
-            device: room_like(tensors, device, _is_weight) for device in self.memories[1:]
+            device: empty_like_on(tensors, device, _is_weight) for device in self.memories[1:]
         }
         self._flats = {  # their elements in the order of memory, 1-D
-            device: list(map(in_memory_order, there)) for device, there in self._arrivals.items()
+            device: list(map(flat_view, there)) for device, there in self._arrivals.items()
         }
         self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
         self._kinds = list(map(_kind, tensors))
@@ -83,7 +83,7 @@ class Broadcast:
         """The tensors as ``device`` has them."""
         return self._tensors if device == self.memories[0] else self._arrivals[device]
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Send all of it the next time, whatever has changed."""
         self._sent = None
 
@@ -103,10 +103,10 @@ class Broadcast:
         self._asked = [here, there]
         known = there.values
         if unknown:
-            known = Ledger().copy(known, master, "replicate")  # the host waits for one device
+            known = Transfers().copy(known, master, "replicate")  # the host waits for one device
         return [here.values, known]
 
-    def send(self, ledger: Ledger, values: Sequence[Tensor] = ()) -> None:
+    def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
         """Send what has changed, as the host has read in ``values``."""
         if not self._arrivals:
             return
@@ -117,15 +117,15 @@ class Broadcast:
         moving = set(range(len(self._tensors))) - quiet
         if moving:
             self._sent = None
-            self._send(dict.fromkeys(moving, self.memories[0]), ledger)
+            self._send(dict.fromkeys(moving, self.memories[0]), transfers)
         self._sent = self._versions
         self._fingerprints = here
 
-    def take_in(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
+    def receive_updates(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Bring new values from the memory that has them to all others, the master's too."""
         self.fits()  # whoever wrote the values may have moved them
         sent, self._sent = self._sent, None
-        self._send(owners, ledger)
+        self._send(owners, transfers)
         now = versions(self._tensors)
         if sent is not None:
             self._sent = [now[i] if i in owners else old for i, old in enumerate(sent)]
@@ -142,7 +142,7 @@ class Broadcast:
         """Look where the master's tensors lie, and their elements there, 1-D."""
         self.places = [tensor.detach() for tensor in self._tensors]
         if self._arrivals:
-            self._flats[self.memories[0]] = list(map(in_memory_order, self.places))
+            self._flats[self.memories[0]] = list(map(flat_view, self.places))
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
         """The elements of a tensor in that memory, 1-D, in the order that all others have them."""
@@ -151,21 +151,21 @@ class Broadcast:
             tensor = self._tensors[i].detach()
             there = self._arrivals[self.memories[1]][i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
-            flat = in_memory_order(tensor)
+            flat = flat_view(tensor)
             assert flat is not None
         return flat
 
-    def _send(self, owners: Mapping[int, torch.device], ledger: Ledger) -> None:
+    def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
         for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             tree = [*self.memories[number:], *self.memories[:number]]
-            for message, flat in packed(flats):
-                self._spread(message, flat, tree, ledger)
+            for message, flat in iter_messages(flats):
+                self._spread(message, flat, tree, transfers)
                 del flat
 
     def _spread(
-        self, message: Message, flat: Tensor, tree: Sequence[torch.device], ledger: Ledger
+        self, message: Message, flat: Tensor, tree: Sequence[torch.device], transfers: Transfers
     ) -> None:
         """Bring a message from the first device to all; what comes alone, straight to its place."""
         here = {0: flat}
@@ -175,9 +175,9 @@ class Broadcast:
                 parts = message.of({i: self._flat(i, tree[far]) for i in keys})
                 if len(parts) == 1:
                     (here[far],) = parts
-                    ledger.copy_into(here[far], here[near], "replicate")
+                    transfers.copy_into(here[far], here[near], "replicate")
                 else:
-                    here[far] = ledger.copy(here[near], tree[far], "replicate")
+                    here[far] = transfers.copy(here[near], tree[far], "replicate")
                     torch._foreach_copy_(parts, here[far].split(message.sizes))
 
 

@@ -17,34 +17,34 @@ from typing import Any, NamedTuple, Union
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import copy_lists, grouped, has_places
+from scatterpar.devices.coalescing import copy_lists, grouped, has_places
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
-Place = Union[Buffers, "Registry"]  # gets and sets buffers by name
+Place = Union[Buffers, "BufferRegistration"]  # gets and sets buffers by name
 BufferValue = tuple[Place, str, "Tensor | None"]  # where it is, its name, its value
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class Registered(NamedTuple):
+class ModuleBuffers(NamedTuple):
     """The buffers of a module, and the names of those that state dicts leave out."""
 
     buffers: Buffers
     left_out: set[str]
 
 
-def registered_by(module: nn.Module) -> Registered:
+def buffers_of(module: nn.Module) -> ModuleBuffers:
     """What a module has registered, to read and to write."""
-    return Registered(module._buffers, module._non_persistent_buffers_set)
+    return ModuleBuffers(module._buffers, module._non_persistent_buffers_set)
 
 
-class Registry:
+class BufferRegistration:
     """The buffers of a module that a forward pass registered in another way on a copy."""
 
-    def __init__(self, module: Registered, copy: Registered) -> None:
+    def __init__(self, module: ModuleBuffers, copy: ModuleBuffers) -> None:
         self._buffers, self._left_out = module
         self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
         self.get = self._buffers.get
@@ -62,7 +62,7 @@ class Registry:
 
 
 def values_after(
-    modules: Sequence[Registered], copies: Sequence[Registered], of: Callable[[Any], Any]
+    modules: Sequence[ModuleBuffers], copies: Sequence[ModuleBuffers], of: Callable[[Any], Any]
 ) -> Iterator[tuple[int, Place, str, Tensor | None]]:
     """What the copies' buffers are: the module's number, where to write it, its name, the value.
 
@@ -72,7 +72,7 @@ def values_after(
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
         holder, own = module.buffers, copy.buffers
         if module.left_out != copy.left_out or holder.keys() != own.keys():
-            place = Registry(module, copy)
+            place = BufferRegistration(module, copy)
             for name in {**holder, **own}:
                 yield m, place, name, own.get(name)
             continue
@@ -85,7 +85,7 @@ def values_after(
                 yield m, holder, name, value
 
 
-class Writing:
+class BufferWriter:
     """How to write buffers, in place or anew; what that takes memory for is made here.
 
     Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
@@ -97,7 +97,7 @@ class Writing:
         self.anew: list[BufferValue] = []
         for place, name, value in self.buffers:
             target = place.get(name)
-            if value is target is None and not isinstance(place, Registry):
+            if value is target is None and not isinstance(place, BufferRegistration):
                 continue
             if value is None or target is None or not _fits(target, value):
                 self.anew.append((place, name, value if value is None else value.detach()))
@@ -110,7 +110,7 @@ class Writing:
             elif not same_bits(target, value):
                 target = value.detach().clone()
                 self.anew.append((place, name, target))
-            if isinstance(place, Registry):
+            if isinstance(place, BufferRegistration):
                 self.anew.append((place, name, target))
         self._pairs = grouped(
             [target for target, _ in into.values()], [v for _, v in into.values()]
@@ -153,10 +153,12 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-Seen = dict[int, list[Moments]]  # by the number of the module: of each call, in their order
+RecordedMoments = dict[
+    int, list[Moments]
+]  # by the number of the module: of each call, in their order
 
 
-class Layer(NamedTuple):
+class BatchNormUpdate(NamedTuple):
     """One batch normalisation of the user's, and what it has seen in a step, if anything."""
 
     buffers: Buffers
@@ -169,9 +171,9 @@ def batch_norms(modules: Iterable[nn.Module]) -> dict[int, Any]:
     return {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
 
 
-def listening(copies: Mapping[int, Any]) -> Seen:
+def listening(copies: Mapping[int, Any]) -> RecordedMoments:
     """Let these batch normalisations note what they see, here; their own statistics stay."""
-    seen: Seen = {m: [] for m in copies}
+    seen: RecordedMoments = {m: [] for m in copies}
     for m, module in copies.items():
         call = _Call(m, seen)
         module.register_forward_pre_hook(call.begin)
@@ -186,7 +188,7 @@ class _Call:
     kernel that needs them anyway gives them.
     """
 
-    def __init__(self, number: int, seen: Seen) -> None:
+    def __init__(self, number: int, seen: RecordedMoments) -> None:
         self._number, self._seen = number, seen
         self._own: tuple[Any, ...] | None = None
 
@@ -235,7 +237,7 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def running(layer: Layer) -> list[tuple[Buffers, str, Tensor]]:
+def running(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
     """Where each running statistic of a layer is, its name, and its value after the step.
 
     As torch computes it in one call.

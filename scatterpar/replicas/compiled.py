@@ -18,7 +18,9 @@ from torch import nn
 
 from scatterpar import torch_private
 
-How = Callable[[Callable[..., Any]], Callable[..., Any]]  # compiles a function, as torch.compile
+CompileFn = Callable[
+    [Callable[..., Any]], Callable[..., Any]
+]  # compiles a function, as torch.compile
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -26,13 +28,13 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 class Compiler:
     """Makes the compiled calls of replicas: all compile by ``how``, or what the user compiled."""
 
-    def __init__(self, how: How | None = None) -> None:
+    def __init__(self, how: CompileFn | None = None) -> None:
         self._how = how
         self._code: dict[type, types.CodeType] = {}
         self.is_used = False
 
-    def call_of(
-        self, module: nn.Module, replica: nn.Module, is_root: bool, how: How | None = None
+    def compiled_call(
+        self, module: nn.Module, replica: nn.Module, is_root: bool, how: CompileFn | None = None
     ) -> Callable[..., Any] | None:
         """The compiled call of a replica; ``None`` where it is not to be compiled.
 
@@ -40,7 +42,7 @@ class Compiler:
         """
         own = module._compiled_call_impl
         if own is not None:
-            how = torch_private.compiled_how(own)
+            how = torch_private.compile_fn_of(own)
         elif how is None and is_root:
             how = self._how
         if how is None:
@@ -59,7 +61,7 @@ class Compiler:
         return call
 
 
-def checked_how(compile: bool | Mapping[str, Any] | None) -> How | None:
+def compile_fn_from(compile: bool | Mapping[str, Any] | None) -> CompileFn | None:
     """What ``compile=`` asks for: a function that compiles as ``torch.compile`` does.
 
     Raises:
@@ -88,7 +90,7 @@ def _refuse_cuda_graphs(what: str) -> NoReturn:
     )
 
 
-def unwrapped(module: Any) -> tuple[Any, How | None]:
+def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
     """The module that ``torch.compile`` was given, and how it compiles; others as they are."""
     if torch_private.is_compiled_module(module):
         return module._orig_mod, module.dynamo_ctx

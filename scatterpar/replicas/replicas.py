@@ -13,34 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import copy_lists, grouped, is_in_memory_order, room_like
-from scatterpar.devices.fingerprints import on_the_host
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices import runtime
+from scatterpar.devices.coalescing import copy_lists, empty_like_on, grouped, has_flat_view
+from scatterpar.devices.fingerprints import to_host
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
+    BufferRegistration,
     Buffers,
     BufferValue,
+    BufferWriter,
     Place,
-    Registry,
-    Writing,
     batch_norms,
+    buffers_of,
     listening,
-    registered_by,
     values_after,
 )
-from scatterpar.replicas.compiled import Compiler, How
-from scatterpar.replicas.guard import Shared
-from scatterpar.replicas.kinds import check_placement
-from scatterpar.replicas.mirror import Mirror, Snapshot, Survey, holder_of
+from scatterpar.replicas.checks import check_placement
+from scatterpar.replicas.compiled import CompileFn, Compiler
+from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy, Snapshot, root_to_replicate
+from scatterpar.replicas.parameter_guard import ParameterGuard
 
-Lent = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
+ParameterCopies = dict[Tensor, dict[torch.device, Tensor]]  # a parameter as each memory has it
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class Replicas:
+class ReplicaSet:
     """The replicas of a module on some devices, and of the criterion that it is trained with.
 
     Parameters on the master's own device share its storage; every other device has one
@@ -58,7 +58,7 @@ class Replicas:
         self,
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
-        how: How | None = None,
+        how: CompileFn | None = None,
         pools: bool = False,
     ) -> None:
         self._wide = wide
@@ -66,12 +66,14 @@ class Replicas:
         self.criteria: list[Any] = []  # of each replica
         self.compiler = Compiler(how)
         self.changes = 0  # how often the modules changed in more than the values of tensors
-        self.rehearsed: set[Hashable] = set()  # what compiled replicas have met as they are now
+        self.warmed_up_kinds: set[Hashable] = (
+            set()
+        )  # what compiled replicas have met as they are now
         self.roots: tuple[Any, ...] = ()
         self.device_ids = tuple(device_ids)
-        self.leave_behind()
+        self.discard()
 
-    def leave_behind(self) -> None:
+    def discard(self) -> None:
         """Make all of them anew: threads of an interrupted step may still use these."""
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
@@ -81,11 +83,11 @@ class Replicas:
         vars(self).pop("_of_criterion", None)
 
     @cached_property
-    def _of_criterion(self) -> Replicas:
-        return Replicas(self.device_ids, self._wide, None, self._pools)
+    def _of_criterion(self) -> ReplicaSet:
+        return ReplicaSet(self.device_ids, self._wide, None, self._pools)
 
     @property
-    def parts(self) -> list[Replicas]:
+    def replica_sets(self) -> list[ReplicaSet]:
         """These and, where the criterion has any of its own, those of the criterion."""
         return [self, self._of_criterion] if self._has_beside else [self]
 
@@ -93,7 +95,7 @@ class Replicas:
         self,
         module: nn.Module,
         criterion: Callable[..., Any] | None,
-        ledger: Ledger,
+        transfers: Transfers,
         criterion_once: bool = False,
     ) -> None:
         """Make all replicas equal to the master's.
@@ -102,51 +104,53 @@ class Replicas:
         ``criterion_once`` on the master alone; so are the modules and tensors that are bound
         in a ``functools.partial``. Any other callable is called as it is.
         """
-        owner = holder_of(criterion)
+        owner = root_to_replicate(criterion)
         with torch.inference_mode(False), torch.no_grad():
             asked = [self._follow((module,), self.device_ids)]
             self._has_beside = owner is not None and not self._has_all_of(owner)
             if self._has_beside:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
                 asked.append(self._of_criterion._follow((owner,), devices))
-            replicas = self.parts[-1].replicas
-            self.criteria = [criterion if owner is None else r.of(criterion) for r in replicas]
-            values = iter(on_the_host([*chain(*asked)]))  # the host waits once
-            for part, its in zip(self.parts, asked, strict=True):
-                part._broadcast.send(ledger, list(islice(values, len(its))))
+            replicas = self.replica_sets[-1].replicas
+            self.criteria = [criterion if owner is None else r.copy_of(criterion) for r in replicas]
+            values = iter(to_host([*chain(*asked)]))  # the host waits once
+            for part, its in zip(self.replica_sets, asked, strict=True):
+                part._broadcast.send(transfers, list(islice(values, len(its))))
                 for replica in part.replicas:
                     replica.refresh(part._broadcast.places)
 
-    def let_go(self) -> None:
+    def clear_step_state(self) -> None:
         """Let go of what the replicas computed, and of the user's criterion."""
         self.criteria = []
-        for part in self.parts:
+        for part in self.replica_sets:
             part.clear_gradients()
 
     def _has_all_of(self, owner: Any) -> bool:
         """Whether what a criterion brings along is the model's: modules, tensors."""
         if isinstance(owner, nn.Module):
             return self.contains(owner)
-        survey = Survey((owner,))
+        survey = ModuleContents((owner,))
         tensors = set(map(id, self.tensors))
         return (
             tensors >= survey.tensors.keys()
             and self._survey.modules.keys() >= survey.modules.keys()
         )
 
-    def lend(self) -> Lent:
+    def parameter_copies(self) -> ParameterCopies:
         """Parameters that may be written in any memory; then they are taken in, or distrusted."""
         starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
         return {
             tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
             for i, tensor in enumerate(self.shared.originals)
-            if is_in_memory_order(tensor) and starts[tensor.data_ptr()] == 1
+            if has_flat_view(tensor) and starts[tensor.data_ptr()] == 1
         }
 
-    def take_in(self, owners: Mapping[Tensor, torch.device], ledger: Ledger) -> None:
+    def broadcast_updates(
+        self, owners: Mapping[Tensor, torch.device], transfers: Transfers
+    ) -> None:
         """Bring the new values of parameters from these memories to all others."""
         positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
-        self._broadcast.take_in(positions, ledger)
+        self._broadcast.receive_updates(positions, transfers)
 
     def contains(self, module: nn.Module) -> bool:
         """Whether ``module`` is one of those that are replicated."""
@@ -175,7 +179,7 @@ class Replicas:
     def clear_gradients(self) -> None:
         """Let go of what the replicas computed."""
         for replica in self.replicas:
-            for i in self.trained:
+            for i in self.trained_indices:
                 replica.tensors[i].grad = None
 
     def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
@@ -194,12 +198,12 @@ class Replicas:
         if self._state is None or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
-            turned = self._state.turned()
+            turned = self._state.value_changes()
             if turned is None:
                 return False
             for state in (self._state, *(replica.state for replica in self.replicas)):
-                state.turn(turned)
-            self.rehearsed.clear()
+                state.apply_changes(turned)
+            self.warmed_up_kinds.clear()
             self.changes += 1
         if self._trained_as is None or self._training() != self._trained_as:
             self._train()
@@ -211,11 +215,11 @@ class Replicas:
             sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
             for t in self.tensors
         ]
-        self.trained = [i for i, dtype in enumerate(dtypes) if dtype is not None]
-        self.leaves = [i for i in self.trained if _is_leaf(self.tensors[i])]
-        self.kept = [i for i in self.trained if not _is_leaf(self.tensors[i])]
-        self.trained_tensors = [self.tensors[i] for i in self.leaves]
-        self.rehearsed.clear()
+        self.trained_indices = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+        self.leaf_indices = [i for i in self.trained_indices if _is_leaf(self.tensors[i])]
+        self.non_leaf_indices = [i for i in self.trained_indices if not _is_leaf(self.tensors[i])]
+        self.trained_tensors = [self.tensors[i] for i in self.leaf_indices]
+        self.warmed_up_kinds.clear()
         self.changes += 1
         for replica in self.replicas:
             replica.train_like(dtypes)
@@ -224,11 +228,11 @@ class Replicas:
     def _build(self) -> None:
         self._state = None
         check_placement(self.roots, self.device_ids)
-        survey = Survey(self.roots, verbs.physical(self.device_ids[0]))
+        survey = ModuleContents(self.roots, runtime.physical(self.device_ids[0]))
         modules = list(survey.modules.values())
         self.tensors = list(survey.tensors.values())
         self._survey = survey
-        self.registered = [registered_by(module) for module in modules]
+        self.registered = [buffers_of(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self._pools else {}
         if not self._broadcast.is_of(self.tensors, self.device_ids):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
@@ -237,19 +241,21 @@ class Replicas:
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
         copies = [(replica.device, replica.tensors) for replica in self.replicas]
-        self.shared = Shared(self.roots, self._broadcast, copies)
+        self.shared = ParameterGuard(self.roots, self._broadcast, copies)
         self._train()
         sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
         containers = [*survey.containers, *(own for _, own in survey.attributes)]
         self._state = Snapshot(containers, partial(survey.facts, sparse))
-        self._plan_writing()
+        self._plan_buffer_writer()
 
-    def _plan_writing(self) -> None:
+    def _plan_buffer_writer(self) -> None:
         """Of buffers that are the same tensors before and after a step."""
         first = self.replicas[0]
         registered = [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
-        writing = Writing((place, name, value) for _, place, name, value in self.buffers_after())
+        writing = BufferWriter(
+            (place, name, value) for _, place, name, value in self.buffers_after()
+        )
         self._writing = None if writing.anew else writing
 
     def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
@@ -258,14 +264,16 @@ class Replicas:
         But for statistics that move once a step.
         """
         first = self.replicas[0]
-        after = values_after(self.registered, first.registered, first.of)
+        after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
 
-    def writing(self) -> Writing | None:
+    def buffer_writer(self) -> BufferWriter | None:
         """What brings all buffers of replica 0 to the master, unless any is another tensor now."""
-        home = [replica.states_are_home() for replica in self.replicas]
+        home = [replica.state_is_canonical() for replica in self.replicas]
         for replica, is_home in zip(self.replicas, home, strict=True):
-            replica.at_home = self._broadcast.places if is_home and self.shared.stay else None
+            replica.checked_places = (
+                self._broadcast.places if is_home and self.shared.storages_unchanged else None
+            )
         return self._writing if home[0] and self._registered.unchanged() else None
 
     def _training(self) -> list[Any] | None:
@@ -273,20 +281,20 @@ class Replicas:
         try:
             return [
                 *map(_REQUIRES_GRAD, self.tensors),
-                *[self.tensors[i].grad_dtype for i in self.leaves],
+                *[self.tensors[i].grad_dtype for i in self.leaf_indices],
             ]
         except RuntimeError:  # a leaf is none any more
             return None
 
 
 @contextlib.contextmanager
-def guarded(parts: Sequence[Replicas], *, again: bool = False) -> Iterator[None]:
+def parameter_writes_refused(parts: Sequence[ReplicaSet], *, again: bool = False) -> Iterator[None]:
     """Refuse forward passes in the body that write parameters or make some.
 
     Those that come ``again``, after the criterion, prove themselves.
     """
     with contextlib.ExitStack() as stack:
-        unproven = [part for part in parts if (part.flags, again) not in part.shared.proven]
+        unproven = [part for part in parts if (part.flags, again) not in part.shared.checked_modes]
         for part in parts:
             if part.shared.originals:
                 stack.enter_context(part.shared.read_only((part.flags, again)))
@@ -315,41 +323,43 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-class Replica(Mirror):
+class Replica(ModuleCopy):
     """One working copy: its modules, and its tensors in the order of the master's."""
 
     def __init__(
         self,
         device: torch.device,
         sources: Sequence[Tensor],
-        survey: Survey,
+        survey: ModuleContents,
         compiler: Compiler,
         batch_norms: Mapping[int, nn.Module],
     ) -> None:
         self.device = device
         originals = list(survey.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
-        own = room_like([originals[i] for i in private], device, is_plain)
+        own = empty_like_on([originals[i] for i in private], device, is_plain)
         # Where each tensor lies: with the sources, or in memory of this replica's own.
-        self._homes = list(sources)
+        self._canonical = list(sources)
         for i, room in zip(private, own, strict=True):
-            self._homes[i] = room
+            self._canonical[i] = room
         # ``.data``: an alias that counts its own versions, so that writes can be told apart.
         self.tensors = [
             home.data if is_state(original) else parameter_like(original, home.data)
-            for original, home in zip(originals, self._homes, strict=True)
+            for original, home in zip(originals, self._canonical, strict=True)
         ]
         states = [self.tensors[i] for i in private]
         self._states = states, own
         self._copied = grouped(states, [sources[i] for i in private])
         super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
-        self.roots = tuple(map(self.of, survey.roots))
-        self.registered = [registered_by(self.of(module)) for module in survey.modules.values()]
-        self.seen = listening({m: self.of(module) for m, module in batch_norms.items()})
+        self.roots = tuple(map(self.copy_of, survey.roots))
+        self.registered = [buffers_of(self.copy_of(module)) for module in survey.modules.values()]
+        self.seen = listening({m: self.copy_of(module) for m, module in batch_norms.items()})
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
-        self.at_home: object = None  # where the master's tensors lay when each of these was there
+        self.checked_places: object = (
+            None  # where the master's tensors lay when each of these was there
+        )
 
     def refresh(self, places: object = None) -> None:
         """Undo what a forward pass rebound, and copy in the sources' buffers: without grad mode.
@@ -362,9 +372,9 @@ class Replica(Mirror):
         if not self.state.unchanged():
             self.state.restore()
         self.rebind()
-        at_home, self.at_home = self.at_home, None
-        if (at_home is None or at_home is not places) and not self._is_home():
-            for tensor, home in zip(self.tensors, self._homes, strict=True):
+        at_home, self.checked_places = self.checked_places, None
+        if (at_home is None or at_home is not places) and not self._is_canonical():
+            for tensor, home in zip(self.tensors, self._canonical, strict=True):
                 if not tensor.is_set_to(home):
                     tensor.data = home
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
@@ -373,7 +383,7 @@ class Replica(Mirror):
         self.seen.update({m: [] for m in self.seen})
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """The body begins with the state of the last refresh, and leaves the one that it found.
 
         That is the values of buffers and which are registered, and what batch normalisations noted.
@@ -381,7 +391,7 @@ class Replica(Mirror):
         own: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
         named: list[BufferValue] = [(own, *item) for item in own.items()]
         for one in self.registered:
-            place = Registry(one, one)
+            place = BufferRegistration(one, one)
             named += [(place, *item) for item in one.buffers.items()]
         seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
@@ -393,17 +403,17 @@ class Replica(Mirror):
         finally:
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
-                Writing(before)()
+                BufferWriter(before)()
             self.seen.update(seen)
 
     def is_as_refreshed(self) -> bool:
         """Whether forward passes have rebound nothing since the last refresh."""
-        return self.state.unchanged() and self._is_home()
+        return self.state.unchanged() and self._is_canonical()
 
-    def _is_home(self) -> bool:
-        return all(map(Tensor.is_set_to, self.tensors, self._homes))
+    def _is_canonical(self) -> bool:
+        return all(map(Tensor.is_set_to, self.tensors, self._canonical))
 
-    def states_are_home(self) -> bool:
+    def state_is_canonical(self) -> bool:
         """Whether what is this replica's own lies where it did at the refresh."""
         return all(map(Tensor.is_set_to, *self._states))
 

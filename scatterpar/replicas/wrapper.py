@@ -80,7 +80,7 @@ class Wrapper(nn.Module):
                 f"self.engine = [{wrapper}(self)], which is no child"
             )
 
-    def _hire(self) -> None:
+    def _init_transient(self) -> None:
         """Make what is transient."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class Wrapper(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._hire()
+        self._init_transient()
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

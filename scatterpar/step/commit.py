@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.buffers import Writing, running
+from scatterpar.replicas.buffers import BufferWriter, running
 from scatterpar.step.outcome import Outcome
 from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
@@ -37,7 +37,7 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
     unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
-    writings = [*outcome.writings, Writing(unplanned)]
+    writings = [*outcome.writings, BufferWriter(unplanned)]
     if deferred:
         loss = _attach(outcome.returned, pairs, outcome.scale)
         outcome.attempt.generators.commit()
@@ -79,7 +79,7 @@ def _remember(
     )
     written = [was for was, _ in old if may_fail]
     written += [leaf for leaf, _ in pairs if observed and has_gradient_hooks(leaf)]
-    attempt.keep(written, earlier)
+    attempt.save_for_undo(written, earlier)
 
 
 def _all_fit(pairs: Sequence[_Pair]) -> bool:

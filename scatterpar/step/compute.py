@@ -20,31 +20,35 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.buffers import Writing, running
-from scatterpar.replicas.replicas import Replicas, guarded
+from scatterpar.replicas.buffers import BufferWriter, running
+from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
-from scatterpar.step.captured import brought_along, other_leaves, statistics
+from scatterpar.step.criterion_closure import (
+    closure_tensors_and_modules,
+    external_leaves,
+    training_buffers,
+)
+from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.markers import has_entries
 from scatterpar.step.nested import join_rows, needs_layout
 from scatterpar.step.outcome import Computed, Result
-from scatterpar.step.reduce import collect, reduce_buffers, reduce_moments
+from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival, scatter
+from scatterpar.step.scatter import ShareLoader, scatter
 from scatterpar.step.substeps import (
-    Task,
+    ReplicaTask,
+    detached_output,
     forward,
-    hand_out,
-    kept,
-    noted,
+    make_tasks,
+    note_replica,
     prepare_autograd,
-    pull,
-    train,
+    run_backward,
+    train_share,
 )
-from scatterpar.step.weights import Weights
-from scatterpar.step.whole_batch import Peers, Seen, first_pass, output_at, train_whole
+from scatterpar.step.whole_batch import FirstPass, Peers, first_pass, output_at, train_whole
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
-from scatterpar.threads.context import autocast_types
-from scatterpar.threads.sharing import Stash
+from scatterpar.threads.locks import Stash
 from scatterpar.threads.workers import Attempt
 
 
@@ -55,8 +59,8 @@ class Checks(Protocol):
         self,
         attempt: Attempt,
         request: Request,
-        tasks: Sequence[Task],
-        parts: Sequence[Replicas],
+        tasks: Sequence[ReplicaTask],
+        parts: Sequence[ReplicaSet],
         peers: Peers | None,
     ) -> None:
         """Raise ``ValueError`` if losses do not combine as the engine is about to combine them."""
@@ -65,14 +69,14 @@ class Checks(Protocol):
         self,
         attempt: Attempt,
         request: Request,
-        task: Task,
+        task: ReplicaTask,
         output_of: Callable[[Any], Any],
         sizes: Sequence[Any],
     ) -> Any:
         """The number of entries per row in each output; ``None`` without ``verify``."""
 
     def watch_state(
-        self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
+        self, request: Request, tasks: Sequence[ReplicaTask], parts: Sequence[ReplicaSet]
     ) -> Callable[[], None]:
         """Returns a function that warns of state that sub-steps have changed since this call."""
 
@@ -83,9 +87,9 @@ _PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compil
 def compute(
     attempt: Attempt,
     request: Request,
-    copies: Replicas,
-    arrivals: Sequence[Arrival],
-    weights: Weights,
+    copies: ReplicaSet,
+    loaders: Sequence[ShareLoader],
+    weights: LossWeights,
     checks: Checks,
     peers: Peers | None,
 ) -> Computed:
@@ -95,16 +99,16 @@ def compute(
     until the end of this, statistics that a criterion moves until the commit.
     """
     prepare_autograd()
-    parts = copies.parts
-    brought = brought_along(request.criterion)
-    reached = statistics(brought)
-    attempt.keep(reached)
-    named = other_leaves(brought, parts) if peers else None
+    parts = copies.replica_sets
+    brought = closure_tensors_and_modules(request.criterion)
+    reached = training_buffers(brought)
+    attempt.save_for_undo(reached)
+    named = external_leaves(brought, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
         clock = attempt.clock
-        tasks = hand_out(request, attempt.plan, copies, arrivals, weights.of_shares, stash, clock)
+        tasks = make_tasks(request, attempt.plan, copies, loaders, weights.by_share, stash, clock)
         whole = request.whole_batch
-        with guarded(parts):
+        with parameter_writes_refused(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
             of_model = _buffers_of_model(reached, parts)
             with clock.span("verify"):
@@ -115,7 +119,7 @@ def compute(
             if whole:
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
-                work = partial(train, request=request, generators=attempt.generators)
+                work = partial(train_share, request=request, generators=attempt.generators)
                 if request.graphs is not None and request.most is None and request.backward:
                     launch = partial(request.graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
@@ -124,11 +128,13 @@ def compute(
         if whole:
             peers = None if request.most else peers  # a trial is this process's own
             criterion = copies.criteria[0]
-            with guarded(parts, again=True):  # the second pass undoes what the first one rebound
+            with parameter_writes_refused(
+                parts, again=True
+            ):  # the second pass undoes what the first one rebound
                 results = train_whole(
                     attempt, request, tasks, seen, parts, criterion, peers, layout
                 )
-        attempt.ledger.settle()
+        attempt.transfers.synchronize()
         tell_moved()
         _join_returned(request, tasks, results, layout)
         moved = {id(t) for t, before in of_model if not same_bits(t, before)}
@@ -136,7 +142,7 @@ def compute(
 
 
 def _buffers_of_model(
-    reached: Sequence[Tensor], parts: Sequence[Replicas]
+    reached: Sequence[Tensor], parts: Sequence[ReplicaSet]
 ) -> list[tuple[Tensor, Tensor]]:
     """The tensors in ``reached`` of which replicas have copies, each with its value."""
     of_model = {id(t) for part in parts for t in part.tensors} if reached else set()
@@ -146,25 +152,27 @@ def _buffers_of_model(
 def _layout_of_step(
     attempt: Attempt,
     request: Request,
-    tasks: Sequence[Task],
-    found: Sequence[Seen] | Sequence[Result],
+    tasks: Sequence[ReplicaTask],
+    found: Sequence[FirstPass] | Sequence[Result],
     checks: Checks,
 ) -> Any:
     """The number of entries per row in outputs; ``None`` if sizes tell, or no output is joined."""
-    pieces = [p for one in found for p in (one.pieces if isinstance(one, Seen) else one.outputs)]
+    pieces = [
+        p for one in found for p in (one.pieces if isinstance(one, FirstPass) else one.outputs)
+    ]
     rows = [stop - start for task in tasks for start, stop in task.share.micro_batches]
     if not pieces or not needs_layout(pieces, request.dim, rows):
         return None
 
     def output_of(inputs: Any) -> Any:
         output = tasks[0].output_of(inputs)
-        return output if request.whole_batch else kept(output, request.return_outputs)
+        return output if request.whole_batch else detached_output(output, request.return_outputs)
 
     return checks.layout_of(attempt, request, tasks[0], output_of, pieces[0])
 
 
 def _join_returned(
-    request: Request, tasks: Sequence[Task], results: Sequence[Result], layout: Any
+    request: Request, tasks: Sequence[ReplicaTask], results: Sequence[Result], layout: Any
 ) -> None:
     """Join the outputs of each replica's micro-batches, if the user asked for outputs."""
     if request.order or not request.return_outputs:  # with costs, outputs are joined on the master
@@ -172,7 +180,7 @@ def _join_returned(
     for task, result in zip(tasks, results, strict=True):
         rows = [stop - start for start, stop in task.share.micro_batches]
         weights = rows if request.whole_batch else task.weights
-        with noted(task.share):
+        with note_replica(task.share):
             result.outputs = join_rows(
                 result.outputs, request.dim, weights, rows, strict=True, layout=layout
             )
@@ -180,7 +188,7 @@ def _join_returned(
 
 def infer(
     attempt: Attempt,
-    copies: Replicas,
+    copies: ReplicaSet,
     module: nn.Module,
     request: Request,
     buffers_from: str,
@@ -190,12 +198,12 @@ def infer(
 
     The request's ``inputs`` are positional and keyword arguments.
     """
-    plan, ledger, dim = attempt.plan, attempt.ledger, request.dim
-    arrivals = scatter(request.batch, plan, dim, ledger)
-    copies.refresh(module, None, ledger)
-    tasks, parts = hand_out(request, plan, copies, arrivals), copies.parts
+    plan, transfers, dim = attempt.plan, attempt.transfers, request.dim
+    loaders = scatter(request.batch, plan, dim, transfers)
+    copies.refresh(module, None, transfers)
+    tasks, parts = make_tasks(request, plan, copies, loaders), copies.replica_sets
     lists, layout = has_entries(request.batch), None
-    with guarded(parts):
+    with parameter_writes_refused(parts):
         warm_up(attempt, tasks, parts, _predicted)
         pieces = attempt.run(_infer_share, tasks)
         rows = [[stop - start for start, stop in share.micro_batches] for share in plan.shares]
@@ -208,48 +216,48 @@ def infer(
             join_rows(own, dim, n, n, lists=lists, layout=layout)
             for own, n in zip(pieces, rows, strict=True)
         ]
-    output = collect(outputs, plan, dim, ledger, lists=lists, layout=layout)
-    ledger.settle()
+    output = gather_to_master(outputs, plan, dim, transfers, lists=lists, layout=layout)
+    transfers.synchronize()
     if any(part.training for part in module.modules()):
-        buffers = reduce_buffers(parts, plan.shares, buffers_from, ledger)
-        for layer in reduce_moments(parts, len(outputs), ledger):
+        buffers = reduce_buffers(parts, plan.shares, buffers_from, transfers)
+        for layer in reduce_moments(parts, len(outputs), transfers):
             buffers += running(layer)
-        Writing(buffers)()
+        BufferWriter(buffers)()
     attempt.generators.commit()
     return output
 
 
-def _infer_share(task: Task, *, proceed: Callable[[], None]) -> list[Any]:
+def _infer_share(task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
     outputs = []
     for number in range(len(task.share.micro_batches)):
         if number:
             proceed()
-        with noted(task.share, number):
-            outputs.append(_predicted(task, task.arrival.rows_of(number)))
+        with note_replica(task.share, number):
+            outputs.append(_predicted(task, task.loader.load(number)))
     return outputs
 
 
-def _called(task: Task, inputs: Any) -> Any:
+def _called(task: ReplicaTask, inputs: Any) -> Any:
     args, kwargs = inputs
     with torch.no_grad():
         return task.module(*args, **kwargs)
 
 
-def _predicted(task: Task, rows: Any) -> Any:
+def _predicted(task: ReplicaTask, rows: Any) -> Any:
     output = _called(task, rows[0])
     nested.refuse_generators(output)
     return output
 
 
-def _loss(task: Task, rows: Any) -> Tensor:
+def _loss(task: ReplicaTask, rows: Any) -> Tensor:
     return forward(task, rows)[1]
 
 
 def warm_up(
     attempt: Attempt,
-    tasks: Sequence[Task],
-    parts: Sequence[Replicas],
-    compute_rows: Callable[[Task, Any], Any],
+    tasks: Sequence[ReplicaTask],
+    parts: Sequence[ReplicaSet],
+    compute_rows: Callable[[ReplicaTask, Any], Any],
 ) -> None:
     """Compile what compiled replicas have not met: run it, and restore all but compiled code.
 
@@ -263,29 +271,31 @@ def warm_up(
     for task in tasks:
         numbers = range(len(task.share.micro_batches))
         flags: Hashable = task.share.replica, compute_rows, model.flags, modes
-        kinds = [(flags, _outline(task.arrival.at_source(number))) for number in numbers]
+        kinds = [(flags, _compile_key(task.loader.source_rows(number))) for number in numbers]
         found = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
-        new.append({kind: number for kind, number in found if kind not in model.rehearsed})
+        new.append({kind: number for kind, number in found if kind not in model.warmed_up_kinds})
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
     tasks = [replace(task, clock=SILENT) for task in tasks]
 
-    def one_at_a_time(task: Task, *, proceed: Callable[[], None]) -> None:
+    def one_at_a_time(task: ReplicaTask, *, proceed: Callable[[], None]) -> None:
         replica = task.share.replica
         for earlier in done[:replica]:  # or beside one that waits for this replica
             while not earlier.wait(_PATIENCE_SECONDS) and torch_private.is_compiling():
                 pass
         try:
-            with attempt.apart(task), torch_private.many_graphs():
+            with attempt.isolated(task), torch_private.many_graphs():
                 for number in sorted(new[replica].values()):
                     proceed()
-                    with noted(task.share, number):
-                        rows = task.arrival.rows_of(number, keep=True)  # the step asks for them
+                    with note_replica(task.share, number):
+                        rows = task.loader.load(number, keep=True)  # the step asks for them
                         output = compute_rows(task, rows)
                         roots = [t for t in nested.tensors(output) if t.requires_grad]
                         if roots:
-                            pull(roots, [torch.zeros_like(t) for t in roots], autocast_types())
+                            run_backward(
+                                roots, [torch.zeros_like(t) for t in roots], autocast_types()
+                            )
         finally:
             done[replica].set()
 
@@ -298,12 +308,12 @@ def warm_up(
         for part in parts:
             part.clear_gradients()
         if tasks[0].stash is not None:
-            tasks[0].stash.forget()
+            tasks[0].stash.drop_gradients()
     for met in new:
-        model.rehearsed.update(met)
+        model.warmed_up_kinds.update(met)
 
 
-def _outline(rows: Any) -> Hashable:
+def _compile_key(rows: Any) -> Hashable:
     """What two micro-batches have alike that the same compiled code takes."""
     plain = bool, int, float, str
     return tuple(

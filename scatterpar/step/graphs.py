@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
-from scatterpar.devices.chunks import copy_each
+from scatterpar.devices import runtime
+from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.recorder import Recorder
-from scatterpar.replicas.mirror import contents
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.module_copy import contents
+from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step import nested
-from scatterpar.step.fitting import is_out_of_memory
-from scatterpar.step.markers import opened
+from scatterpar.step.auto_accum import is_out_of_memory
+from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Request
-from scatterpar.step.substeps import Launched, Task, forward, kept
+from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output, forward
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
-from scatterpar.threads.context import autocast_types
 from scatterpar.threads.workers import Attempt
 
 _SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
@@ -66,10 +66,10 @@ class _Graph:
     output: Any = None
     replay: Callable[..., None] | None = None
 
-    def compute(self, task: Task, keep: bool, number: int = 0) -> None:
+    def compute(self, task: ReplicaTask, keep: bool, number: int = 0) -> None:
         """The sub-step itself: what is captured, or on the CPU called again."""
         output, loss = forward(task, self.rows, number)
-        self.output = kept(output, keep=True) if keep else None
+        self.output = detached_output(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
         task.pull(loss, self.factor, autocast_types(), number)
@@ -121,8 +121,8 @@ class Graphs:
         self._untold = threading.Lock()
 
     def of(
-        self, task: Task, request: Request, parts: Sequence[Replicas], attempt: Attempt
-    ) -> Graphed:
+        self, task: ReplicaTask, request: Request, parts: Sequence[ReplicaSet], attempt: Attempt
+    ) -> GraphedSubsteps:
         """What computes the sub-steps of one replica in one step."""
         number, state = task.share.replica, _state_of(task, parts)
         if number not in self._kept:
@@ -131,13 +131,13 @@ class Graphs:
         if own.state != state:
             own.forget()
             own.state = state
-        return Graphed(own, task, request, attempt)
+        return GraphedSubsteps(own, task, request, attempt)
 
 
-class Graphed(Launched):
+class GraphedSubsteps(EagerSubsteps):
     """Sub-steps of one replica in one step, by its ``own`` graphs where there are any."""
 
-    def __init__(self, own: _Kept, task: Task, request: Request, attempt: Attempt) -> None:
+    def __init__(self, own: _Kept, task: ReplicaTask, request: Request, attempt: Attempt) -> None:
         super().__init__(task, request)
         self._own, self._attempt = own, attempt
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
@@ -145,16 +145,16 @@ class Graphed(Launched):
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task, own = self._task, self._own
-        source = task.arrival.at_source(number)
+        source = task.loader.source_rows(number)
         key = _shape_of(source) if weight else None
         graph = own.graphs.get(key)
         if graph is not None:  # rows from elsewhere arrive while the graph reads those before
-            came = source if task.arrival.is_here else task.rows_of(number)
+            came = source if task.loader.is_local else task.rows_of(number)
             copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
         elif key is not None and own.may_capture():
             rows = task.rows_of(number)
             try:
-                graph = own.graphs[key] = self._captured(opened(rows, copy=True), number)
+                graph = own.graphs[key] = self._captured(unwrap_markers(rows, copy=True), number)
             except _Refused as error:
                 own.refuse(str(error))
         if graph is None or graph.replay is None:
@@ -163,7 +163,11 @@ class Graphed(Launched):
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
             graph.replay(task, bool(self._keep), number)
-        output = kept(opened(graph.output, copy=True), self._keep) if self._keep else None
+        output = (
+            detached_output(unwrap_markers(graph.output, copy=True), self._keep)
+            if self._keep
+            else None
+        )
         return graph.loss.clone(), output
 
     def finish(self) -> None:
@@ -195,7 +199,7 @@ class Graphed(Launched):
         came = [leaf.grad for leaf in task.leaves]
         try:
             span = self._task.span("capture", number)
-            with span, own.recorder.session(), self._attempt.apart(task):
+            with span, own.recorder.session(), self._attempt.isolated(task):
                 with own.recorder.warming_up():
                     graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
@@ -210,7 +214,7 @@ class Graphed(Launched):
                 leaf.grad = earlier
         return graph
 
-    def _capture(self, task: Task, graph: _Graph) -> None:
+    def _capture(self, task: ReplicaTask, graph: _Graph) -> None:
         keep = bool(self._keep)
         try:
             graph.replay = self._own.recorder.record(graph.compute, task, keep)
@@ -226,7 +230,7 @@ class Graphed(Launched):
                 f"({type(error).__name__}: {what})"
             ) from error
 
-    def _warmed_up(self, task: Task, rows: Any) -> _Graph:
+    def _warmed_up(self, task: ReplicaTask, rows: Any) -> _Graph:
         """What stays, after sub-steps that allocate and choose what later ones find."""
         leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
@@ -235,21 +239,21 @@ class Graphed(Launched):
             leaf.grad = None
         launched = replace(self._request, return_outputs=False)
         host: list[tuple[Any, ...]] = [()]
-        if stash.gave_beyond(number):  # in sub-steps before
+        if stash.has_external_gradients(number):  # in sub-steps before
             raise _Refused(_BEYOND)
         for _ in range(_WARM_UPS):
-            loss, _ = Launched(task, launched).run(0, 1.0, opened(rows, copy=True))
+            loss, _ = EagerSubsteps(task, launched).run(0, 1.0, unwrap_markers(rows, copy=True))
             now = self._attempt.generators.get_state(number).get(torch.device("cpu"))
             host.append((random.getstate(), None if now is None else now.tolist()))
-        if stash.gave_beyond(number):
-            stash.forget_beyond(number)
+        if stash.has_external_gradients(number):
+            stash.drop_external_gradients(number)
             raise _Refused(_BEYOND)
         if any(not one.is_as_refreshed() for one in task.replicas):
             raise _Refused(
                 f"the forward pass of {name} keeps something on the module that is no "
                 f"buffer written in place"
             )
-        if verbs.launches(task.share.device) and host[-1] != host[-2]:
+        if runtime.is_async(task.share.device) and host[-1] != host[-2]:
             raise _Refused(f"{name} or the criterion draws random numbers on the host")
         found = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if any(g.layout != torch.strided for g in found.values()):
@@ -259,7 +263,7 @@ class Graphed(Launched):
         return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), stays)
 
 
-def _state_of(task: Task, parts: Sequence[Replicas]) -> list[Any]:
+def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:
     """What the graphs of a replica depend on; objects by their identity, and kept."""
     cells = getattr(task.criterion, "__closure__", None) or ()
     found: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
@@ -280,12 +284,12 @@ def _state_of(task: Task, parts: Sequence[Replicas]) -> list[Any]:
 def _shape_of(rows: Any) -> Hashable:
     """What micro-batches have alike that one graph takes; ``None`` for what none takes."""
     try:
-        return repr(nested.transform(_outline, rows))
+        return repr(nested.map_leaves(_leaf_shape, rows))
     except _Refused:
         return None
 
 
-def _outline(leaf: Any) -> Hashable:
+def _leaf_shape(leaf: Any) -> Hashable:
     if type(leaf) is Tensor and leaf.layout == torch.strided:
         return tuple(leaf.shape), leaf.stride(), leaf.dtype
     if isinstance(leaf, _PLAIN):

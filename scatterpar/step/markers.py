@@ -158,7 +158,7 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any
         raise ValueError(f"the several batches disagree in their rows along dim={dim}: {found}")
     for name in parts.keys() - cut.keys():
         ends = pairwise(accumulate(its, initial=0))
-        cut[name] = [take(parts[name], start, stop, dim) for start, stop in ends]
+        cut[name] = [slice_rows(parts[name], start, stop, dim) for start, stop in ends]
     return list(zip(cut["inputs"], cut["targets"], strict=True)), its
 
 
@@ -183,9 +183,9 @@ def _inside(marker: Rows | Replicated) -> Iterator[Any]:
         yield leaf
 
 
-def take(value: Any, start: int, stop: int, dim: int) -> Any:
+def slice_rows(value: Any, start: int, stop: int, dim: int) -> Any:
     """Rows ``start:stop`` of every tensor in ``value``: views. Markers stay, with fewer rows."""
-    return nested.transform(lambda leaf: sliced(leaf, start, stop, dim), value)
+    return nested.map_leaves(lambda leaf: slice_leaf(leaf, start, stop, dim), value)
 
 
 def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
@@ -198,29 +198,29 @@ def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
             return leaf
         return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
 
-    return nested.transform(one, value)
+    return nested.map_leaves(one, value)
 
 
-def sliced(leaf: Any, start: int, stop: int, dim: int) -> Any:
+def slice_leaf(leaf: Any, start: int, stop: int, dim: int) -> Any:
     """``take`` of a leaf. 0-dim tensors are copied always: no two takers share one."""
     if isinstance(leaf, Tensor):
         return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
     return Rows(leaf.entries[start:stop], leaf.collate) if isinstance(leaf, Rows) else leaf
 
 
-def opened(value: Any, *, copy: bool = False) -> Any:
+def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
     """``value`` as a module or criterion sees it, without markers; with ``copy`` nobody else's."""
-    return nested.transform(partial(unmarked, copy=copy), value)
+    return nested.map_leaves(partial(unwrap_marker, copy=copy), value)
 
 
-def unmarked(leaf: Any, *, copy: bool) -> Any:
-    """``opened`` of a leaf."""
+def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
+    """``unwrap_markers`` of a leaf."""
     if isinstance(leaf, Tensor):
         return leaf.clone() if copy else leaf
     if isinstance(leaf, Rows):
-        entries = opened(leaf.entries, copy=copy)
+        entries = unwrap_markers(leaf.entries, copy=copy)
         return entries if leaf.collate is None else leaf.collate(entries)
-    return opened(leaf.value, copy=copy) if isinstance(leaf, Replicated) else leaf
+    return unwrap_markers(leaf.value, copy=copy) if isinstance(leaf, Replicated) else leaf
 
 
 _MARK = (

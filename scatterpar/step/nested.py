@@ -20,23 +20,23 @@ from torch.nn.utils.rnn import PackedSequence
 from scatterpar.devices.fingerprints import same_bits
 
 
-def transform(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) is dict:  # as the entries of many rows are
-        return {key: transform(function, item) for key, item in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()}
     children, make = _parts(value, value)
     if make is None:
         return function(value)
     return make(
-        [function(v) if isinstance(v, Tensor) else transform(function, v) for v in children]
+        [function(v) if isinstance(v, Tensor) else map_leaves(function, v) for v in children]
     )
 
 
-def on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor replaced by ``function(tensor)``; other leaves stay."""
-    return transform(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def merge(

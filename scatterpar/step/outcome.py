@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 from scatterpar.plan import Plan
-from scatterpar.replicas.buffers import BufferValue, Layer, Writing
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, BufferWriter
+from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport, warn
+from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
-from scatterpar.step.weights import Weights
 from scatterpar.threads.workers import Attempt
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
@@ -35,7 +35,7 @@ class Computed(NamedTuple):
     """What the replicas made of their shares, beside the gradients that they hold."""
 
     results: list[Result]
-    past: list[Gradient]  # what came to leaves of the user's past the replicas
+    external_gradients: list[Gradient]  # what came to leaves of the user's past the replicas
     moved: set[int]  # ids of the user's buffers that the criterion has written
 
 
@@ -65,9 +65,9 @@ class Outcome:
     outputs: tuple[Any, ...]  # of each replica, where they were asked for
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
-    layers: list[Layer]  # batch normalisations whose statistics move once a step
+    layers: list[BatchNormUpdate]  # batch normalisations whose statistics move once a step
     attempt: Attempt
-    writings: Sequence[Writing] = ()  # of these very buffers, where that is known already
+    writings: Sequence[BufferWriter] = ()  # of these very buffers, where that is known already
     retries: int = 0  # tries before it that ran out of memory
 
     def noise(self) -> GradientNoise:
@@ -88,8 +88,8 @@ class Outcome:
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the previous one."""
-        clock, ledger = self.attempt.clock, self.attempt.ledger
-        counted = clock.seconds, ledger.bytes, ledger.messages
+        clock, transfers = self.attempt.clock, self.attempt.transfers
+        counted = clock.seconds, transfers.bytes, transfers.messages
         of_replicas = [0.0] * len(self.plan.shares)
         for spans in clock.passes:
             for replica, (start, end) in spans.items():
@@ -100,16 +100,16 @@ class Outcome:
 
 def measure(
     request: Request,
-    parts: Sequence[Replicas],
+    parts: Sequence[ReplicaSet],
     plan: Plan,
-    weights: Weights,
+    weights: LossWeights,
     past: Sequence[Gradient],
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up."""
     terms = weights.terms
     if request.is_mean:
-        counts = [sum(own) * terms for own in weights.of_shares]
-        added = [request.scale * sum(own) for own in weights.of_shares]
+        counts = [sum(own) * terms for own in weights.by_share]
+        added = [request.scale * sum(own) for own in weights.by_share]
     else:
         counts = [float(share.rows) for share in plan.shares]
         added = [request.scale * count for count in counts]
@@ -121,16 +121,18 @@ def measure(
     ]
     # A criterion that closes over parameters writes past the replicas, and what the module keeps
     # that was made of them passes its gradient on later.
-    kept = [r.tensors[i].grad for part in parts for r in part.replicas for i in part.kept]
+    kept = [
+        r.tensors[i].grad for part in parts for r in part.replicas for i in part.non_leaf_indices
+    ]
     is_whole = all(gradient is None for gradient in (*kept, *(g for _, g in past)))
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 
 
-def _gradients_of(parts: Sequence[Replicas], replica: int) -> list[Tensor]:
+def _gradients_of(parts: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
     """What one replica added up; once for a tensor that model and criterion share."""
     found: dict[int, Tensor] = {}
     for part in parts:
-        for i in part.trained:
+        for i in part.trained_indices:
             gradient = part.replicas[replica].tensors[i].grad
             if gradient is not None:
                 shared = found.get(id(part.tensors[i]))

@@ -19,16 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.chunks import arriving, bring, grouped, in_memory_order, plus, rounds
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.coalescing import (
+    copy_coalesced,
+    flat_view,
+    grouped,
+    iter_received,
+    plus,
+    rounds,
+)
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, pooled
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
+from scatterpar.step.loss_weights import LossWeights, has_known_term_count
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.step.weights import Weights, is_counted
 from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import hooks_taken_off
 
@@ -36,21 +43,21 @@ from scatterpar.torch_private import hooks_taken_off
 def reduce(
     attempt: Attempt,
     request: Request,
-    parts: Sequence[Replicas],
+    parts: Sequence[ReplicaSet],
     computed: Computed,
-    weights: Weights,
+    weights: LossWeights,
     policy: str,
     measures_noise: bool,
 ) -> Outcome:
     """What the step computed, in the master's memory; ``policy`` says whose buffers."""
-    plan, ledger, (results, past, moved) = attempt.plan, attempt.ledger, computed
+    plan, transfers, (results, past, moved) = attempt.plan, attempt.transfers, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
-    kept = [part.writing() for part in parts] if policy != "mean" else [None]
+    kept = [part.buffer_writer() for part in parts] if policy != "mean" else [None]
     writings = [writing for writing in kept if writing is not None]
     if moved or None in kept:
-        writings, buffers = [], reduce_buffers(parts, plan.shares, policy, ledger)
+        writings, buffers = [], reduce_buffers(parts, plan.shares, policy, transfers)
         buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
     else:
         buffers = [value for writing in writings for value in writing.buffers]
@@ -59,40 +66,47 @@ def reduce(
         loss=sum(result.loss for result in results),
         dtype=results[0].dtype,
         is_mean=request.is_mean,
-        needs_terms=request.count is None and is_counted(request.criterion, request.reduction),
+        needs_terms=request.count is None
+        and has_known_term_count(request.criterion, request.reduction),
         check_finite=request.check_finite,
         terms=weights.terms,
         scale=request.scale,
         spread=spread,
-        outputs=_outputs(request, plan, results, weights, ledger),
-        gradients=reduce_gradients(parts, len(results), ledger, past) if request.backward else [],
+        outputs=_outputs(request, plan, results, weights, transfers),
+        gradients=reduce_gradients(parts, len(results), transfers, past)
+        if request.backward
+        else [],
         buffers=buffers,
         writings=writings,
-        layers=reduce_moments(parts, len(results), ledger),
+        layers=reduce_moments(parts, len(results), transfers),
         attempt=attempt,
     )
 
 
 def _outputs(
-    request: Request, plan: Plan, results: Sequence[Result], weights: Weights, ledger: Ledger
+    request: Request,
+    plan: Plan,
+    results: Sequence[Result],
+    weights: LossWeights,
+    transfers: Transfers,
 ) -> tuple[Any, ...]:
     """The outputs of each replica; with costs, those of all rows in order, on the master."""
     outputs = tuple(result.outputs for result in results)
     if not request.order or not request.return_outputs:
         return outputs
-    factors = None if request.whole_batch else [*chain(*weights.of_shares)]
-    return (collect(outputs, plan, request.dim, ledger, weights=factors, strict=True),)
+    factors = None if request.whole_batch else [*chain(*weights.by_share)]
+    return (gather_to_master(outputs, plan, request.dim, transfers, weights=factors, strict=True),)
 
 
 def reduce_gradients(
-    parts: Sequence[Replicas], active: int, ledger: Ledger, past: Sequence[Gradient]
+    parts: Sequence[ReplicaSet], active: int, transfers: Transfers, past: Sequence[Gradient]
 ) -> list[Gradient]:
     """The sum of the replicas' gradients, in the master's memory.
 
     Args:
         parts: the replicas of the model, and those of the criterion.
         active: how many of them took part, the master's own first.
-        ledger: copies, and counts what it copied.
+        transfers: copies, and counts what it copied.
         past: leaves of the master's that gradients came to past the replicas, and these.
 
     Returns:
@@ -105,12 +119,12 @@ def reduce_gradients(
     for part in parts:
         replicas = part.replicas[:active]
         gradients = [
-            {i: g for i in part.trained if (g := replica.tensors[i].grad) is not None}
+            {i: g for i in part.trained_indices if (g := replica.tensors[i].grad) is not None}
             for replica in replicas
         ]
-        found = sum_in_order(gradients, [r.device for r in replicas], ledger, in_place=True)
-        kept += [(part.tensors[i], found[i]) for i in part.kept if i in found]
-        own += [(part.tensors[i], found.get(i)) for i in part.leaves]
+        found = sum_in_order(gradients, [r.device for r in replicas], transfers, in_place=True)
+        kept += [(part.tensors[i], found[i]) for i in part.non_leaf_indices if i in found]
+        own += [(part.tensors[i], found.get(i)) for i in part.leaf_indices]
     for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
         key = id(leaf)
         total[key] = leaf, _both(total[key][1], gradient) if key in total else gradient
@@ -118,14 +132,14 @@ def reduce_gradients(
 
 
 def reduce_buffers(
-    parts: Sequence[Replicas], shares: Sequence[Share], policy: str, ledger: Ledger
+    parts: Sequence[ReplicaSet], shares: Sequence[Share], policy: str, transfers: Transfers
 ) -> list[BufferValue]:
     """Where each buffer of the master's is, its name, and its value after the step."""
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
-        means = mean_buffers(replicas, own, ledger) if policy == "mean" else {}
+        means = mean_buffers(replicas, own, transfers) if policy == "mean" else {}
         values += [
             (place, name, means.get((m, name), value))
             for m, place, name, value in part.buffers_after()
@@ -133,26 +147,28 @@ def reduce_buffers(
     return values
 
 
-def reduce_moments(parts: Sequence[Replicas], active: int, ledger: Ledger) -> list[Layer]:
+def reduce_moments(
+    parts: Sequence[ReplicaSet], active: int, transfers: Transfers
+) -> list[BatchNormUpdate]:
     """What each batch normalisation whose statistics move once a step has seen in it."""
     layers = []
     for part in parts:
         replicas = part.replicas[:active]
-        of_replicas = [_moments_of(replica, replicas[0].device, ledger) for replica in replicas]
+        of_replicas = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
         for m, module in part.batch_norms.items():
             moments = pooled([found[m] for found in of_replicas if m in found])
             if module.running_mean is not None:
-                layers.append(Layer(part.registered[m].buffers, module.momentum, moments))
+                layers.append(BatchNormUpdate(part.registered[m].buffers, module.momentum, moments))
     return layers
 
 
-def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[int, Moments]:
+def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
     """Of one replica, by number of the module, on ``device``."""
     found = {m: moments for m, calls in replica.seen.items() if (moments := pooled(calls))}
     if replica.device == device or not found:
         return found
     tensors = dict(enumerate(t for moments in found.values() for t in moments[1:]))
-    here = bring(tensors, device, ledger, "reduce")
+    here = copy_coalesced(tensors, device, transfers, "reduce")
     return {
         m: Moments(moments.values, here[2 * i], here[2 * i + 1])
         for i, (m, moments) in enumerate(found.items())
@@ -162,7 +178,7 @@ def _moments_of(replica: Replica, device: torch.device, ledger: Ledger) -> dict[
 def sum_in_order(
     gradients: Sequence[dict[int, Tensor]],
     devices: Sequence[torch.device],
-    ledger: Ledger,
+    transfers: Transfers,
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
@@ -177,29 +193,29 @@ def sum_in_order(
         if devices[near] == devices[far]:
             _add(sums[near], found, in_place)
         elif in_place:
-            _take_in(sums[near], found, devices[near], ledger)
+            _take_in(sums[near], found, devices[near], transfers)
         else:
-            copies = {i: ledger.copy(t, devices[near], "reduce") for i, t in found.items()}
+            copies = {i: transfers.copy(t, devices[near], "reduce") for i, t in found.items()}
             _add(sums[near], copies, in_place)
     return sums[0]
 
 
 def _take_in(
-    total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, ledger: Ledger
+    total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, transfers: Transfers
 ) -> None:
     """Add, in place, what another memory has, with room for one chunk."""
-    flats = {i: in_memory_order(t) for i, t in found.items() if i in total}
+    flats = {i: flat_view(t) for i, t in found.items() if i in total}
     alike = {
         i: flat
         for i, flat in flats.items()
         if flat is not None and _layout(total[i]) == _layout(found[i])
     }
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
-    for message, parts in arriving(alike, device, ledger, "reduce"):
+    for message, parts in iter_received(alike, device, transfers, "reduce"):
         torch._foreach_add_(message.of(sums), parts)
         del parts
     others = {i: tensor for i, tensor in found.items() if i not in alike}
-    _add(total, bring(others, device, ledger, "reduce"), in_place=True)
+    _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -210,7 +226,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def mean_buffers(
-    replicas: Sequence[Replica], shares: Sequence[Share], ledger: Ledger
+    replicas: Sequence[Replica], shares: Sequence[Share], transfers: Transfers
 ) -> dict[tuple[int, str], Tensor]:
     """Floating-point buffers, by (module, name), averaged over the replicas, weighted by rows.
 
@@ -233,18 +249,18 @@ def mean_buffers(
             and buffer.shape == mine.shape
         }
         if replica.device != first.device:
-            found = bring(found, first.device, ledger, "reduce")
+            found = copy_coalesced(found, first.device, transfers, "reduce")
         for number, buffer in found.items():
             values[number].append(buffer)
             weights[number].append(share.rows / rows)
     return dict(zip(own, map(mean_of, values, weights), strict=True))
 
 
-def collect(
+def gather_to_master(
     outputs: Sequence[Any],
     plan: Plan,
     dim: int,
-    ledger: Ledger,
+    transfers: Transfers,
     *,
     weights: Sequence[float] | None = None,
     strict: bool = False,
@@ -258,10 +274,10 @@ def collect(
     master = plan.shares[0].device
 
     def home(tensor: Tensor) -> Tensor:
-        return ledger.copy(tensor, master, "reduce")
+        return transfers.copy(tensor, master, "reduce")
 
     here = [
-        output if share.device == master else nested.on_tensors(home, output)
+        output if share.device == master else nested.map_tensors(home, output)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scatterpar.devices.recorder import can_record
-from scatterpar.devices.verbs import physical
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.devices.runtime import physical
+from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step.markers import batches_of, pick
@@ -53,7 +53,7 @@ class Request:
     check_finite: bool = False
     verify: bool = True
     graphs: Any = None
-    keeps_rows: bool = True
+    retain_rows: bool = True
     most: int | None = None
     costs: Any = None
     order: Sequence[int] = ()
@@ -343,5 +343,5 @@ def option_of(criterion: Any, name: str, default: Any) -> Any:
     """An option of a criterion: a module's attribute, or a keyword of a partial function."""
     if isinstance(criterion, partial):
         return criterion.keywords.get(name, option_of(criterion.func, name, default))
-    owner = owner_of(criterion)
+    owner = module_of(criterion)
     return getattr(criterion if owner is None else owner, name, default)

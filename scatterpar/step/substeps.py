@@ -12,32 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import finish
+from scatterpar.devices.runtime import synchronize_stream
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica, Replicas
+from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
-from scatterpar.step.captured import note_strangers
+from scatterpar.step.criterion_closure import note_wrong_devices
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Arrival
+from scatterpar.step.scatter import ShareLoader
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT, Clock, Span
-from scatterpar.threads.context import autocast_types
-from scatterpar.threads.generators import Generators, followed
-from scatterpar.threads.sharing import Stash
-from scatterpar.threads.workers import note
+from scatterpar.threads.generators import Generators, generator_for_backward
+from scatterpar.threads.locks import Stash
+from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, nodes_of
 
 _NO_TURN = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class Task:
+class ReplicaTask:
     """The work of one replica in one step.
 
     Attributes:
         share: its rows, and how they are cut into micro-batches.
         module: the replica.
-        arrival: brings the share's rows of inputs and targets to the replica's device.
+        loader: brings the share's rows of inputs and targets to the replica's device.
         criterion: the replica's own; ``None`` if the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
         replicas: the replica of the model, and that of the criterion if it has one here.
@@ -48,7 +48,7 @@ class Task:
 
     share: Share
     module: Callable[..., Any]
-    arrival: Arrival
+    loader: ShareLoader
     criterion: Callable[[Any, Any], Any] | None = None
     weights: Sequence[float] = ()
     replicas: Sequence[Replica] = ()
@@ -63,35 +63,35 @@ class Task:
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch, as by ``Arrival.rows_of``; timed."""
         if self.clock.is_idle:
-            return self.arrival.rows_of(number, keep=keep)
+            return self.loader.load(number, keep=keep)
         with self.span("arrival", number) as span:
-            rows = self.arrival.rows_of(number, keep=keep)
+            rows = self.loader.load(number, keep=keep)
             if span is not None:
                 span.elements = sum(tensor.numel() for tensor in nested.tensors(rows[0]))
             return rows
 
-    def in_turn(
+    def launch_lock(
         self, number: int, name: str = "forward"
     ) -> contextlib.AbstractContextManager[None]:
         """For the Python of a forward pass and its loss, which replicas may take turns to run."""
         if not self.clock.is_idle:
             return self._timed_turn(number, name)
-        return _NO_TURN if self.stash is None else self.stash.turn_to_launch(self.share.device)
+        return _NO_TURN if self.stash is None else self.stash.launch_lock(self.share.device)
 
     @contextlib.contextmanager
     def _timed_turn(self, number: int, name: str) -> Iterator[None]:
         device, waiting = self.share.device, self.span("waiting", number)
-        turn = _NO_TURN if self.stash is None else self.stash.turn_to_launch(device, waiting)
+        turn = _NO_TURN if self.stash is None else self.stash.launch_lock(device, waiting)
         with turn, self.span(name, number):
             yield
 
     def pull(self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int) -> None:
         """Run the backward pass from a micro-batch's loss, timed."""
         if self.clock.is_idle:
-            pull([root], [factor], autocast)
+            run_backward([root], [factor], autocast)
         else:
             with self.span("backward", number):
-                pull([root], [factor], autocast)
+                run_backward([root], [factor], autocast)
 
     def output_of(self, inputs: Any) -> Any:
         """The module's output for the inputs of one micro-batch."""
@@ -99,7 +99,7 @@ class Task:
         return self.module(*args, **kwargs)
 
     @functools.cached_property
-    def takes_turns(self) -> bool:
+    def needs_criterion_lock(self) -> bool:
         """Whether the criterion may reach or leave behind something; torch's own do neither."""
         kind = type(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
         own = getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
@@ -121,7 +121,7 @@ _ONE_ROW = (
 )
 
 
-class noted:
+class note_replica:
     """Add notes to an exception of the body: replica and sub-step; with a request, the replay."""
 
     def __init__(
@@ -139,37 +139,37 @@ class noted:
             where = f"in replica {self._share.replica} on {self._share.device}"
             if self.number is not None:
                 where += f", sub-step {self.number} of {len(self._share.micro_batches)}"
-            note(error, f"{where}, counted from 0")
+            add_note(error, f"{where}, counted from 0")
             if isinstance(error, ValueError) and "Expected more than 1 value" in str(error):
-                note(error, _ONE_ROW)
+                add_note(error, _ONE_ROW)
             if self._request is not None and self.number is not None:
                 call = self._request.replay_call(self._share.replica, self.number)
-                note(error, f"alone, in this thread:\n{call}")
+                add_note(error, f"alone, in this thread:\n{call}")
 
 
-def hand_out(
+def make_tasks(
     request: Request,
     plan: Plan,
-    copies: Replicas,
-    arrivals: Sequence[Arrival],
+    copies: ReplicaSet,
+    loaders: Sequence[ShareLoader],
     weights: Sequence[Sequence[float]] | None = None,
     stash: Stash | None = None,
     clock: Clock = SILENT,
-) -> list[Task]:
+) -> list[ReplicaTask]:
     """Make each replica's task; with fewer rows than replicas, the last ones have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
-        own = [(part, part.replicas[i]) for part in copies.parts if i < len(part.replicas)]
+        own = [(part, part.replicas[i]) for part in copies.replica_sets if i < len(part.replicas)]
         replicas = [replica for _, replica in own]
         tasks.append(
-            Task(
+            ReplicaTask(
                 share,
                 module=replicas[0].roots[0],
-                arrival=arrivals[i],
+                loader=loaders[i],
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
                 replicas=replicas,
-                leaves=[replica.tensors[n] for part, replica in own for n in part.trained],
+                leaves=[replica.tensors[n] for part, replica in own for n in part.trained_indices],
                 stash=stash,
                 clock=clock,
             )
@@ -184,10 +184,10 @@ def prepare_autograd() -> None:
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
 
-class Launched:
+class EagerSubsteps:
     """Sub-steps of one replica in one step: operators as Python comes to them."""
 
-    def __init__(self, task: Task, request: Request) -> None:
+    def __init__(self, task: ReplicaTask, request: Request) -> None:
         self._task, self._request = task, request
         self._keep = request.return_outputs
         self._autocast = autocast_types()
@@ -197,7 +197,7 @@ class Launched:
         """The loss of a micro-batch, and what is kept of its output; gradients are added."""
         task = self._task
         output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
-        output_kept = kept(output, self._keep) if self._keep else None
+        output_kept = detached_output(output, self._keep) if self._keep else None
         del output
         if weight and self._request.backward:
             if not loss.requires_grad:
@@ -212,12 +212,12 @@ class Launched:
         """Leave the gradients to who reduces them."""
 
 
-def train(
-    task: Task,
+def train_share(
+    task: ReplicaTask,
     *,
     request: Request,
     generators: Generators,
-    substeps: Callable[[Task, Request], Launched] = Launched,
+    substeps: Callable[[ReplicaTask, Request], EagerSubsteps] = EagerSubsteps,
     proceed: Callable[[], None],
 ) -> Result:
     """Accumulate in the replica's parameters the gradient of its share of the batch's loss."""
@@ -225,7 +225,7 @@ def train(
     losses: list[Tensor] = []
     outputs: list[Any] = []
     computed, number, draws = substeps(task, request), 0, False
-    where = noted(share, number, request)
+    where = note_replica(share, number, request)
     try:
         for number, weight in enumerate(task.weights[: request.most]):
             if number:  # every replica computes its first: errors do not depend on their order
@@ -244,10 +244,10 @@ def train(
     finally:
         if not draws:  # no sub-step drew, and so one mark stands for all
             generators.mark(share.replica, number + 1)
-    with noted(share):
+    with note_replica(share):
         computed.finish()
         together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
-        finish(together.device)  # errors of the device are raised here at the latest
+        synchronize_stream(together.device)  # errors of the device are raised here at the latest
         values = together.tolist()
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
@@ -255,7 +255,7 @@ def train(
             continue
         total += value * weight
         if request.check_finite and not math.isfinite(value):
-            with noted(share, number, request):
+            with note_replica(share, number, request):
                 raise FloatingPointError(
                     f"the loss is {value} in replica {share.replica} on {share.device}, "
                     f"sub-step {number}; nothing was changed"
@@ -263,33 +263,35 @@ def train(
     return Result(total, losses[0].dtype, outputs)
 
 
-def pull(roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]) -> None:
+def run_backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]
+) -> None:
     """Backward from ``roots`` with their ``gradients``, outside ``autocast``, as torch advises."""
     for kind in autocast:
         torch.set_autocast_enabled(kind, False)
     try:
-        with followed(roots):
+        with generator_for_backward(roots):
             backward(roots, gradients)
     finally:
         for kind in autocast:
             torch.set_autocast_enabled(kind, True)
 
 
-def forward(task: Task, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
+def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
     """The output of one micro-batch of inputs and targets, and its loss, in turn.
 
     What the criterion reaches is stashed.
     """
     inputs, targets = rows
-    with task.in_turn(number):
+    with task.launch_lock(number):
         output = task.output_of(inputs)
         del rows, inputs
-        if task.stash is None or not task.takes_turns:
+        if task.stash is None or not task.needs_criterion_lock:
             return output, loss_of(output, targets, task.criterion)
         nodes = nodes_of(nested.tensors(output))
-        with task.stash.turn_on(task.share.device, task.span("waiting", number)):
+        with task.stash.criterion_lock(task.share.device, task.span("waiting", number)):
             loss = loss_of(output, targets, task.criterion)
-        task.stash.reach(loss, nodes, task.share.replica)
+        task.stash.stash_reachable(loss, nodes, task.share.replica)
         return output, loss
 
 
@@ -302,7 +304,7 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
         except Exception as error:
             devices = [tensor.device for tensor in nested.tensors(output)]
             if devices:
-                note_strangers(error, criterion, devices[0])
+                note_wrong_devices(error, criterion, devices[0])
             raise
     else:
         source = "the module"
@@ -354,14 +356,14 @@ def require_trainable(module: Any) -> None:
         )
 
 
-def kept(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
+def detached_output(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
     """An output without its graph, or what the function ``keep`` makes of it."""
-    output = nested.on_tensors(lambda tensor: tensor.detach(), output)
+    output = nested.map_tensors(lambda tensor: tensor.detach(), output)
     if not callable(keep):
         nested.refuse_generators(output)
         return output
     with torch.no_grad():
-        return nested.on_tensors(lambda tensor: tensor.detach(), keep(output))
+        return nested.map_tensors(lambda tensor: tensor.detach(), keep(output))
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:

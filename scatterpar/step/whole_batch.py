@@ -31,20 +31,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Share
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step import nested
-from scatterpar.step.fitting import IN_VAIN, is_out_of_memory
-from scatterpar.step.markers import Replicated, Rows, all_tensors, has_entries, opened, unmarked
+from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
+from scatterpar.step.markers import (
+    Replicated,
+    Rows,
+    all_tensors,
+    has_entries,
+    unwrap_marker,
+    unwrap_markers,
+)
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery
-from scatterpar.step.substeps import Task, kept, noted, pull, scalar_loss, unalias
-from scatterpar.threads.context import autocast_types
+from scatterpar.step.scatter import LeafMover
+from scatterpar.step.substeps import (
+    ReplicaTask,
+    detached_output,
+    note_replica,
+    run_backward,
+    scalar_loss,
+    unalias,
+)
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import State
-from scatterpar.threads.workers import Attempt, Workers, note
+from scatterpar.threads.workers import Attempt, Workers, add_note
 from scatterpar.torch_private import nodes_of
 
 
@@ -83,7 +97,7 @@ def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> Non
     """Raise ``RuntimeError`` if the second pass gave other outputs than the first."""
     for number, found in enumerate(changes):
         if not all(change.item() <= 1 for change in found):
-            with noted(share, number):
+            with note_replica(share, number):
                 raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
 
 
@@ -109,7 +123,7 @@ class Peers(Protocol):
 
 
 @dataclass
-class Seen:
+class FirstPass:
     """What the first pass leaves of one share."""
 
     pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
@@ -124,7 +138,7 @@ class Seen:
             [stop - start for start, stop in share.micro_batches],
             has_entries(request.batch),
         )
-        with noted(share):
+        with note_replica(share):
             self.joined = [
                 join_rows(
                     self.pieces[few], request.dim, rows[few], rows[few], lists=lists, layout=layout
@@ -142,15 +156,15 @@ class WholeBatch:
     def __init__(
         self,
         request: Request,
-        seen: Sequence[Seen],
+        seen: Sequence[FirstPass],
         shares: Sequence[Share],
-        ledger: Ledger,
+        transfers: Transfers,
         layout: Any,
     ) -> None:
-        self._request, self._shares, self._ledger = request, shares, ledger
+        self._request, self._shares, self._ledger = request, shares, transfers
         self._layout = layout
         self._own = [
-            nested.on_tensors(partial(self._leaf, share), one.joined)
+            nested.map_tensors(partial(self._leaf, share), one.joined)
             for one, share in zip(seen, shares, strict=True)
         ]
         spans = [
@@ -201,15 +215,15 @@ class WholeBatch:
         try:
             joined = self._joined()
             nodes = nodes_of(nested.tensors(joined))
-            loss = scalar_loss(criterion(joined, opened(self._targets)), "the criterion")
+            loss = scalar_loss(criterion(joined, unwrap_markers(self._targets)), "the criterion")
             reach(loss, nodes)
             if self._request.check_finite and not torch.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
             if self._request.backward:
                 scale = torch.full_like(loss, self._request.scale, requires_grad=False)
-                pull([loss], [scale], autocast_types())
+                run_backward([loss], [scale], autocast_types())
         except BaseException as error:
-            note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
+            add_note(error, f"in the criterion, with the outputs of all {sum(self._rows)} rows")
             raise
         return loss.detach()
 
@@ -236,12 +250,12 @@ class WholeBatch:
         joined = join_rows(
             self._pieces, dim, rows, rows, lists=lists, layout=self._layout, order=order
         )
-        return nested.on_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
+        return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
         """All targets, in memory that the criterion may write; values without rows are marked."""
         master = self._shares[0].device
-        here = nested.transform(partial(Delivery(self._ledger).bring, master), targets)
+        here = nested.map_leaves(partial(LeafMover(self._ledger).move, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
         dim, sizes = self._request.dim, self._request.sizes
 
@@ -251,12 +265,12 @@ class WholeBatch:
             return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
 
         def own(leaf: Any) -> Any:
-            value = unmarked(leaf, copy=is_home)
+            value = unwrap_marker(leaf, copy=is_home)
             if isinstance(leaf, Rows):
                 self._entries.append(value if leaf.collate else None)
             return Replicated(value) if isinstance(leaf, Replicated) else value
 
-        return nested.transform(own, nested.merge(one, here))
+        return nested.map_leaves(own, nested.merge(one, here))
 
 
 def _have_rows(value: Any, rows: int, dim: int) -> bool:
@@ -269,9 +283,9 @@ def _have_rows(value: Any, rows: int, dim: int) -> bool:
 def train_whole(
     attempt: Attempt,
     request: Request,
-    tasks: Sequence[Task],
-    seen: Sequence[Seen],
-    parts: Sequence[Replicas],
+    tasks: Sequence[ReplicaTask],
+    seen: Sequence[FirstPass],
+    parts: Sequence[ReplicaSet],
     criterion: Callable[[Any, Any], Any],
     peers: Peers | None,
     layout: Any,
@@ -290,16 +304,16 @@ def train_whole(
     ]
     devices = [share.device for share in shares]
     attempt.workers.parallel_apply(joins, [()] * len(joins), devices=devices)
-    batch = WholeBatch(request, seen, shares, attempt.ledger, layout)
+    batch = WholeBatch(request, seen, shares, attempt.transfers, layout)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
-    backward = partial(batch.backward, criterion, stash.reach)
+    backward = partial(batch.backward, criterion, stash.stash_reachable)
     try:
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.clock.span("criterion"), generators.of_criterion(seed):
             loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
-            stash.forget()  # the criterion's: rank 0 has them too, and they count once
+            stash.drop_gradients()  # the criterion's: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
             for replica in chain(*(part.replicas for part in parts[1:])):
@@ -308,28 +322,31 @@ def train_whole(
         attempt.run(partial(second, most=request.most), tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
-            note(error, f"{IN_VAIN} in this step: the other ranks have seen these outputs")
+            add_note(
+                error,
+                f"{MORE_SUBSTEPS_CANNOT_HELP} in this step: other ranks have seen these outputs",
+            )
         raise
     value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
     losses = [value] + [0.0] * (len(seen) - 1)
     return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
 
 
-def output_at(task: Task, rows: Any, number: int = 0, name: str = "forward") -> Any:
+def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
     """The module's output for the rows of one micro-batch."""
-    with task.in_turn(number, name):
+    with task.launch_lock(number, name):
         return task.output_of(rows[0])
 
 
 def first_pass(
-    task: Task, *, request: Request, attempt: Attempt, proceed: Callable[[], None]
-) -> Seen:
+    task: ReplicaTask, *, request: Request, attempt: Attempt, proceed: Callable[[], None]
+) -> FirstPass:
     """The module's outputs on a share, each without its graph but the last.
 
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
     share, keep = task.share, request.return_outputs
-    keeps_rows = request.keeps_rows and len(share.micro_batches) > 1
+    keeps_rows = request.retain_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
     states: list[State] = []
@@ -338,17 +355,20 @@ def first_pass(
         if number:
             proceed()
         output = None  # its graph goes before the next one comes
-        with noted(share, number, request):
+        with note_replica(share, number, request):
             states.append(attempt.generators.mark(share.replica, number))
             output = output_at(task, task.rows_of(number, keep=keeps_rows), number)
-            pieces.append(nested.on_tensors(_leaf, output))
+            pieces.append(nested.map_tensors(_leaf, output))
             if keep:
-                returned.append(kept(output, keep))
-    return Seen(pieces, output, states, returned)
+                returned.append(detached_output(output, keep))
+    return FirstPass(pieces, output, states, returned)
 
 
 def _tried(
-    workers: Workers, backward: Callable[[], Tensor], tasks: Sequence[Task], seen: Sequence[Seen]
+    workers: Workers,
+    backward: Callable[[], Tensor],
+    tasks: Sequence[ReplicaTask],
+    seen: Sequence[FirstPass],
 ) -> Tensor:
     """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
 
@@ -367,21 +387,23 @@ def _tried(
         for one in seen:
             one.last = None
         for task in tasks:
-            task.arrival.let_go()
+            task.loader.drop_rows()
         workers.release()
         try:
             compute()
         except BaseException as again:
             if not is_out_of_memory(again):
                 raise
-            note(error, f"it does not fit on {master} with nothing else: {IN_VAIN}")
+            add_note(
+                error, f"it does not fit on {master} with nothing else: {MORE_SUBSTEPS_CANNOT_HELP}"
+            )
         raise
 
 
 def second_pass(
-    task: Task,
+    task: ReplicaTask,
     *,
-    seen: Sequence[Seen],
+    seen: Sequence[FirstPass],
     gradients: Sequence[Sequence[Tensor | None]],
     attempt: Attempt,
     most: int | None,
@@ -397,7 +419,7 @@ def second_pass(
     own = seen[share.replica]
     _pull(nested.tensors(own.joined), gradients[share.replica])
     last = len(own.pieces) - 1
-    with noted(task.share, last):
+    with note_replica(task.share, last):
         with task.span("backward", last):
             _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
         waiting = unalias(task.leaves)
@@ -405,10 +427,10 @@ def second_pass(
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     changes: list[list[Tensor]] = []
-    with attempt.apart(task):
+    with attempt.isolated(task):
         for number in range(last)[: None if most is None else most - 1]:
             proceed()
-            with noted(task.share, number):
+            with note_replica(task.share, number):
                 attempt.generators.set_state(share.replica, own.states[number])
                 output = output_at(task, task.rows_of(number), number, "recompute")
                 changes.append(_differences(output, own.pieces[number]))
@@ -423,7 +445,9 @@ def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
     """Backward from those of the roots that have a gradient."""
     pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
     if pairs:
-        pull([root for root, _ in pairs], [gradient for _, gradient in pairs], autocast_types())
+        run_backward(
+            [root for root, _ in pairs], [gradient for _, gradient in pairs], autocast_types()
+        )
 
 
 def _gradients(piece: Any) -> list[Tensor | None]:

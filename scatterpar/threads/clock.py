@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from scatterpar.devices.ledger import PHASES
-from scatterpar.devices.verbs import timed_mark
+from scatterpar.devices.runtime import timed_mark
+from scatterpar.devices.transfers import PHASES
 from scatterpar.plan import Plan, Share
 from scatterpar.torch_private import profiler_is_on
 

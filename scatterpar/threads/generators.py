@@ -32,13 +32,13 @@ from torch import Tensor
 from torch.library import Library
 
 from scatterpar import torch_private
-from scatterpar.devices.verbs import launches, physical
+from scatterpar.devices.runtime import is_async, physical
 
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
-class followed:
+class generator_for_backward:
     """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
 
     Accelerators' backward passes run in threads of autograd's own; activation checkpointing draws
@@ -111,7 +111,7 @@ def _thread_aware_default_generator() -> Iterator[None]:
 @functools.cache
 def _install_kernels() -> tuple[Library, ...]:
     """Route the random operators to kernels of ours, once per process: call it under the lock."""
-    return torch_private.route(_kernel_of)
+    return torch_private.register_random_kernels(_kernel_of)
 
 
 def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any
                 args = (*args[:position], mine, *args[position + 1 :])
             elif mine is not None:
                 kwargs["generator"] = mine
-        with torch_private.switched_off():
+        with torch_private.random_key_off():
             return operator(*args, **kwargs)
 
     return kernel
@@ -137,7 +137,7 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if device is None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         device = tensors[0].device if tensors else _CPU
-    return not launches(device)
+    return not is_async(device)
 
 
 _SEEDS = 2**32  # what the CPU's generator keeps of a seed
@@ -165,7 +165,7 @@ class Generators:
         self._alone = len(devices) == 1 and earlier is None
         if self._alone:  # it draws from the process's own
             for device in self._before:
-                self._generator(0, device).is_in = True
+                self._generator(0, device).is_installed = True
 
     def of(self, replica: int) -> contextlib.AbstractContextManager[None]:
         """Let the current thread draw from the generators of ``replica``."""
@@ -189,12 +189,12 @@ class Generators:
     def _drawing(self, number: int, device: torch.device) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if device != _CPU:
-                stack.enter_context(self._generator(number, device).put_in())
+                stack.enter_context(self._generator(number, device).installed())
             if os.environ.get("SCATTERPAR_RANDOM_STREAMS") != "0":
                 with _lock:
                     _install_kernels()
                 stack.enter_context(_thread_aware_default_generator())
-                stack.enter_context(torch_private.switched_on())
+                stack.enter_context(torch_private.random_key_on())
                 stack.callback(vars(_thread).clear)
                 _thread.generator = lambda: self._generator(number, _CPU).generator
                 _thread.has_helpers = device != _CPU  # threads of autograd's own draw for this one
@@ -262,7 +262,9 @@ class Generators:
 
         The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
         """
-        if all(one.is_in for one in self._generators.values()):  # these are the process's own
+        if all(
+            one.is_installed for one in self._generators.values()
+        ):  # these are the process's own
             self._after = {device: one.state for (_, device), one in self._generators.items()}
             return
         after = {device: state for device, state in self._before.items() if device != _CPU}
@@ -308,7 +310,7 @@ class _Generator:
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device
-        self.is_in = False
+        self.is_installed = False
         self.generator = torch.Generator(device)
         if isinstance(start, int):
             start = self.generator.manual_seed(start).get_state()
@@ -318,7 +320,7 @@ class _Generator:
 
     @property
     def state(self) -> Tensor:
-        return _state(self.device) if self.is_in else self.generator.get_state()
+        return _state(self.device) if self.is_installed else self.generator.get_state()
 
     @property
     def drawn(self) -> bool:
@@ -327,21 +329,21 @@ class _Generator:
     def set_state(self, state: Tensor | None) -> None:
         """Back to ``state``, or to the start."""
         state = self.start if state is None else state
-        if self.is_in:
-            _put(self.device, state)
+        if self.is_installed:
+            _set_state(self.device, state)
         else:
             self.generator.set_state(state)
 
     @contextlib.contextmanager
-    def put_in(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """In the body the device's own generator goes on with this one."""
-        _put(self.device, self.generator.get_state())
-        self.is_in = True
+        _set_state(self.device, self.generator.get_state())
+        self.is_installed = True
         try:
             yield
         finally:  # the step restores the device's own state; threads that end late write nothing
             self.generator.set_state(_state(self.device))
-            self.is_in = False
+            self.is_installed = False
 
 
 def _state(device: torch.device) -> Tensor:
@@ -351,7 +353,7 @@ def _state(device: torch.device) -> Tensor:
     return state
 
 
-def _put(device: torch.device, state: Tensor) -> None:
+def _set_state(device: torch.device, state: Tensor) -> None:
     if device == _CPU:
         torch.default_generator.set_state(state)
     else:
@@ -362,4 +364,4 @@ def put_all(states: Mapping[torch.device, Tensor]) -> None:
     """Set the states of the process's own generators."""
     for device, state in states.items():
         if not torch.equal(_state(device), state):
-            _put(device, state)
+            _set_state(device, state)

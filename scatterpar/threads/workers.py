@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from scatterpar import torch_private
-from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices import runtime
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan
+from scatterpar.threads.caller_context import CallerContext, Interrupts, no_autocast_cache
 from scatterpar.threads.clock import Clock
-from scatterpar.threads.context import Context, Interrupts, uncached
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.sharing import Claims
+from scatterpar.threads.locks import Claims
 
 _Task = Callable[[], object]
 _Queue = SimpleQueue[_Task | None]
@@ -140,7 +140,7 @@ class Cancelled(Exception):
     """Ends a replica's work at its next sub-step when another has failed; users never see it."""
 
 
-def note(error: BaseException, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
     """Add a note to a user's error, unless it has it already or will not have it."""
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
@@ -214,19 +214,21 @@ class Workers:
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
-        verbs.keep_memory(devices[0])
+        runtime.tune_malloc(devices[0])
         if len(modules) == 1:
-            with verbs.on(devices[0], ()), uncached(), self.interrupts.allowed():
+            with runtime.use_device(devices[0], ()), no_autocast_cache(), self.interrupts.allowed():
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
-        context = Context()
+        context = CallerContext()
         calls = []
         given = zip(modules, inputs, kwargs_tup, devices, strict=True)
         for i, (module, args, kwargs, device) in enumerate(given):
             # Those on one accelerator draw from its one generator: in their order, so in turn.
-            thread = devices.index(device) if verbs.launches(device) else i
+            thread = devices.index(device) if runtime.is_async(device) else i
             work = partial(context.run, device, partial(module, *args, **kwargs))
             calls.append(_Call(thread, work))
-        return self._dispatch(Job(calls, verbs.at_once(devices), cancel or threading.Event()))
+        return self._dispatch(
+            Job(calls, runtime.max_concurrency(devices), cancel or threading.Event())
+        )
 
     @contextlib.contextmanager
     def exclusive(self, *things: object) -> Iterator[None]:
@@ -255,7 +257,7 @@ class Workers:
             try:
                 self.interrupts = interrupts
                 if self._failed:
-                    self._let_go()
+                    self._await_deferred_frees()
                 self._failed = True
                 self.claims.take(*things)
                 yield
@@ -273,10 +275,10 @@ class Workers:
 
     def release(self) -> None:
         """Inside a job, between its calls: give back memory that nobody uses any more."""
-        self._let_go()
-        verbs.release()
+        self._await_deferred_frees()
+        runtime.empty_cache()
 
-    def _let_go(self) -> None:
+    def _await_deferred_frees(self) -> None:
         """Wait until idle workers have freed what they made, and others have dropped."""
         if _FREE_THREADED:
             time.sleep(3 * _IDLE_SECONDS)  # what one of them frees may hold what another made
@@ -310,7 +312,7 @@ class Workers:
         try:
             for i, error in errors[1:]:
                 if error is not errors[0][1] and _described(error) != _described(errors[0][1]):
-                    note(errors[0][1], f"replica {i} failed too: {_described(error)}")
+                    add_note(errors[0][1], f"replica {i} failed too: {_described(error)}")
             if errors:
                 raise errors[0][1]
             return results
@@ -421,7 +423,7 @@ class Attempt:
         self.workers = workers
         self.plan = plan
         self.generators = Generators([share.device for share in plan.shares], earlier)
-        self.ledger = Ledger()
+        self.transfers = Transfers()
         self.clock = clock or Clock()
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
@@ -433,7 +435,7 @@ class Attempt:
         if error is not None:
             self.undo(error)
 
-    def keep(
+    def save_for_undo(
         self, tensors: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]] = ()
     ) -> None:
         """Save the values of tensors, and the ``.grad`` of leaves, for ``undo``.
@@ -458,12 +460,12 @@ class Attempt:
                 except Exception as another:
                     if error is None:
                         raise
-                    note(error, f"after that, something could not be put back: {another!r}")
+                    add_note(error, f"after that, something could not be put back: {another!r}")
         with contextlib.suppress(Exception):  # the first error is the one to raise
-            self.ledger.settle()
+            self.transfers.synchronize()
 
     @contextlib.contextmanager
-    def apart(self, task: Any) -> Iterator[None]:
+    def isolated(self, task: Any) -> Iterator[None]:
         """The body finds a task's replicas as the step did, and leaves them as they are now.
 
         And so their random numbers; gradients that come to them are the body's to keep, or not.

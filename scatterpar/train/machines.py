@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scatterpar.devices.verbs import named, resolve
+from scatterpar.devices.runtime import named, resolve
 from scatterpar.train.data import UsageError, words_of
 
 _LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word

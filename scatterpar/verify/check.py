@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
-from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.devices.transfers import Transfers
+from scatterpar.replicas.module_copy import module_of
 from scatterpar.step import nested
-from scatterpar.step.markers import opened
+from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery
+from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
-from scatterpar.threads.context import autocast_types
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import Workers
 from scatterpar.verify.untouched import untouched
 
@@ -84,7 +84,7 @@ def compare(
     drawn = outcome.attempt.generators.drawn
     outcome.attempt.undo()
     tensors = [tensor for tensor, _ in outcome.gradients]
-    owner = owner_of(request.criterion)
+    owner = module_of(request.criterion)
     roots = [module] if owner is None else [module, owner]
     with (
         untouched([*roots, request.criterion], [device], parameters=True) as traces,
@@ -147,10 +147,10 @@ def _plain(
 ) -> tuple[torch.dtype, Gradients]:
     """What a user's own lines compute: the loss's dtype, and each tensor's gradient."""
     prepare_autograd()
-    with Ledger() as ledger, torch.inference_mode(False), torch.enable_grad():
-        bring = partial(Delivery(ledger).bring, device)
-        inputs, targets = opened(
-            nested.transform(bring, (request.inputs, request.targets)), copy=True
+    with Transfers() as transfers, torch.inference_mode(False), torch.enable_grad():
+        bring = partial(LeafMover(transfers).move, device)
+        inputs, targets = unwrap_markers(
+            nested.map_leaves(bring, (request.inputs, request.targets)), copy=True
         )
         args, kwargs = as_call(inputs)
         loss = loss_of(module(*args, **kwargs), targets, request.criterion)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scatterpar.replicas.broadcast import versions
 from scatterpar.replicas.buffers import RUNNING
-from scatterpar.replicas.replicas import Replicas
+from scatterpar.replicas.replicas import ReplicaSet
 
 _SHOWN = 5  # names in a warning
 
@@ -18,7 +18,7 @@ _SHOWN = 5  # names in a warning
 class StateWatch:
     """Finds which state of the first replica has changed since the watch was made."""
 
-    def __init__(self, replica_sets: Sequence[Replicas]) -> None:
+    def __init__(self, replica_sets: Sequence[ReplicaSet]) -> None:
         self._sets = [part for part in replica_sets if part.replicas]
         self._versions = [
             dict(zip(map(id, found), versions(found), strict=True))
@@ -32,21 +32,24 @@ class StateWatch:
         return [*chain(*(_moved(part, before) for part, before in pairs))]
 
 
-def _moved(part: Replicas, before: dict[int, int]) -> Iterator[str]:
+def _moved(part: ReplicaSet, before: dict[int, int]) -> Iterator[str]:
     replica = part.replicas[0]
     for root in part.roots:
         for prefix, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            copy = replica.of(module)
+            copy = replica.copy_of(module)
             prefix = f"{prefix}." if prefix else ""
             for name, value in module._buffers.items():
                 now = copy._buffers.get(name)
                 if name in RUNNING or value is None:
                     continue
-                if now is not replica.of(value) or before.get(id(now)) not in (None, now._version):
+                if now is not replica.copy_of(value) or before.get(id(now)) not in (
+                    None,
+                    now._version,
+                ):
                     yield f"the buffer {prefix + name!r}"
             own = vars(copy)
             for name, value in vars(module).items():
-                if name[0] != "_" and _differs(own.get(name), value, replica.of, before):
+                if name[0] != "_" and _differs(own.get(name), value, replica.copy_of, before):
                     yield f"the attribute {prefix + name!r}"
 
 

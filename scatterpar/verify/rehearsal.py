@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 from scatterpar.step import nested
-from scatterpar.step.captured import set_by_forward
-from scatterpar.step.fitting import is_out_of_memory
-from scatterpar.step.markers import opened
+from scatterpar.step.auto_accum import is_out_of_memory
+from scatterpar.step.criterion_closure import set_by_forward
+from scatterpar.step.loss_weights import term_counts
+from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Request
-from scatterpar.step.scatter import Delivery
-from scatterpar.step.substeps import Task, as_call, loss_of
-from scatterpar.step.weights import counts_of
-from scatterpar.threads.context import autocast_types
+from scatterpar.step.scatter import LeafMover
+from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.check import has_statistics, relative_difference
 from scatterpar.verify.rows import Parts, pick
@@ -93,7 +93,7 @@ class Rehearsal:
     With ``plain``, a loss of its own is compared with that of ``model``, which is the user's.
     """
 
-    def __init__(self, request: Request, task: Task, model: nn.Module, plain: bool) -> None:
+    def __init__(self, request: Request, task: ReplicaTask, model: nn.Module, plain: bool) -> None:
         self._request, self._task, self._model, self._plain = request, task, model, plain
         self._module = cast(nn.Module, task.module)
         roots = [task.criterion, request.count, *([request.criterion, model] if plain else [])]
@@ -221,7 +221,7 @@ class Rehearsal:
 
         def loss(some: Sequence[int], *, wide: bool = False) -> Tensor:
             targets = self._bring(self._request.targets, some)
-            targets = nested.on_tensors(_wider, targets) if wide else targets
+            targets = nested.map_tensors(_wider, targets) if wide else targets
             return loss_of(outputs.of(some, wide), targets, self._task.criterion)
 
         compared = partial(self._compared, leaves=leaves, parts=parts, halved=outputs.halved)
@@ -319,10 +319,10 @@ class Rehearsal:
         if not request.is_mean:
             return [1.0] * len(parts)
         whole = request.inputs, request.targets
-        each = [opened(pick(whole, rows, request.dim), copy=True) for rows in parts]
+        each = [unwrap_markers(pick(whole, rows, request.dim), copy=True) for rows in parts]
         targets = pick(request.targets, [*chain(*parts)], request.dim)
         spans = [*pairwise([0, *accumulate(map(len, parts))])]
-        counts = counts_of(replace(request, targets=targets, batches=()), spans, each)
+        counts = term_counts(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
         if not sum(counts):
             raise Unsure("none of the rows adds anything")
@@ -337,9 +337,9 @@ class Rehearsal:
 
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
-        bring = partial(Delivery(Ledger()).bring, self._task.share.device)  # which nobody counts
-        few = nested.transform(bring, pick(value, rows, self._request.dim))
-        return opened(few, copy=True)
+        bring = partial(LeafMover(Transfers()).move, self._task.share.device)  # which nobody counts
+        few = nested.map_leaves(bring, pick(value, rows, self._request.dim))
+        return unwrap_markers(few, copy=True)
 
     def _put_back(self) -> None:
         """Make everything what it was."""
@@ -370,7 +370,7 @@ class _Outputs:
 
     def of(self, rows: Sequence[int], wide: bool) -> Any:
         """Those of some rows; ``wide`` in the leaves' precision."""
-        return nested.transform(lambda cut: cut(rows, wide) if callable(cut) else cut, self._cuts)
+        return nested.map_leaves(lambda cut: cut(rows, wide) if callable(cut) else cut, self._cuts)
 
     def _cut(self, pair: list[Any]) -> Any:
         whole, part = pair

@@ -13,18 +13,24 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.mirror import Snapshot, Survey
-from scatterpar.step.captured import brought_along, statistics
+from scatterpar.replicas.module_copy import ModuleContents, Snapshot
+from scatterpar.step.criterion_closure import closure_tensors_and_modules, training_buffers
+from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.request import Request, check_int
 from scatterpar.step.scatter import micro_batches, scatter
-from scatterpar.step.substeps import Task, forward, kept, prepare_autograd, require_trainable
-from scatterpar.step.weights import weigh
+from scatterpar.step.substeps import (
+    ReplicaTask,
+    detached_output,
+    forward,
+    prepare_autograd,
+    require_trainable,
+)
 from scatterpar.step.whole_batch import output_at
-from scatterpar.threads.context import autocast_types
+from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, put_all
-from scatterpar.threads.workers import Workers, note
+from scatterpar.threads.workers import Workers, add_note
 from scatterpar.verify.untouched import untouched
 
 
@@ -44,26 +50,28 @@ def replay(
     share = _share_at(plan, *place)
     replica, last = place
     device = plan.shares[0].device
-    roots = [module, *brought_along(request.criterion)]
+    roots = [module, *closure_tensors_and_modules(request.criterion)]
     request = request.in_order(plan.order)
     here = replace(plan, shares=(replace(share, device=device),))
     # If forward passes write buffers, these are right only after the earlier sub-steps have run.
-    first, state = generators.to_draw_again(replica, 0 if statistics(roots) else last)
+    first, state = generators.to_draw_again(replica, 0 if training_buffers(roots) else last)
 
     def run() -> tuple[Tensor | None, Any]:
         prepare_autograd()
         with _unobserved():  # the user's count= and collate run here, for all micro-batches
-            weights = weigh(request, plan, micro_batches(request.batch, plan, request.dim))
-        with Ledger() as ledger:
-            (arrival,) = scatter(request.batch, here, request.dim, ledger)
-            task = Task(share, module, arrival, request.criterion, weights.of_shares[replica])
+            weights = compute_loss_weights(
+                request, plan, micro_batches(request.batch, plan, request.dim)
+            )
+        with Transfers() as transfers:
+            (loader,) = scatter(request.batch, here, request.dim, transfers)
+            task = ReplicaTask(share, module, loader, request.criterion, weights.by_share[replica])
             put_all(state)
             for number in range(first, last):
                 try:
                     with _unobserved():
                         _sub_step(task, request, number)
                 except BaseException as error:
-                    note(error, f"in sub-step {number}, which runs before sub-step {last}")
+                    add_note(error, f"in sub-step {number}, which runs before sub-step {last}")
                     raise
             return _sub_step(task, request, last)
 
@@ -79,13 +87,13 @@ def replay(
             torch.set_num_threads(threads)
 
 
-def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None, Any]:
+def _sub_step(task: ReplicaTask, request: Request, number: int) -> tuple[Tensor | None, Any]:
     """Run forward, loss and backward; with ``whole_batch`` forward only, and the loss is None."""
-    rows, keep = task.arrival.rows_of(number), request.return_outputs or True
+    rows, keep = task.loader.load(number), request.return_outputs or True
     if request.whole_batch:
-        return None, kept(output_at(task, rows), keep)
+        return None, detached_output(output_at(task, rows), keep)
     output, loss = forward(task, rows)
-    output = kept(output, keep)
+    output = detached_output(output, keep)
     factor = task.weights[number] * request.scale
     if factor and request.backward:
         if not loss.requires_grad:
@@ -102,7 +110,7 @@ def _sub_step(task: Task, request: Request, number: int) -> tuple[Tensor | None,
 @contextlib.contextmanager
 def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
     """After the body, restore random state, modules and tensors; in it, leaves have no hooks."""
-    survey = Survey(roots)
+    survey = ModuleContents(roots)
     snapshot = Snapshot(survey.containers)
     values = [(tensor, tensor.detach().clone()) for tensor in survey.tensors.values()]
     leaves = [tensor for tensor, _ in values if tensor.requires_grad and tensor.is_leaf]

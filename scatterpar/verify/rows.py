@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.devices.fingerprints import on_the_host
+from scatterpar.devices.fingerprints import to_host
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 from scatterpar.step.request import Request
@@ -40,7 +40,7 @@ def telling(request: Request) -> list[Tensor]:
         return leaf.detach().movedim(request.dim, 0) if _is_dense(leaf) else None
 
     targets, inputs = (
-        [*nested.tensors(nested.transform(one, value))]
+        [*nested.tensors(nested.map_leaves(one, value))]
         for value in (request.targets, request.inputs)
     )
     few = [t for t in inputs if t.ndim <= (3 if is_label(t) else 2)]
@@ -67,7 +67,7 @@ def range_of(tensors: Iterable[Tensor]) -> list[float]:
             ends = [(tensor[:, k] == tensor[:, k + 1]).any() for k in (0, -2)]
         asked += [low, high, *ends]
         labels.append(is_label(tensor))
-    numbers = [float(value) for value in on_the_host(asked)]
+    numbers = [float(value) for value in to_host(asked)]
     reach: list[float] = []
     for k, whole in enumerate(labels):
         lowest, highest, *repeats = numbers[4 * k : 4 * k + 4]
@@ -154,4 +154,4 @@ def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
             return Rows([leaf.entries[row] for row in rows], leaf.collate)
         return leaf
 
-    return nested.transform(one, value)
+    return nested.map_leaves(one, value)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.replicas.mirror import Snapshot, Survey, contents
-from scatterpar.step.captured import surroundings
+from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
+from scatterpar.step.criterion_closure import closure_and_globals
 
 _MOST = 1000  # entries of a container; longer ones are data
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
@@ -68,7 +68,7 @@ class untouched:
         self.drawn = self.drawn or bool(moved)
 
 
-class _Reach(Survey):
+class _Reach(ModuleContents):
     """What modules hold, and what functions and objects of the user's lead to."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -103,7 +103,7 @@ class _Reach(Survey):
                 self._visit(own)  # else other threads use it too
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        own, of_file = surroundings(function)
+        own, of_file = closure_and_globals(function)
         space = function.__globals__
         if _is_foreign(space.get("__name__")):  # a wrapper that goes by its function's name
             of_file = {}

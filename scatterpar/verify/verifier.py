@@ -21,17 +21,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.ledger import Ledger
-from scatterpar.replicas.replicas import Replicas, guarded
+from scatterpar.devices.transfers import Transfers
+from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step import nested
-from scatterpar.step.captured import brought_along, filled_by_hooks, ignored_values, surroundings
-from scatterpar.step.markers import opened
+from scatterpar.step.criterion_closure import (
+    closure_and_globals,
+    closure_tensors_and_modules,
+    filled_by_hooks,
+    ignored_values,
+)
+from scatterpar.step.loss_weights import has_known_term_count
+from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Count, Request
-from scatterpar.step.scatter import Delivery, scatter
-from scatterpar.step.substeps import Task, hand_out, prepare_autograd
-from scatterpar.step.weights import is_counted
+from scatterpar.step.scatter import LeafMover, scatter
+from scatterpar.step.substeps import ReplicaTask, make_tasks, prepare_autograd
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.check import has_statistics
@@ -117,7 +122,7 @@ class Verifier:
         self._warned: set[str] = set()  # names of state that moves
 
     def watch_state(
-        self, request: Request, tasks: Sequence[Task], parts: Sequence[Replicas]
+        self, request: Request, tasks: Sequence[ReplicaTask], parts: Sequence[ReplicaSet]
     ) -> Callable[[], None]:
         """Returns a function that warns of state changed since this call, each name once."""
         sub_steps = sum(len(task.share.micro_batches) for task in tasks)
@@ -138,7 +143,7 @@ class Verifier:
         self,
         attempt: Attempt,
         request: Request,
-        task: Task,
+        task: ReplicaTask,
         output_of: Callable[[Any], Any],
         piece: Any,
     ) -> Any:
@@ -169,8 +174,8 @@ class Verifier:
         self,
         attempt: Attempt,
         request: Request,
-        tasks: Sequence[Task],
-        parts: Sequence[Replicas],
+        tasks: Sequence[ReplicaTask],
+        parts: Sequence[ReplicaSet],
         peers: object,
     ) -> None:
         """Before the sub-steps: rehearse a few rows, if they are new or it is their turn.
@@ -185,7 +190,7 @@ class Verifier:
         model, criterion = parts[0].roots[0], request.criterion
         alone = peers is None and sum(len(task.share.micro_batches) for task in tasks) == 1
         alone = alone or request.whole_batch
-        counted = request.count is None and is_counted(criterion, request.reduction)
+        counted = request.count is None and has_known_term_count(criterion, request.reduction)
         if not request.verify or counted or (alone and not _leads_to(criterion, model)):
             return
         kind = self._kind_of(request, alone)
@@ -248,9 +253,12 @@ def difference(
     some = partial(choose, telling(request), request.rows)
     prepare_autograd()
     with engine.lending() as copies:
-        arrivals = scatter(request.batch, plan, request.dim, Ledger())
-        first, parts = hand_out(request, plan, copies, arrivals)[:1], [copies]
-        with contextlib.suppress(Exception), guarded(parts):  # the user's, of rows it never met
+        loaders = scatter(request.batch, plan, request.dim, Transfers())
+        first, parts = make_tasks(request, plan, copies, loaders)[:1], [copies]
+        with (
+            contextlib.suppress(Exception),
+            parameter_writes_refused(parts),
+        ):  # the user's, of rows it never met
             return _rehearsed(engine._workers, request, first, parts, some, request.rows).off
     return None
 
@@ -258,30 +266,30 @@ def difference(
 def _outputs_of(
     attempt: Attempt,
     request: Request,
-    task: Task,
+    task: ReplicaTask,
     output_of: Callable[[Any], Any],
     choices: Sequence[Sequence[int]],
 ) -> list[Any]:
     """The outputs for each choice of rows. The state that forward passes change is restored."""
     user_state, same_numbers = untouched([], [task.share.device]), SameNumbers()
-    bring = partial(Delivery(Ledger()).bring, task.share.device)
+    bring = partial(LeafMover(Transfers()).move, task.share.device)
     outputs = []
     for rows in choices:
-        with attempt.apart(task), user_state, uncompiled(), same_numbers, torch.no_grad():
+        with attempt.isolated(task), user_state, uncompiled(), same_numbers, torch.no_grad():
             for replica in task.replicas:
                 for layer in replica.roots[0].modules():
                     if has_statistics(layer):
                         layer.training = False
-            inputs = nested.transform(bring, pick(request.inputs, rows, request.dim))
-            outputs.append(output_of(opened(inputs, copy=True)))
+            inputs = nested.map_leaves(bring, pick(request.inputs, rows, request.dim))
+            outputs.append(output_of(unwrap_markers(inputs, copy=True)))
     return outputs
 
 
 def _rehearsed(
     workers: Workers,
     request: Request,
-    tasks: Sequence[Task],
-    parts: Sequence[Replicas],
+    tasks: Sequence[ReplicaTask],
+    parts: Sequence[ReplicaSet],
     choose: Callable[[int], Sequence[Parts]] | None,
     most: int,
     *,
@@ -294,7 +302,7 @@ def _rehearsed(
     """
     ended = threading.Event()
 
-    def look(task: Task) -> Any:
+    def look(task: ReplicaTask) -> Any:
         if task is not tasks[0] and ended.wait(_PATIENCE_SECONDS):
             return None
         try:
@@ -313,12 +321,14 @@ def _rehearsed(
         for part in parts:
             part.clear_gradients()
         if tasks[0].stash is not None:
-            tasks[0].stash.forget()
+            tasks[0].stash.drop_gradients()
 
 
 def _leads_to(criterion: Any, model: nn.Module) -> bool:
     """Whether the criterion brings along the model, a part of it or a parameter, by any name."""
-    brought = [value for value in brought_along(criterion) if not isinstance(value, Wrapper)]
+    brought = [
+        value for value in closure_tensors_and_modules(criterion) if not isinstance(value, Wrapper)
+    ]
     own = {id(each) for each in (*model.modules(), *model.parameters())} if brought else set()
     each = (v.modules() if isinstance(v, nn.Module) else [v] for v in brought)
     return not own.isdisjoint(map(id, chain(*each)))
@@ -341,7 +351,7 @@ def _described(value: Any, depth: int) -> Hashable:
     if isinstance(value, (types.BuiltinFunctionType, type)):
         return value.__qualname__
     if isinstance(value, types.FunctionType):
-        own, of_file = surroundings(value)
+        own, of_file = closure_and_globals(value)
         flags = {n: v for n, v in of_file.items() if isinstance(v, (bool, str, Tensor, type(None)))}
         return hash(value.__code__), *((n, inside(v)) for n, v in sorted((flags | own).items()))
     if isinstance(value, types.MethodType):

@@ -27,7 +27,7 @@ from faults.state import capture, differences, values_differ
 from faults.subject import Subject, batch, build_subject
 from faults.trap import trap
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.verbs import physical
+from scatterpar.devices.runtime import physical
 
 REPLICAS, ACCUM, ROWS = 3, 3, 26
 LEAK_SECONDS = 20  # what is kept for longer is kept for good

@@ -77,7 +77,7 @@ class Case:
                 return leaf
             return leaf[start:stop].clone() if leaf.ndim else leaf.clone()
 
-        return nested.transform(take, self.batch)
+        return nested.map_leaves(take, self.batch)
 
 
 Runner = tuple[Callable[[], Tensor], Callable[[int], Plan]]  # one step, and how it cuts rows

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices import runtime
+from scatterpar.devices.transfers import Transfers
 
 HOST = torch.device("cpu")
 
@@ -127,7 +127,12 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty, copy, copy_into = verbs.on, verbs.empty, Ledger.copy, Ledger.copy_into
+    on, empty, copy, copy_into = (
+        runtime.use_device,
+        runtime.empty,
+        Transfers.copy,
+        Transfers.copy_into,
+    )
 
     @contextlib.contextmanager
     def guarded_on(device, stream):
@@ -150,10 +155,10 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
         with torch._C._DisableTorchDispatch():
             copy_into(self, target, source, phase)
 
-    monkeypatch.setattr(verbs, "on", guarded_on)
-    monkeypatch.setattr(verbs, "empty", claimed_empty)
-    monkeypatch.setattr(Ledger, "copy", claimed_copy)
-    monkeypatch.setattr(Ledger, "copy_into", allowed_copy_into)
+    monkeypatch.setattr(runtime, "use_device", guarded_on)
+    monkeypatch.setattr(runtime, "empty", claimed_empty)
+    monkeypatch.setattr(Transfers, "copy", claimed_copy)
+    monkeypatch.setattr(Transfers, "copy_into", allowed_copy_into)
     with Guard(
         memories, master, host_too=True
     ):  # the caller's own thread: refresh, reduce and commit

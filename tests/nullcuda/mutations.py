@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RACE = "accesses that nothing orders"
-ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "machines")
-WAITS = re.compile(r"\.(?:wait_stream|wait_event|synchronize)\(")
+ENGINE = (".", "devices", "replicas", "step", "threads", "verify", "pair", "distributed")
+# Not `Transfers.synchronize`, which waits by events of its own.
+WAITS = re.compile(r"\.wait_stream\(|\.wait_event\(|(?:event|copied|_staged\[0\])\.synchronize\(")
 MEASURES = "scatterpar/trace.py"
 PATH, GRAPHS = "tests/nullcuda/test_the_path.py::", "tests/test_graphs.py::"
 STREAMS = "tests/nullcuda/test_streams.py::"
@@ -133,8 +134,8 @@ MUTATIONS = [
     ),
     Mutation(
         "settling waits for the stream that computes, not for the copies",
-        "with self._asking, on(device, ()), self._stream:",
-        "with self._asking, on(device, ()):",
+        "with self._asking, use_device(device, ()), self._stream:",
+        "with self._asking, use_device(device, ()):",
         PATH + "test_pinned_memory_may_be_written_after_a_step_that_failed",
     ),
     Mutation(
@@ -168,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "staged rows are not counted",
-        "self._staged.append(mark(self._stream.device))",
+        "self._staged.append(record_event(self._stream.device))",
         "pass",
         PATH + "test_the_host_waits_before_it_stages_more",
         "staged",
@@ -208,7 +209,7 @@ MUTATIONS = [
     ),
     Mutation(
         "cached memory is not given back before a capture",
-        "    release()\n    with _counting:",
+        "    empty_cache()\n    with _counting:",
         "    with _counting:",
         STREAMS + "test_graphs_do_not_need_the_activations_twice",
         "Error",

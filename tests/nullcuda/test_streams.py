@@ -16,7 +16,7 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import script
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.devices.ledger import Ahead
+from scatterpar.devices.transfers import Prefetcher
 
 pytestmark = pytest.mark.draws
 CARD = torch.device("cuda:0")
@@ -136,9 +136,9 @@ def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
     source = torch.randn(2**20).pin_memory()
     torch.zeros(1, device=CARD)
     torch.cuda.synchronize(0)
-    ahead = Ahead(CARD)
+    ahead = Prefetcher(CARD)
     target = ahead.copy(source, CARD, "scatter")
-    ahead.depart(0)
+    ahead.issue(0)
     del target
     if is_dropped:
         del ahead

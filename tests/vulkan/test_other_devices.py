@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.devices.verbs import has_streams
+from scatterpar.devices.runtime import has_streams
 
 pytestmark = pytest.mark.draws
 TWO = [0, 1]

@@ -13,7 +13,9 @@ from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 
-IN_VAIN = "more sub-steps do not help"  # in a note on an error, this ends the search
+MORE_SUBSTEPS_CANNOT_HELP = (
+    "more sub-steps do not help"  # in a note on an error, this ends the search
+)
 
 # What allocators and libraries say in a plain RuntimeError.
 _WORDS = (
@@ -38,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
-class Fitting:
+class AutoAccum:
     """What fitted last: ``accum`` sub-steps."""
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class Fitting:
         doubled until a trial, the first sub-steps alone, fits, then bisected.
         """
         most = -(-max(request.sizes) // len(devices))  # then a sub-step is down to one row
-        lean, retries = replace(request, keeps_rows=False), 0
+        lean, retries = replace(request, retain_rows=False), 0
         start, failed, fits = self.accum, self.accum - 1, self.accum  # no trial fits yet: 0
         while True:
             is_whole = fits == failed + 1
@@ -83,7 +85,10 @@ class Fitting:
                 else:
                     retries += 1
                     self._keeps_rows = self._keeps_rows and not keeps_rows
-                    if any(IN_VAIN in note for note in getattr(error, "__notes__", ())):
+                    if any(
+                        MORE_SUBSTEPS_CANNOT_HELP in note
+                        for note in getattr(error, "__notes__", ())
+                    ):
                         raise
                     if not keeps_rows and number >= most:
                         error.add_note(

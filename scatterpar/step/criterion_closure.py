@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.chunks import is_in_memory_order
-from scatterpar.replicas.mirror import contents
-from scatterpar.replicas.replicas import Replicas
-from scatterpar.threads.workers import note
+from scatterpar.devices.coalescing import has_flat_view
+from scatterpar.replicas.module_copy import contents
+from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.threads.workers import add_note
 
 _DEPTH = 4  # a function, another one in its file, an object there, a list of that
 _MOST = 1000  # entries of a container; longer ones are data
@@ -22,7 +22,7 @@ _PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleTyp
 _FEW = 8  # numbers that may be labels
 
 
-def surroundings(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
+def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a function closes over, or has as default; and what it may name of its file. By name."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
@@ -45,7 +45,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def brought_along(function: Any) -> list[Tensor | nn.Module]:
+def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
     """The tensors and modules that a criterion brings along, in an order that is its own."""
     found: list[Tensor | nn.Module] = []
     replicated = getattr(function, "__self__", None)  # where it is a module's method
@@ -54,7 +54,9 @@ def brought_along(function: Any) -> list[Tensor | nn.Module]:
     return found
 
 
-def other_leaves(brought: Sequence[Tensor | nn.Module], parts: Sequence[Replicas]) -> list[Tensor]:
+def external_leaves(
+    brought: Sequence[Tensor | nn.Module], parts: Sequence[ReplicaSet]
+) -> list[Tensor]:
     """The leaves of those that require grad, beside those that replicas have copies of."""
     found: dict[int, Tensor] = {}
     for value in brought:
@@ -68,7 +70,7 @@ def other_leaves(brought: Sequence[Tensor | nn.Module], parts: Sequence[Replicas
     return list(found.values())
 
 
-def statistics(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
+def training_buffers(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     """The buffers that a call of these modules may write: where they are in training mode."""
     modules = [value for value in brought if isinstance(value, nn.Module)]
     found = {
@@ -77,7 +79,7 @@ def statistics(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
         for part in module.modules()
         if part._buffers and part.training
         for buffer in part.buffers(recurse=False)
-        if is_in_memory_order(buffer) and not buffer.is_inference()
+        if has_flat_view(buffer) and not buffer.is_inference()
     }
     return list(found.values())
 
@@ -110,7 +112,7 @@ def _captured(function: Any) -> dict[str, Any]:
     if isinstance(function, types.MethodType):
         return {**_captured(function.__func__), **_captured(function.__self__)}
     if isinstance(function, types.FunctionType):
-        own, of_file = surroundings(function)
+        own, of_file = closure_and_globals(function)
         return {**of_file, **own}
     # A module's attributes are replicated.
     return {} if isinstance(function, nn.Module) else dict(getattr(function, "__dict__", {}))
@@ -155,12 +157,12 @@ def filled_by_hooks(function: Any, module: nn.Module) -> str | None:
     return None
 
 
-def note_strangers(error: BaseException, function: Any, device: torch.device) -> None:
+def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:
     """Say so on ``error`` where ``function`` brought tensors along that are not on ``device``."""
     for name, value in _captured(function).items():
         tensor = next(value.parameters(), None) if isinstance(value, nn.Module) else value
         if isinstance(tensor, Tensor) and tensor.device != device:
-            note(
+            add_note(
                 error,
                 f"the criterion brings {name!r} along, which is on {tensor.device}, but this "
                 f"replica computes on {device}: what a function closes over cannot be moved; bind "

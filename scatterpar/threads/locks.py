@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from scatterpar.devices.chunks import plus
-from scatterpar.devices.verbs import launches, physical
-from scatterpar.replicas.replicas import Replicas
-from scatterpar.torch_private import HAS_LOCK, edges_to_leaves, hooks_taken_off
+from scatterpar.devices.coalescing import plus
+from scatterpar.devices.runtime import is_async, physical
+from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.torch_private import HAS_GIL, edges_to_leaves, hooks_taken_off
 
 _CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
 _PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
@@ -27,7 +27,7 @@ _UNTIMED = contextlib.nullcontext()
 _LOOKING = threading.Lock()  # of all engines: whoever looks has switched collection off
 
 
-class Turn:
+class ProgressLock:
     """One replica at a time is in the body, in the order in which they come.
 
     The next one waits as long as the one whose turn it is gets on: while ``watch(thread)()``
@@ -42,7 +42,7 @@ class Turn:
         self._seen: object = None
 
     @contextlib.contextmanager
-    def taken(self, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED) -> Iterator[None]:
+    def held(self, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED) -> Iterator[None]:
         """Hold the lock in the body, or run beside a body that makes no progress.
 
         The wait for the lock is inside ``waiting``.
@@ -67,12 +67,12 @@ class Turn:
                 return True
 
 
-def turn_of_criteria() -> Turn:
+def make_criterion_lock() -> ProgressLock:
     """A criterion is called by one replica at a time: what it leaves behind is read by who did.
 
     One that waits for the other replicas lets them go beside it.
     """
-    return Turn(_clock_of, _PATIENCE_SECONDS)
+    return ProgressLock(_clock_of, _PATIENCE_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
@@ -152,7 +152,7 @@ class Stash:
     """
 
     def __init__(
-        self, claims: Claims, parts: Sequence[Replicas], named: Sequence[Tensor] | None
+        self, claims: Claims, parts: Sequence[ReplicaSet], named: Sequence[Tensor] | None
     ) -> None:
         self._claims, self._parts, self._named = claims, parts, named
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -160,8 +160,8 @@ class Stash:
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
-        self._turns = {physical(device): turn_of_criteria() for device in parts[0].device_ids}
-        self._launching = Turn(stack_of, _LAUNCH_SECONDS)
+        self._turns = {physical(device): make_criterion_lock() for device in parts[0].device_ids}
+        self._launching = ProgressLock(stack_of, _LAUNCH_SECONDS)
 
     def __enter__(self) -> Self:
         trained = [leaf for part in self._parts for leaf in part.trained_tensors]
@@ -174,13 +174,13 @@ class Stash:
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient
 
-    def turn_on(
+    def criterion_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
     ) -> contextlib.AbstractContextManager[None]:
         """The turn of a replica on ``device``; virtual devices share the host's memory."""
-        return self._turns[physical(device)].taken(waiting)
+        return self._turns[physical(device)].held(waiting)
 
-    def turn_to_launch(
+    def launch_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED
     ) -> contextlib.AbstractContextManager[None]:
         """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
@@ -189,11 +189,11 @@ class Stash:
         operator. Where operators compute before they return, where there is no such lock, and
         where there is one replica, all go at once.
         """
-        if HAS_LOCK and launches(device) and len(self._parts[0].device_ids) > 1:
-            return self._launching.taken(waiting)
+        if HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1:
+            return self._launching.held(waiting)
         return _UNTIMED
 
-    def reach(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
+    def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
         """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
 
         What it gives there is the replica's until ``gradients``: else the order of arrival would
@@ -219,11 +219,11 @@ class Stash:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
 
-    def gave_beyond(self, replica: int) -> bool:
+    def has_external_gradients(self, replica: int) -> bool:
         """Whether a replica's backward passes came to leaves beside its own."""
         return any(replica in sums for sums in list(self._sums.values()))
 
-    def forget_beyond(self, replica: int) -> None:
+    def drop_external_gradients(self, replica: int) -> None:
         """Let go of what a replica gave to leaves beside its own."""
         for sums in list(self._sums.values()):
             sums.pop(replica, None)
@@ -245,7 +245,7 @@ class Stash:
         kept = self._kept.items()
         return [(t, t.grad) for i, (t, _) in kept if t.grad is not None or i not in self._trained]
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Let go of the gradients that came so far."""
         for leaf, _ in self._kept.values():
             leaf.grad = None
@@ -254,7 +254,7 @@ class Stash:
     @functools.cached_property
     def _of_replicas(self) -> set[int]:
         pairs = [(part, replica) for part in self._parts for replica in part.replicas]
-        return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained}
+        return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained_indices}
 
     def _take(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)

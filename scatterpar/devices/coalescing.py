@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from scatterpar.devices import verbs
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices import runtime
+from scatterpar.devices.transfers import Transfers
 
 CHUNK_BYTES = 2**26
 
@@ -80,7 +80,7 @@ def messages(
     return tuple(Message(tuple(group), tuple(p.stop - p.start for p in group)) for group in groups)
 
 
-def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
+def iter_messages(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
     """1-D tensors as messages of one dtype: one, or a piece of one, as it is; several as a copy.
 
     There is room for one message at a time: be done with it before asking for the next.
@@ -96,12 +96,12 @@ def packed(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
             del flat
 
 
-def arriving(
-    tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
+def iter_received(
+    tensors: Mapping[int, Tensor], device: torch.device, transfers: Transfers, phase: str
 ) -> Iterator[tuple[Message, tuple[Tensor, ...]]]:
     """1-D tensors in the memory of ``device``: messages as in ``packed``, and what pieces hold."""
-    for message, flat in packed(tensors):
-        arrived = ledger.copy(flat, device, phase)
+    for message, flat in iter_messages(tensors):
+        arrived = transfers.copy(flat, device, phase)
         del flat
         parts = arrived.split(message.sizes)
         del arrived
@@ -109,33 +109,33 @@ def arriving(
         del parts
 
 
-def bring(
-    tensors: Mapping[int, Tensor], device: torch.device, ledger: Ledger, phase: str
+def copy_coalesced(
+    tensors: Mapping[int, Tensor], device: torch.device, transfers: Transfers, phase: str
 ) -> dict[int, Tensor]:
     """Copies of ``tensors`` in the memory of ``device``, dense ones in few messages."""
     found: dict[int, Tensor] = {}
     flats: dict[int, Tensor] = {}
     for i, tensor in tensors.items():
-        flat = in_memory_order(tensor)
+        flat = flat_view(tensor)
         if flat is None:
-            found[i] = ledger.copy(tensor, device, phase)
+            found[i] = transfers.copy(tensor, device, phase)
         else:
             flats[i] = flat
-            room = verbs.empty(flat.numel(), flat.dtype, device)
+            room = runtime.empty(flat.numel(), flat.dtype, device)
             found[i] = room.as_strided(tensor.shape, tensor.stride())
     rooms = {i: found[i].as_strided((flat.numel(),), (1,)) for i, flat in flats.items()}
-    for message, parts in arriving(flats, device, ledger, phase):
+    for message, parts in iter_received(flats, device, transfers, phase):
         torch._foreach_copy_(message.of(rooms), parts)
         del parts
     return found
 
 
-def in_memory_order(tensor: Tensor) -> Tensor | None:
+def flat_view(tensor: Tensor) -> Tensor | None:
     """The elements of a dense tensor in the order of memory: a 1-D view, or itself.
 
     ``None`` where there is none: for gaps, overlaps, and conjugates that are not resolved.
     """
-    if not is_in_memory_order(tensor):
+    if not has_flat_view(tensor):
         return None
     return tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
 
@@ -146,7 +146,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def is_in_memory_order(tensor: Tensor) -> bool:
+def has_flat_view(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, each with a place of its own."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
@@ -197,7 +197,7 @@ def by_dtype(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[torch.dtype, list[_
     return groups
 
 
-def room_like(
+def empty_like_on(
     tensors: Sequence[Tensor], device: torch.device, together: Callable[[Tensor], bool]
 ) -> list[Tensor]:
     """Room on ``device``: like each tensor, but that gaps are closed.
@@ -215,16 +215,16 @@ def room_like(
         if len(group) == 1:
             tensor = tensors[group[0]]
             strides = torch.empty_like(tensor, device="meta").stride()
-            room = verbs.empty(tensor.numel(), tensor.dtype, device)
+            room = runtime.empty(tensor.numel(), tensor.dtype, device)
             found[group[0]] = room.as_strided(tensor.shape, strides)
             continue
         spans = {i: _span(tensors[i]) for i in group}
         first = min(start for start, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
         size = max(stop for _, stop in spans.values()) - first
-        storage = verbs.empty(size, torch.uint8, device).untyped_storage()
+        storage = runtime.empty(size, torch.uint8, device).untyped_storage()
         for i, (start, _) in spans.items():
             like, offset = tensors[i], (start - first) // tensors[i].element_size()
-            view = verbs.empty(0, like.dtype, device)
+            view = runtime.empty(0, like.dtype, device)
             view.set_(storage, offset, like.shape, like.stride())
             found[i] = view.conj() if like.is_conj() else view
     return [found[i] for i in range(len(tensors))]

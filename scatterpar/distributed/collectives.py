@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.chunks import as_bytes
+from scatterpar.devices.coalescing import as_bytes
 
 LAYOUT_BITS = 18  # beside a number of 35 bits each, so that both are exact in float64
 _SUMS = 4  # numbers of which all ranks need the sum
@@ -62,7 +62,7 @@ class Collectives:
                     f"call the module once before you pass it with a process_group"
                 )
 
-    def take_over(self, module: nn.Module) -> None:
+    def broadcast_from_rank_0(self, module: nn.Module) -> None:
         """Give ``module`` rank 0's parameters and buffers, as bytes."""
         for tensor in (tensor for _, _, tensor in _named_tensors(module) if tensor.numel()):
             values = as_bytes(tensor)
@@ -74,7 +74,7 @@ class Collectives:
             with torch.no_grad():  # of an expanded one, each place once, or torch refuses
                 tensor[place].copy_(values.view(tensor.dtype).view(tensor.shape)[place])
 
-    def agree(
+    def exchange_status(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
     ) -> tuple[list[float], list[int]]:
         """The sums over all ranks of ``mine``, four numbers; each one's ``number``, not negative.
@@ -95,37 +95,37 @@ class Collectives:
             )
         return sums, [word >> LAYOUT_BITS for word in words]
 
-    def fail(self) -> list[int]:
+    def report_failure(self) -> list[int]:
         """Tell the other ranks, as they come to agree, that this one failed. Who else did."""
         _, words = self._exchange([0.0] * _SUMS, _FAILED)
         return [rank for rank in _failed(words) if rank != self.rank]
 
-    def sum(self, tensor: Tensor, what: str) -> None:
+    def all_reduce(self, tensor: Tensor, what: str) -> None:
         """Give ``tensor`` the sum of all ranks' ones, in place; ``what`` it is, for errors."""
         with self._waiting_for(what, still="; nothing was changed on this rank") as group:
             dist.all_reduce(tensor, group=group)
 
-    def show(self, mine: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
+    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
         """Every rank's flat tensor, of which ``sizes`` are those of all."""
         everything = mine.new_zeros(sum(sizes))
         parts: tuple[Tensor, ...] = everything.split(list(sizes))
         parts[self.rank].copy_(mine)
-        self.sum(everything, what)
+        self.all_reduce(everything, what)
         return parts
 
     def _texts(self, mine: str) -> list[str]:
         what = "the other ranks' description of the module"
         data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self._control)
         size = torch.tensor([len(data)], device=self._control)
-        sizes = torch.cat(self.show(size, [1] * self.size, what)).tolist()
-        return [bytes(text.tolist()).decode() for text in self.show(data, sizes, what)]
+        sizes = torch.cat(self.all_gather(size, [1] * self.size, what)).tolist()
+        return [bytes(text.tolist()).decode() for text in self.all_gather(data, sizes, what)]
 
     def _exchange(self, mine: Sequence[float], word: int) -> tuple[list[float], list[int]]:
         """The sums of ``mine``, and each rank's word."""
         words = [0] * self.size
         words[self.rank] = word
         all_of_it = torch.tensor([*mine, *words], dtype=torch.float64, device=self._control)
-        self.sum(all_of_it, "the flags and counts of all ranks")
+        self.all_reduce(all_of_it, "the flags and counts of all ranks")
         values: list[float] = all_of_it.tolist()
         return values[: len(mine)], [int(value) for value in values[len(mine) :]]
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from scatterpar.devices import verbs
+from scatterpar.devices import runtime
 from scatterpar.report import warn
 from scatterpar.torch_private import (
     PROFILE_ALL_THREADS,
@@ -37,7 +37,7 @@ def autocast_types() -> list[str]:
 
 
 @contextlib.contextmanager
-def uncached() -> Iterator[None]:
+def no_autocast_cache() -> Iterator[None]:
     """Without autocast's cache in this thread.
 
     There is one for the process, and whoever leaves autocast empties it: a weight that is used
@@ -51,7 +51,7 @@ def uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-class Context:
+class CallerContext:
     """Grad and inference mode, autocast, default device, saved-tensor hooks, context variables.
 
     And the current streams of all devices: a worker may use what the caller has computed on
@@ -76,7 +76,7 @@ class Context:
                 f"threads of their own: to see their operators, pass it {PROFILE_ALL_THREADS}"
             )
         self._variables = contextvars.copy_context()
-        self._streams = verbs.current_streams()
+        self._streams = runtime.current_streams()
         self._default = torch.get_default_device()
         if torch.is_inference_mode_enabled():
             self._makers.append(torch.inference_mode)
@@ -93,8 +93,12 @@ class Context:
         return self._variables.copy().run(self._run, device, work)
 
     def _run(self, device: torch.device, work: Callable[[], Any]) -> Any:
-        with verbs.on(device, self._streams), uncached(), contextlib.ExitStack() as stack:
-            if verbs.launches(self._default):
+        with (
+            runtime.use_device(device, self._streams),
+            no_autocast_cache(),
+            contextlib.ExitStack() as stack,
+        ):
+            if runtime.is_async(self._default):
                 here = device.type == self._default.type
                 stack.enter_context(device if here else self._default)
             for make in self._makers:

@@ -22,21 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scatterpar.devices.verbs import physical
-from scatterpar.machines.collectives import LAYOUT_BITS, Collectives, sparse_weights
-from scatterpar.machines.parcels import Parcels, kind_of, pack, unpack
+from scatterpar.devices.runtime import physical
+from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
+from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives, sparse_weights
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step import nested
-from scatterpar.step.markers import opened
+from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Outcome, Spread
-from scatterpar.step.substeps import kept
-from scatterpar.threads.workers import note
+from scatterpar.step.substeps import detached_output
+from scatterpar.threads.workers import add_note
 
 # What is added up; the gradients of sparse embeddings, which go by themselves, see ``_as_sparse``;
 # and a checksum of all shapes.
-_Exchange = tuple[Parcels, list[tuple[Tensor, Tensor]], int]
+_Exchange = tuple[Buckets, list[tuple[Tensor, Tensor]], int]
 
 _OTHER_TENSORS = (
     "which tensors are trained, on their shapes, on reduction=, or on the scale of scaler="
@@ -87,9 +87,9 @@ class Ranks:
                 f"the module has sparse gradients, which {dist.get_backend(group)} cannot add up; "
                 f'pass a group that has gloo too, such as new_group(backend="cpu:gloo,cuda:nccl")'
             )
-        self._collectives.take_over(module)
+        self._collectives.broadcast_from_rank_0(module)
 
-    def together(self, compute: Callable[[], Outcome]) -> Outcome:
+    def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
         """The outcome of all ranks' batches together, the same bits on every rank.
 
         ``compute`` gives this rank's own; if it fails, the other ranks are told, and raise too.
@@ -101,8 +101,8 @@ class Ranks:
         except BaseException as error:
             all_know, self._all_know = self._all_know, False
             with contextlib.suppress(Exception):
-                if not all_know and (others := self._collectives.fail()):
-                    note(error, f"rank {', '.join(map(str, others))} failed in this step too")
+                if not all_know and (others := self._collectives.report_failure()):
+                    add_note(error, f"rank {', '.join(map(str, others))} failed in this step too")
             raise
         with outcome.attempt as attempt, attempt.clock.phase("reduce"):
             return self._exchange(outcome, exchange)
@@ -112,7 +112,9 @@ class Ranks:
         parcels, sparse, layout = exchange
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
-        numbers, each = self._collectives.agree(mine, layout, outcome.plan.rows, _OTHER_TENSORS)
+        numbers, each = self._collectives.exchange_status(
+            mine, layout, outcome.plan.rows, _OTHER_TENSORS
+        )
         terms, loss, squares, replicas = numbers
         rows, factor = sum(each), 1.0
         if outcome.is_mean:
@@ -120,7 +122,7 @@ class Ranks:
             loss = loss / terms if terms else 0.0
         parcels.weigh(factor)
         for flat in parcels.flats:
-            self._collectives.sum(flat, f"the sum of all gradients in {flat.dtype}")
+            self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
         gradients, buffers, layers = parcels.of_all([own / rows for own in each])
         gradients += [(t, self._sum_sparse(t, g * factor)) for t, g in sparse]
         return replace(
@@ -138,7 +140,7 @@ class Ranks:
         alone = sparse_weights(self._module)
         dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
         sparse = [(t, _as_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        parcels = Parcels(
+        parcels = Buckets(
             dense,
             outcome.buffers,
             outcome.layers,
@@ -161,14 +163,18 @@ class Ranks:
         0's of what is ``Replicated``), and rank 0's seed for what the criterion draws.
         ``RuntimeError`` on every rank alike: one failed, or has outputs or targets of another kind.
         """
-        output = join_rows([kept(piece, True) for piece in pieces], dim, rows, rows)
-        own = output, opened(targets)
+        output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
+        own = output, unwrap_markers(targets)
         tensors = [*nested.tensors(own)]
         numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
         parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own, dim)}")
         self._all_know = True  # what is raised from here on, every rank raises
-        _, sizes = self._collectives.agree([0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS)
-        parcels = self._collectives.show(parcel, sizes, "the outputs and targets of all ranks")
+        _, sizes = self._collectives.exchange_status(
+            [0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS
+        )
+        parcels = self._collectives.all_gather(
+            parcel, sizes, "the outputs and targets of all ranks"
+        )
         self._all_know = False
         found = [unpack(each, own, len(numbers)) for each in parcels]
         outputs = [[output] for (output, _), _ in found]
@@ -186,7 +192,7 @@ class Ranks:
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor) -> Tensor | None:
         """The sum of all ranks' ones, dense if any of them was; see ``_as_sparse``."""
         total = gradient.coalesce().to(self._control)
-        self._collectives.sum(total, "the sum of all sparse gradients")
+        self._collectives.all_reduce(total, "the sum of all sparse gradients")
         total = total.coalesce().to(tensor.device)
         if not total._nnz():
             return None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.chunks import as_bytes
-from scatterpar.replicas.buffers import BufferValue, Layer, Moments, mean_of, pooled
+from scatterpar.devices.coalescing import as_bytes
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
@@ -26,7 +26,7 @@ _SUMMED = (
 _Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 
 
-class Parcels:
+class Buckets:
     """What this rank adds to the sums of all ranks, in ``flats``: one tensor a dtype.
 
     Gradients, whether this rank has one or not; a flag for each that says whether it was used;
@@ -39,7 +39,7 @@ class Parcels:
         self,
         gradients: Sequence[Gradient],
         buffers: Sequence[BufferValue],
-        layers: Sequence[Layer],
+        layers: Sequence[BatchNormUpdate],
         rank: int,
         size: int,
         *,
@@ -82,7 +82,7 @@ class Parcels:
 
     def of_all(
         self, weights: Sequence[float]
-    ) -> tuple[list[Gradient], list[BufferValue], list[Layer]]:
+    ) -> tuple[list[Gradient], list[BufferValue], list[BatchNormUpdate]]:
         """What all ranks have together, once ``flats`` are the sums; means are by ``weights``."""
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
@@ -118,7 +118,7 @@ def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
         start, end = end, end + math.prod(shape) * leaf.itemsize
         return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
-    return nested.on_tensors(read, like), found
+    return nested.map_tensors(read, like), found
 
 
 def kind_of(value: Any, dim: int) -> str:
@@ -151,7 +151,7 @@ def _has_mean(value: Tensor) -> bool:
     return value.dtype in _SUMMED and not value.is_complex()
 
 
-def _moments(layers: Sequence[Layer]) -> list[Tensor]:
+def _moments(layers: Sequence[BatchNormUpdate]) -> list[Tensor]:
     """How many values the layers have seen; and of each their mean and their variance."""
     moments = []
     for layer in layers:
@@ -165,7 +165,9 @@ def _moments(layers: Sequence[Layer]) -> list[Tensor]:
     return [torch.tensor([own.values for own in moments], device=both[0].device), *both]
 
 
-def _pooled(layers: Sequence[Layer], rows: Sequence[Sequence[Tensor]]) -> list[Layer]:
+def _pooled(
+    layers: Sequence[BatchNormUpdate], rows: Sequence[Sequence[Tensor]]
+) -> list[BatchNormUpdate]:
     """The layers with what all ranks have seen."""
     found: list[list[Moments]] = [[] for _ in layers]
     for counts, *both in zip(*rows, strict=True):

@@ -1,4 +1,4 @@
-"""What differs between devices, such as streams and events; copies are in ``ledger``.
+"""What differs between devices, such as streams and events; copies are in ``transfers``.
 
 A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``, ``cpu:1``, …
 are virtual devices: separate memories in the host's RAM. What several GPUs would copy between
@@ -107,7 +107,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=physical(device))
 
 
-def release() -> None:
+def empty_cache() -> None:
     """Give cached memory back, so that it can serve blocks of other sizes; not while recording."""
     with _counting:
         if not _recordings and torch.accelerator.is_available():
@@ -128,7 +128,7 @@ def recording() -> Iterator[None]:
     The cache is therefore emptied first, unless another device records: torch then refuses.
     """
     global _recordings
-    release()
+    empty_cache()
     with _counting:
         _recordings += 1
     try:
@@ -138,7 +138,7 @@ def recording() -> Iterator[None]:
             _recordings -= 1
 
 
-def keep_memory(device: torch.device) -> None:
+def tune_malloc(device: torch.device) -> None:
     """Let the host's malloc keep what one sub-step on the CPU frees for the next one.
 
     glibc gives large blocks, and a thread's memory, back to the kernel at once, so that every
@@ -158,7 +158,7 @@ def _set_malloc_thresholds() -> None:
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
-def at_once(devices: Sequence[torch.device]) -> int:
+def max_concurrency(devices: Sequence[torch.device]) -> int:
     """How many replicas can compute at once; if all are on the CPU, one per core of the process."""
     if any(device.type != "cpu" for device in devices):
         return len(devices)
@@ -166,7 +166,7 @@ def at_once(devices: Sequence[torch.device]) -> int:
     return min(len(devices), cores or 1)
 
 
-def launches(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Whether the host only launches operators on ``device``, which return before they are done."""
     return device.type != "cpu"
 
@@ -185,7 +185,7 @@ def current_streams() -> tuple[torch.Stream, ...]:
 
 
 @contextlib.contextmanager
-def on(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
+def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
     """Make ``device`` and ``streams`` current: each worker enters this around its task."""
     if device.type == "cpu" and not streams:
         yield
@@ -208,7 +208,7 @@ def has_streams(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     try:
-        with on(device, ()):  # else torch enters the caller's current device
+        with use_device(device, ()):  # else torch enters the caller's current device
             one, other = torch.Stream(device), torch.Stream(device)
             one.record_event()
     except RuntimeError:
@@ -240,7 +240,7 @@ def _again(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
-def reads_late(tensor: Tensor, device: torch.device) -> bool:
+def is_read_async(tensor: Tensor, device: torch.device) -> bool:
     """Whether a copy of ``tensor`` to ``device`` reads it after the call that started the copy.
 
     Host memory that is not pinned is staged during the call.
@@ -248,9 +248,9 @@ def reads_late(tensor: Tensor, device: torch.device) -> bool:
     return has_streams(device) and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-def mark(device: torch.device) -> torch.Event:
+def record_event(device: torch.device) -> torch.Event:
     """An event that completes when ``device`` has done the work of its current stream so far."""
-    return _sleepy_mark(device) or torch.accelerator.current_stream(device).record_event()
+    return _record_blocking_event(device) or torch.accelerator.current_stream(device).record_event()
 
 
 def timed_mark(device: torch.device | None) -> torch.Event | None:
@@ -262,14 +262,14 @@ def timed_mark(device: torch.device | None) -> torch.Event | None:
     return event
 
 
-def finish(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Sleep until ``device`` has done the work of its current stream, if it has such events."""
-    event = None if device.type == "cpu" else _sleepy_mark(device)
+    event = None if device.type == "cpu" else _record_blocking_event(device)
     if event is not None:
         event.synchronize()
 
 
-def _sleepy_mark(device: torch.device) -> torch.Event | None:
+def _record_blocking_event(device: torch.device) -> torch.Event | None:
     """An event for which a thread sleeps while it waits, as CUDA has; otherwise ``None``.
 
     Waiting for other events, and for copies, keeps a core busy that launches may need.

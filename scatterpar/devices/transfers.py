@@ -11,20 +11,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from scatterpar.devices.verbs import (
+from scatterpar.devices.runtime import (
     has_streams,
-    launches,
-    mark,
-    on,
+    is_async,
+    is_read_async,
     physical,
-    reads_late,
+    record_event,
     stream_for,
+    use_device,
 )
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
 # From which device to which copies go through the host's memory: see ``check_links``.
-DETOURS: set[tuple[torch.device, torch.device]] = set()
+HOST_STAGED: set[tuple[torch.device, torch.device]] = set()
 
 _STAGED = 2  # parcels that may lie in the host's pinned memory at once
 
@@ -52,11 +52,11 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
     return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
 
 
-class Ledger:
+class Transfers:
     """Copies between memories, and counts what it copied, by phase.
 
     What a step moves from one memory to another goes through ``copy``, ``copy_into`` or, ahead of
-    time, ``depart``; the counts are those of the tensors that were copied.
+    time, ``issue``; the counts are those of the tensors that were copied.
 
     As a context manager it ends only when everything on the host that was copied may be
     written again: a copy from pinned memory reads it some time after it was asked for.
@@ -66,41 +66,41 @@ class Ledger:
         self.bytes = dict.fromkeys(PHASES, 0)
         self.messages = dict.fromkeys(PHASES, 0)
         self._under_way: dict[torch.device, torch.Event] = {}
-        self._followed: list[Ledger] = []
+        self._followed: list[Transfers] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            self.settle()
+            self.synchronize()
         except Exception:
             if error is None:  # else the first error is the one to tell
                 raise
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until nothing that was copied is read any more."""
         while self._under_way:
             _, event = self._under_way.popitem()
             event.synchronize()
         while self._followed:
             other = self._followed.pop()
-            other.settle()
+            other.synchronize()
             for phase in PHASES:
                 self.bytes[phase] += other.bytes[phase]
                 self.messages[phase] += other.messages[phase]
 
-    def follow(self, other: Ledger) -> None:
+    def follow(self, other: Transfers) -> None:
         """Count, once both are settled, what ``other`` has copied too: it is another thread's."""
         self._followed.append(other)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
         self.count(tensor, phase)
-        tensor = passable(tensor, device) if DETOURS else tensor
+        tensor = stage_if_needed(tensor, device) if HOST_STAGED else tensor
         copied = tensor.to(physical(device), copy=True, non_blocking=has_streams(device))
-        if reads_late(tensor, device):
-            self._under_way[device] = mark(device)
+        if is_read_async(tensor, device):
+            self._under_way[device] = record_event(device)
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
@@ -109,7 +109,7 @@ class Ledger:
         Virtual devices are not told apart here: their tensors all say ``cpu``.
         """
         self.count(source, phase)
-        source = passable(source, target.device)
+        source = stage_if_needed(source, target.device)
         target.copy_(source, non_blocking=has_streams(target.device))
 
     def count(self, tensor: Tensor, phase: str) -> None:
@@ -119,15 +119,15 @@ class Ledger:
             self.messages[phase] += 1
 
 
-def passable(tensor: Tensor, device: torch.device) -> Tensor:
+def stage_if_needed(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor``, or a copy of it on the host where the direct way to ``device`` is broken."""
-    return tensor.cpu() if (tensor.device, device) in DETOURS else tensor
+    return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
 
 
-class Ahead(Ledger):
+class Prefetcher(Transfers):
     """Copies to one device, asked for before they are needed, by the thread that computes there.
 
-    The copies between two calls of ``depart`` are a parcel. If the device has streams, parcels have
+    The copies between two calls of ``issue`` are a parcel. If the device has streams, parcels have
     a stream of their own there, and one on each device that they come from, since torch puts a copy
     between devices on the current streams of both. So neither end's computation waits for parcels.
     Their memory belongs to the computing stream, whose earlier work may still read what it held. A
@@ -161,12 +161,12 @@ class Ahead(Ledger):
 
     def settle(self) -> None:
         """Wait until nothing that was copied is read any more."""
-        super().settle()
+        super().synchronize()
         if self._stream is not None:
             device = self._stream.device
             # The device first: else torch, leaving the stream, enters the caller's own device.
-            with self._asking, on(device, ()), self._stream:
-                copied = mark(device)
+            with self._asking, use_device(device, ()), self._stream:
+                copied = record_event(device)
                 targets, self._targets = self._targets, {}
             copied.synchronize()
             del targets
@@ -180,7 +180,7 @@ class Ahead(Ledger):
         self._asked.append((tensor, target))
         return target
 
-    def depart(self, number: int) -> None:
+    def issue(self, number: int) -> None:
         """What was asked for since the last time sets out, as the parcel of this number."""
         if self._stream is None or not self._asked:
             return
@@ -192,17 +192,17 @@ class Ahead(Ledger):
                 current.enter_context(stream)
             is_staged = False
             for tensor, target in asked:
-                source = passable(tensor, target.device)
+                source = stage_if_needed(tensor, target.device)
                 readable = self._readable_late(source, target)
                 target.copy_(readable, non_blocking=True)
                 is_staged |= readable is not source
             self._copied[number] = self._stream.record_event()
             if is_staged:
-                self._staged.append(mark(self._stream.device))
+                self._staged.append(record_event(self._stream.device))
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
         """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""
-        if launches(tensor.device):
+        if is_async(tensor.device):
             return tensor
         if tensor.is_pinned() and tensor.stride() == target.stride():
             return tensor
@@ -210,7 +210,7 @@ class Ahead(Ledger):
             self._staged[0].synchronize()
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
-    def arrive(self, number: int) -> None:
+    def wait_on_stream(self, number: int) -> None:
         """What the current stream is given from now on comes after the parcel of this number."""
         if self._stream is not None and number in self._copied:
             current = torch.accelerator.current_stream(self._stream.device)

@@ -17,38 +17,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.devices.fingerprints import on_the_host
+from scatterpar.devices.fingerprints import to_host
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
-from scatterpar.replicas.mirror import owner_of
+from scatterpar.replicas.module_copy import module_of
 from scatterpar.step.request import Count, Request, option_of, resolve_reduction
 
 
-class Weights(NamedTuple):
+class LossWeights(NamedTuple):
     """The factor of each micro-batch's loss, share by share, in the loss of the whole batch.
 
     That is a mean of so many ``terms``; of one, where it is a sum.
     """
 
-    of_shares: list[list[float]]
+    by_share: list[list[float]]
     terms: float
 
 
-def weigh(request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]) -> Weights:
+def compute_loss_weights(
+    request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]
+) -> LossWeights:
     """How the losses of this plan's micro-batches combine."""
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:
-        counts = counts_of(request, spans, pieces)
+        counts = term_counts(request, spans, pieces)
         total = sum(counts)  # where nothing counts, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
-    return Weights(
+    return LossWeights(
         [list(islice(remaining, len(share.micro_batches))) for share in plan.shares], total
     )
 
 
-def counts_of(
+def term_counts(
     request: Request, spans: Sequence[tuple[int, int]], pieces: Iterable[tuple[Any, Any]]
 ) -> list[float]:
     """How many terms the loss of each micro-batch is a mean of."""
@@ -61,7 +63,7 @@ def counts_of(
     if not all(isinstance(targets, Tensor) for targets in labels):  # as entries of a list are
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
-    terms = on_the_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
+    terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
     complete = [each.dtype == torch.bool and bool(each.all()) for each in terms]
     if all(complete):
         return [float(stop - start) for start, stop in spans]
@@ -75,7 +77,7 @@ def counts_of(
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
     """Those that are 0-dim tensors on the host; anything else as it is."""
     asked = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
-    arrived = dict(zip(asked, on_the_host([*asked.values()]), strict=True))
+    arrived = dict(zip(asked, to_host([*asked.values()]), strict=True))
     return [arrived.get(i, count) for i, count in enumerate(counts)]
 
 
@@ -92,11 +94,11 @@ def _as_number(count: Any) -> float:
     return value
 
 
-def is_counted(criterion: Any, reduction: str | None) -> bool:
-    """Whether ``criterion`` is torch's own cross entropy, unchanged, so that ``weigh`` is right."""
+def has_known_term_count(criterion: Any, reduction: str | None) -> bool:
+    """Whether ``criterion`` is torch's own cross entropy, unchanged: its counts are known."""
     if not averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
         return False
-    loss = owner_of(criterion)
+    loss = module_of(criterion)
     if loss is None:
         return True
     hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
@@ -107,7 +109,7 @@ def is_counted(criterion: Any, reduction: str | None) -> bool:
 def averages_classes(criterion: Any) -> bool:
     """Whether ``criterion`` is one of torch's that can ignore targets or weight classes."""
     function = criterion.func if isinstance(criterion, partial) else criterion
-    owner, _ = unwrapped(owner_of(function))
+    owner, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
     return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
 

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scatterpar.devices.chunks import room_like
-from scatterpar.devices.ledger import Ledger
-from scatterpar.devices.verbs import current_streams, on, physical
+from scatterpar.devices.coalescing import empty_like_on
+from scatterpar.devices.runtime import current_streams, physical, use_device
+from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
-from scatterpar.replicas.buffers import BufferValue, Registry, registered_by, values_after
-from scatterpar.replicas.guard import Shared
-from scatterpar.replicas.kinds import check_placement
-from scatterpar.replicas.mirror import Mirror, Survey
+from scatterpar.replicas.buffers import BufferRegistration, BufferValue, buffers_of, values_after
+from scatterpar.replicas.checks import check_placement
+from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
+from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, Rows, all_tensors, opened, take
+from scatterpar.step.markers import Replicated, Rows, all_tensors, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
-from scatterpar.step.scatter import Delivery, bring_rows
-from scatterpar.step.substeps import noted
+from scatterpar.step.scatter import LeafMover, move_rows
+from scatterpar.step.substeps import note_replica
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
@@ -42,11 +42,11 @@ _SECONDS = 1.0  # how often a replica that waits for its turn looks whether anot
 class PassingReplica:
     """A copy of a module for one forward pass, which lives on in the graph of its outputs."""
 
-    def __init__(self, survey: Survey, copies: Sequence[Tensor]) -> None:
+    def __init__(self, survey: ModuleContents, copies: Sequence[Tensor]) -> None:
         self._survey = survey
         self._copies = dict(zip(survey.tensors, copies, strict=True))
         self._versions = {id(copy): version(copy) for copy in copies}
-        self.of = Mirror(survey, self._copies).of
+        self.of = ModuleCopy(survey, self._copies).copy_of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
         """The buffers that a forward pass may have changed: where the module's are, and values.
@@ -54,12 +54,12 @@ class PassingReplica:
         The others are left alone: a graph of the user's own may still need them as they are.
         """
         modules = list(self._survey.modules.values())
-        registered = [registered_by(module) for module in modules]
-        copies = [registered_by(self.of(module)) for module in modules]
+        registered = [buffers_of(module) for module in modules]
+        copies = [buffers_of(self.of(module)) for module in modules]
         for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics behind autograd's back.
             before = registered[m].buffers.get(name)
-            is_registered_anew = isinstance(place, Registry)
+            is_registered_anew = isinstance(place, BufferRegistration)
             if modules[m].training or is_registered_anew or self._is_changed(before, value):
                 yield place, name, value
 
@@ -81,13 +81,13 @@ def replicate(
     it refuses that they write parameters, but for the modes that are ``proven``.
     """
     check_placement((module,), device_ids)
-    survey = Survey((module,), physical(device_ids[0]))
+    survey = ModuleContents((module,), physical(device_ids[0]))
     originals = list(survey.tensors.values())
     with torch.inference_mode(False), torch.no_grad():
         # The first replica has the user's own versions, so that torch tells of a step that comes
         # before the backward pass; others count their own, for one may exchange its storage.
         broadcast = Broadcast(originals, device_ids)
-        broadcast.send(Ledger())
+        broadcast.send(Transfers())
         arrived = {device: broadcast.at(device) for device in device_ids}
         copies = [
             [tensor.data if replica else tensor.detach() for tensor in arrived[device]]
@@ -95,34 +95,36 @@ def replicate(
         ]
         states = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         for copy, device in zip(copies, device_ids, strict=True):
-            rooms = room_like([originals[i] for i in states], device, is_plain)
+            rooms = empty_like_on([originals[i] for i in states], device, is_plain)
             for i, room in zip(states, rooms, strict=True):
                 copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
     for i, original in enumerate(originals):
         if original.requires_grad:
             what = tuple(device_ids), original, *(copy[i] for copy in copies)
-            attached = _Attach.apply(*what)  # type: ignore[no-untyped-call]
+            attached = _ConnectCopies.apply(*what)  # type: ignore[no-untyped-call]
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         for copy in copies:
             _take_class(original, copy[i])
 
-    shared = Shared((module,), broadcast, list(zip(device_ids, copies, strict=True)))
-    shared.proven = proven
+    shared = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
+    shared.checked_modes = proven
     guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 
 
-def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: Crossing) -> list[Any]:
+def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
     is_marked = any(isinstance(leaf, (Replicated, Rows)) for leaf in nested.leaves(batch))
-    delivery, shares = Delivery(crossing), []
+    delivery, shares = LeafMover(crossing), []
     for share in plan.shares:
-        here = nested.transform(partial(delivery.bring_rowless, share.device), batch)
-        rows = take(here, share.start, share.stop, dim)  # what has no rows is each share's own
-        rows = nested.transform(partial(bring_rows, crossing, share.device), rows)
-        shares.append(opened(rows, copy=is_marked or share.device in came_from))
+        here = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
+        rows = slice_rows(
+            here, share.start, share.stop, dim
+        )  # what has no rows is each share's own
+        rows = nested.map_leaves(partial(move_rows, crossing, share.device), rows)
+        shares.append(unwrap_markers(rows, copy=is_marked or share.device in came_from))
     return shares
 
 
@@ -166,7 +168,7 @@ def run_each(
         try:
             while is_in_order and number and not done[number - 1].wait(_SECONDS):
                 proceed()
-            with noted(call.share):
+            with note_replica(call.share):
                 return call.function(*args, **kwargs)
         finally:
             done[number].set()
@@ -186,7 +188,9 @@ def combine(
     for loss, weight, device in zip(losses, weights, devices, strict=True):
         if weight:
             origin = device if loss.device == physical(device) else loss.device
-            here = loss if origin == master else _cross(loss, origin, master, Ledger().copy)
+            here = (
+                loss if origin == master else _copy_in_graph(loss, origin, master, Transfers().copy)
+            )
             terms.append(weight * here)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
@@ -194,22 +198,24 @@ def combine(
     return torch.stack(terms).sum()
 
 
-class Crossing(Ledger):
+class AutogradTransfers(Transfers):
     """Copies whose gradients cross back to the memory that they came from."""
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
-        return _cross(tensor, tensor.device, device, super().copy)
+        return _copy_in_graph(tensor, tensor.device, device, super().copy)
 
 
-def _cross(tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy) -> Tensor:
-    crossed: Tensor = _Cross.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
+def _copy_in_graph(
+    tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
+) -> Tensor:
+    crossed: Tensor = _CopyInGraph.apply(tensor, origin, device, copy)  # type: ignore[no-untyped-call]
     return crossed
 
 
-class _Attach(torch.autograd.Function):
+class _ConnectCopies(torch.autograd.Function):
     """Hang each replica's copy of one tensor on the master's; gradients are summed in order.
 
     A node for every tensor, not one for all: a backward pass that uses none of a tensor's
@@ -230,26 +236,26 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = [{} if gradient is None else {0: gradient} for gradient in gradients]
-        with on(ctx.device_ids[0], ctx.streams):
-            total = sum_in_order(found, ctx.device_ids, Ledger(), in_place=False)
+        with use_device(ctx.device_ids[0], ctx.streams):
+            total = sum_in_order(found, ctx.device_ids, Transfers(), in_place=False)
         return (None, total.get(0), *(None for _ in gradients))
 
 
-class _Cross(torch.autograd.Function):
+class _CopyInGraph(torch.autograd.Function):
     """A copy from one memory to another, and its gradient's way back."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, origin: torch.device, device: torch.device, copy: _Copy
     ) -> Tensor:
-        ctx.way_back = device, origin, Ledger().copy
+        ctx.way_back = device, origin, Transfers().copy
         ctx.streams = current_streams()
         return copy(tensor, device, "compute")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with on(ctx.way_back[0], ctx.streams):
-            crossed = _Cross.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
+        with use_device(ctx.way_back[0], ctx.streams):
+            crossed = _CopyInGraph.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return crossed, None, None, None
 
 

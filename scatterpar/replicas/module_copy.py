@@ -1,8 +1,8 @@
 """What a module holds, snapshots of it, and copies that share nothing they could fight over.
 
 A module is more than parameters: attributes, lists of its own submodules, hooks, a
-``forward`` that is a bound method of itself. ``Survey`` finds all of it, ``Snapshot`` tells
-whether any of it was rebound since, and ``Mirror`` makes a replica of it on the protocol of
+``forward`` that is a bound method of itself. ``ModuleContents`` finds all of it, ``Snapshot`` tells
+whether any of it was rebound since, and ``ModuleCopy`` makes a replica of it on the protocol of
 ``torch.nn.parallel`` (``Module._replicate_for_data_parallel``).
 
 ``module.forward = lambda x: old(x)`` runs the user's module, whoever calls it. So functions that
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scatterpar.devices.ledger import is_sparse
-from scatterpar.replicas.compiled import Compiler, How, unwrapped
-from scatterpar.replicas.kinds import (
+from scatterpar.devices.transfers import is_sparse
+from scatterpar.replicas.checks import (
     assembled,
     new_like,
     pieces_to_copy,
     slots,
 )
+from scatterpar.replicas.compiled import CompileFn, Compiler, unwrapped
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
 
@@ -43,10 +43,10 @@ _PLAIN = _SWITCHES | {int, float, complex}
 
 _DTYPE = attrgetter("dtype")
 
-Turned = tuple[int, Any, Any]  # the number of a container, a key, the value there
+ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the value there
 
 
-class Survey:
+class ModuleContents:
     """Everything that ``roots`` hold: modules, containers and tensors, each once.
 
     Modules are followed through attributes and plain containers too, so that a list of
@@ -58,7 +58,7 @@ class Survey:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
-        self.compiled: dict[int, tuple[nn.Module, How]] = {}  # what torch.compile wrapped
+        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # what torch.compile wrapped
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
         # Of functions that copies have twins of, and what is in them: twins do not see that change.
@@ -204,7 +204,7 @@ class Snapshot:
                 _refill(container, saved)
         self._remember()
 
-    def turned(self) -> list[Turned] | None:
+    def value_changes(self) -> list[ValueChange] | None:
         """Plain values that were exchanged for others; ``None`` if anything else changed."""
         if self._facts() != self._known:
             return None
@@ -217,7 +217,7 @@ class Snapshot:
         values = [v for i, key, _ in found for v in (one[key] for one in self._pairs[i])]
         return found if _PLAIN.issuperset(map(type, values)) else None
 
-    def turn(self, found: Iterable[Turned]) -> None:
+    def apply_changes(self, found: Iterable[ValueChange]) -> None:
         """Exchange plain values in the containers, and in what is remembered of them."""
         for i, key, value in found:
             for one in self._pairs[i]:
@@ -232,7 +232,7 @@ def _is_same(container: Any, saved: Any) -> bool:
     return not isinstance(saved, dict) or all(map(is_, container.values(), saved.values()))
 
 
-class Mirror:
+class ModuleCopy:
     """A copy of what a survey found, with tensors of its own.
 
     Modules, containers, bound methods, partials, weak references and functions that close over any
@@ -241,7 +241,7 @@ class Mirror:
     """
 
     def __init__(
-        self, survey: Survey, tensors: dict[int, Tensor], compiler: Compiler | None = None
+        self, survey: ModuleContents, tensors: dict[int, Tensor], compiler: Compiler | None = None
     ) -> None:
         self._survey = survey
         self._compiler = compiler or Compiler()
@@ -256,45 +256,45 @@ class Mirror:
             self._made[id(original)] = own
             self.sparse.append(own)
         for module in survey.modules.values():
-            self.of(module)
+            self.copy_of(module)
         self.rebind()
-        self.containers = [self.of(container) for container in survey.containers]
+        self.containers = [self.copy_of(container) for container in survey.containers]
         for original, attributes in survey.attributes:
-            own = vars(self.of(original))
+            own = vars(self.copy_of(original))
             for name, value in attributes.items():
-                own[name] = self.of(value) if isinstance(value, (Tensor, nn.Module)) else value
+                own[name] = self.copy_of(value) if isinstance(value, (Tensor, nn.Module)) else value
             self.containers.append(own)
 
-    def of(self, value: Any) -> Any:
+    def copy_of(self, value: Any) -> Any:
         """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
         if type(value) in _PLAIN:
             return value
         if id(value) in self._made:
             return self._made[id(value)]
         if is_compiled_module(value) and id(value) in self._survey.compiled:
-            return self.of(self._survey.compiled[id(value)][0])
+            return self.copy_of(self._survey.compiled[id(value)][0])
         if isinstance(value, nn.Module):
             return self._module(value) if id(value) in self._survey.modules else value
         if type(value) in _CONTAINERS:
             return self._container(value)
         if isinstance(value, tuple):
-            items = [self.of(item) for item in value]
+            items = [self.copy_of(item) for item in value]
             if all(map(is_, items, value)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.of(value.__self__))
+            return types.MethodType(value.__func__, self.copy_of(value.__self__))
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if type(value) is functools.partial:
             return functools.partial(
-                self.of(value.func),
-                *(self.of(item) for item in value.args),
-                **{key: self.of(item) for key, item in value.keywords.items()},
+                self.copy_of(value.func),
+                *(self.copy_of(item) for item in value.args),
+                **{key: self.copy_of(item) for key, item in value.keywords.items()},
             )
         if type(value) is weakref.ref:
             target = value()
-            own = self.of(target)
+            own = self.copy_of(target)
             return value if own is target else weakref.ref(own)
         return value
 
@@ -311,13 +311,13 @@ class Mirror:
         for name, item in state.items():
             # The protocol copies some containers; the mirror copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
-            state[name] = self.of(source)
+            state[name] = self.copy_of(source)
         for slot, value in slots(module):
             self._kept.append(value)
-            self._rebinds.append(functools.partial(slot.__set__, replica, self.of(value)))
+            self._rebinds.append(functools.partial(slot.__set__, replica, self.copy_of(value)))
         _, how = self._survey.compiled.get(id(module), (None, None))
         is_root = any(module is root for root in self._survey.roots)
-        state["_compiled_call_impl"] = self._compiler.call_of(module, replica, is_root, how)
+        state["_compiled_call_impl"] = self._compiler.compiled_call(module, replica, is_root, how)
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -341,7 +341,7 @@ class Mirror:
         vars(twin).update(vars(function))
         for cell, own in zip(cells, new, strict=True):
             if own is not cell:
-                own.cell_contents = self.of(cell.cell_contents)
+                own.cell_contents = self.copy_of(cell.cell_contents)
                 self._survey.cells[id(cell)] = cell, cell.cell_contents
         return twin
 
@@ -356,7 +356,7 @@ class Mirror:
         return any(self._leads(one, seen) for one in _next(value))
 
     def _led(self, value: Any) -> Any:
-        return self.of(value) if self._leads(value) else value
+        return self.copy_of(value) if self._leads(value) else value
 
     def _tell(self, function: types.FunctionType, name: str) -> None:
         text = (
@@ -374,9 +374,9 @@ class Mirror:
         made = self._made[id(value)] = value.copy()
         made.clear()
         if isinstance(value, dict):
-            _refill(made, {key: self.of(item) for key, item in value.items()})
+            _refill(made, {key: self.copy_of(item) for key, item in value.items()})
         else:
-            _refill(made, [self.of(item) for item in value])
+            _refill(made, [self.copy_of(item) for item in value])
         return made
 
 
@@ -408,18 +408,18 @@ def _next(value: Any) -> Iterable[Any]:
     return ()
 
 
-def owner_of(function: Any) -> nn.Module | None:
+def module_of(function: Any) -> nn.Module | None:
     """The module that ``function`` is, or is a method of."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
 
-def holder_of(function: Any) -> Any:
+def root_to_replicate(function: Any) -> Any:
     """What is replicated for the sake of ``function``; ``None`` where nothing is.
 
     The module that it is, or is a method of; or a partial itself, with what it binds.
     """
     if type(function) is not functools.partial:
-        return owner_of(function)
-    survey = Survey((function,))
+        return module_of(function)
+    survey = ModuleContents((function,))
     return function if survey.tensors or survey.modules else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.ledger import Ledger
+from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast, versions
 
 _INSTEAD = (
@@ -23,7 +23,7 @@ _INSTEAD = (
 )
 
 
-class Shared:
+class ParameterGuard:
     """The parameters of some modules, as their replicas share them.
 
     Args:
@@ -43,8 +43,8 @@ class Shared:
         copies: Sequence[tuple[torch.device, Sequence[Tensor]]],
     ) -> None:
         self._roots, self._broadcast = roots, broadcast
-        self.proven: set[Hashable] = set()
-        self.stay = False
+        self.checked_modes: set[Hashable] = set()
+        self.storages_unchanged = False
         at = broadcast.parameters
         self.memories = {  # the master's first
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
@@ -54,10 +54,10 @@ class Shared:
         self._watched = [(device, [tensors[i] for i in at]) for device, tensors in copies]
         self._watched.insert(0, (self._master, self.originals))
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Somebody wrote: nothing is known of modes, nor of values in any memory."""
-        self.proven.clear()
-        self._broadcast.distrust()
+        self.checked_modes.clear()
+        self._broadcast.invalidate()
 
     def _name_of(self, position: int) -> str:
         """What the user calls the parameter at ``position``."""
@@ -80,7 +80,7 @@ class Shared:
             ValueError: one was written; all are as they were.
             RuntimeError: likewise, but its earlier values are lost.
         """
-        keeps = mode not in self.proven
+        keeps = mode not in self.checked_modes
         before = [versions(tensors) for _, tensors in self._watched]
         kept = [t.detach().to("cpu", copy=True) for t in self.originals] if keeps else []
         try:
@@ -96,7 +96,7 @@ class Shared:
         refusal = self._refusal(before, kept)
         if refusal is not None:
             raise refusal
-        self.proven.add(mode)
+        self.checked_modes.add(mode)
 
     def _refusal(
         self, before: Sequence[list[int]], kept: Sequence[Tensor]
@@ -105,7 +105,7 @@ class Shared:
         places = self._written(before, kept)
         if not places:
             return None
-        self.distrust()
+        self.invalidate()
         lost = {i for i, memory in places if memory == self._master}
         if lost and not kept:
             return RuntimeError(
@@ -133,12 +133,12 @@ class Shared:
         moved: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
-        self.stay = True
+        self.storages_unchanged = True
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             now, homes = versions(tensors), self.memories[device]
             if now == earlier and (tensors is homes or all(map(Tensor.is_set_to, tensors, homes))):
                 continue
-            self.stay = False
+            self.storages_unchanged = False
             for i, (tensor, home) in enumerate(zip(tensors, homes, strict=True)):
                 if not tensor.is_set_to(home):
                     exchanged.add((i, device))
@@ -147,7 +147,7 @@ class Shared:
                     moved.add((i, device))
         for device, values in self.memories.items():
             for i, own in enumerate(kept):  # in the host: a device has no room to spare
-                value = Ledger().copy(values[i].detach(), own.device, "replicate")
+                value = Transfers().copy(values[i].detach(), own.device, "replicate")
                 if not same_bits(value, own):
                     written.add((i, device))
         return written | (moved - exchanged)

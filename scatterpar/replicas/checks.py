@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices import verbs
-from scatterpar.devices.ledger import pieces_of
+from scatterpar.devices import runtime
+from scatterpar.devices.transfers import pieces_of
 
 
 def new_like(module: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def check_placement(
         TypeError: a TorchScript module, or tensors that are made of others.
         ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
-    expected = verbs.physical(device_ids[0])
+    expected = runtime.physical(device_ids[0])
     for root in (root for root in roots if isinstance(root, nn.Module)):
         _refuse_script(root)
         _refuse_renormalised(root)

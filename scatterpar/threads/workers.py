@@ -475,7 +475,7 @@ class Attempt:
         with contextlib.ExitStack() as stack:
             stack.callback(self.generators.set_state, number, position)
             for replica in task.replicas:
-                stack.enter_context(replica.apart())
+                stack.enter_context(replica.isolated())
             yield
 
     def run(self, function: Callable[..., _Result], tasks: Sequence[Any]) -> list[_Result]:

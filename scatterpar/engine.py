@@ -171,7 +171,7 @@ class ScatterOnceParallel(Wrapper):
         micro_batch_cost: float | None = None,
     ) -> None:
         super().__init__()
-        module, compiled_how = unwrapped(module)
+        module, compile_fn = unwrapped(module)
         check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
         check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
@@ -186,7 +186,7 @@ class ScatterOnceParallel(Wrapper):
         self.check_finite = check_finite
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
-        self._compile_fn = compile_fn_from(compile) or compiled_how
+        self._compile_fn = compile_fn_from(compile) or compile_fn
         self.verify = verify
         check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_fn is not None)
         self.graphs = graphs
@@ -648,7 +648,7 @@ class ScatterOnceParallel(Wrapper):
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
         """The replicas, equal to the master's as of now, for who writes to their parameters.
 
-        What is written is brought to the master by ``take_in``, or undone where the body fails.
+        What is written is brought to the master by ``broadcast_updates``, or undone where the body fails.
         """
         with self._workers.exclusive():
             self._replica_set.refresh(self.module, None, Transfers())

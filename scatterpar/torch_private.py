@@ -320,7 +320,7 @@ def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def records_cuda_graphs(how: Callable[..., Any]) -> bool:
-    """Whether what compiled a module, see ``compiled_how``, records CUDA graphs on a GPU."""
+    """Whether what compiled a module, see ``compile_fn_of``, records CUDA graphs on a GPU."""
     config: Any = getattr(how, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 

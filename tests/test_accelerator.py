@@ -27,7 +27,7 @@ from scatterpar import (
     ShardedOptimizer,
     gather,
 )
-from scatterpar.devices import chunks, fingerprints
+from scatterpar.devices import coalescing, fingerprints
 from scatterpar.torch_private import uncompiled
 
 pytestmark = [
@@ -108,7 +108,7 @@ def crossed(plan, model, batch):
     weights = sum(parameter.nbytes for parameter in model.parameters())
     places = [share.device for share in plan.shares]
     others = {*places} - {places[0]}
-    pairs = [pair for pairs in chunks.rounds(len(places)) for pair in pairs]
+    pairs = [pair for pairs in coalescing.rounds(len(places)) for pair in pairs]
     return {
         "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
         "replicate": weights * len(others),
@@ -818,7 +818,7 @@ def peaks_of(make, *devices):
 
 
 def test_a_sharded_optimizer_takes_as_much_on_each_device(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)  # little beside the parameters
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 2**16)  # little beside the parameters
     monkeypatch.setattr(fingerprints, "_WORDS", 2**14)
     if torch.accelerator.device_count() < 4:
         pytest.skip("needs 4 accelerators")

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.checkup import copies, training
-from scatterpar.devices import chunks, fingerprints
+from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.transfers import Prefetcher
 
 pytestmark = [
@@ -341,7 +341,7 @@ class Bare(nn.Module):
 def test_a_step_needs_the_model_twice_and_two_chunks(late, monkeypatch, devices):
     """Three times and more it was: flat copies to send, to receive, and of gradients at the end."""
     chunk = 2**16
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(fingerprints, "_WORDS", chunk // 40)
     with seeded():
         model, rows = Bare(), torch.randn(4 * devices, 32)
@@ -590,7 +590,7 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
 def sent(ahead, tensor, number):
     """A copy of a tensor on the second device, which has set out."""
     target = ahead.copy(tensor, torch.device(SECOND), "scatter")
-    ahead.depart(number)
+    ahead.issue(number)
     return target
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import scatterpar.engine
 from scatterpar import DataParallelModel, ScatterOnceParallel
-from scatterpar.devices import chunks, fingerprints
+from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.fingerprints import Fingerprints, check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.step.reduce import sum_in_order
@@ -28,7 +28,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture
 def tiny_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 96)
+    monkeypatch.setattr(coalescing, "CHUNK_BYTES", 96)
     monkeypatch.setattr(fingerprints, "_WORDS", 5)
 
 
@@ -60,9 +60,9 @@ def of_mixed():
     return build(Mixed).eval(), inputs
 
 
-@pytest.mark.parametrize("alone", [chunks.ALONE_BYTES, 50])
+@pytest.mark.parametrize("alone", [coalescing.ALONE_BYTES, 50])
 def test_exact_in_pieces(tiny_chunks, devices, alone, monkeypatch):
-    monkeypatch.setattr(chunks, "ALONE_BYTES", alone)
+    monkeypatch.setattr(coalescing, "ALONE_BYTES", alone)
     model, inputs = of_mixed()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with ScatterOnceParallel(model, 1, devices(4)) as engine:
@@ -92,7 +92,7 @@ def test_a_message_is_a_chunk_and_each_byte_crosses_once(tiny_chunks):
 
 def test_large_tensors_travel_alone_and_small_ones_together(monkeypatch):
     """From their place to their place, with no copy on the way, though they leave gaps."""
-    monkeypatch.setattr(chunks, "ALONE_BYTES", 8 * 500)
+    monkeypatch.setattr(coalescing, "ALONE_BYTES", 8 * 500)
     widths = [FEATURES] * 5 + [501, CLASSES]
     model = build(lambda: nn.Sequential(*map(nn.Linear, widths, widths[1:])))
     with ScatterOnceParallel(model, 1, [f"cpu:{i}" for i in range(4)]) as engine:
@@ -108,7 +108,7 @@ def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
     """Whatever the chunks, and whoever is ready first."""
     found = []
     for chunk in (2**26, 2**26, 96):
-        monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(coalescing, "CHUNK_BYTES", chunk)
         model = mlp().float()
         with ScatterOnceParallel(model, 2, devices(replicas)) as engine:
             engine.forward_backward(BATCH[0].float(), BATCH[1], CRITERION)

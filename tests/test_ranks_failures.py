@@ -116,7 +116,7 @@ def interrupted_while_reducing(engine, inputs, targets):
 
 
 def no_memory_to_pack(engine, inputs, targets):
-    with mock.patch.object(ranks, "Parcels", side_effect=MemoryError("mine")):
+    with mock.patch.object(ranks, "Buckets", side_effect=MemoryError("mine")):
         engine.forward_backward(inputs, targets, CRITERION)
 
 

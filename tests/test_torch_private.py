@@ -166,7 +166,7 @@ seen = []
 def kernel_of(operator, position):
     def kernel(*args, **kwargs):
         seen.append(operator._schema.name)
-        with private.switched_off():
+        with private.random_key_off():
             return operator(*args, **kwargs)
     return kernel
 names = [operator._schema.name for operator, _ in private.random_operators()]
@@ -175,7 +175,7 @@ kept = private.route(kernel_of)
 x = torch.ones(3)
 x.bernoulli_()
 assert seen == []
-with private.switched_on():
+with private.random_key_on():
     x.bernoulli_()
     x + 1
 assert seen == ["aten::bernoulli_"], seen

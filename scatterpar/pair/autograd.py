@@ -70,7 +70,7 @@ class PassingReplica:
 
 
 def replicate(
-    module: nn.Module, device_ids: Sequence[torch.device], proven: set[Hashable]
+    module: nn.Module, device_ids: Sequence[torch.device], checked_modes: set[Hashable]
 ) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
     """Copies of ``module`` whose parameters are differentiable copies of its own.
 
@@ -78,7 +78,7 @@ def replicate(
     device once, in few messages, and are shared by the replicas there; buffers are each
     replica's own. A backward pass through the copies adds up their gradients, in the same order
     every time, on the master. Around forward passes is to be what is returned beside the replicas:
-    it refuses that they write parameters, but for the modes that are ``proven``.
+    it refuses that they write parameters, but for the modes that are ``checked_modes``.
     """
     check_placement((module,), device_ids)
     survey = ModuleContents((module,), physical(device_ids[0]))
@@ -108,7 +108,7 @@ def replicate(
             _take_class(original, copy[i])
 
     shared = ParameterGuard((module,), broadcast, list(zip(device_ids, copies, strict=True)))
-    shared.checked_modes = proven
+    shared.checked_modes = checked_modes
     guard = shared.read_only(tuple(part.training for part in survey.modules.values()))
     return [PassingReplica(survey, copy) for copy in copies], guard
 

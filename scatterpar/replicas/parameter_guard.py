@@ -32,7 +32,7 @@ class ParameterGuard:
         copies: each replica's tensors, of which parameters have the values there.
 
     Attributes:
-        proven: modes in which a pass has written none.
+        checked_modes: modes in which a pass has written none.
         stay: whether the last pass left each where it lay.
     """
 

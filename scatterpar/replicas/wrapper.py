@@ -41,7 +41,15 @@ class Wrapper(nn.Module):
 
     module: Any
 
-    _transient = ("_workers", "_copies", "_verifier", "_graphs", "_latest", "_proven", "_trace")
+    _transient = (
+        "_workers",
+        "_replica_set",
+        "_verifier",
+        "_graphs",
+        "_latest",
+        "_proven",
+        "_trace",
+    )
 
     def __init__(self) -> None:
         super().__init__()

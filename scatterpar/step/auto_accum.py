@@ -45,7 +45,7 @@ class AutoAccum:
 
     def __init__(self) -> None:
         self.accum = 1
-        self._keeps_rows = True  # for a second pass; given up as soon as memory runs out
+        self._retain_rows = True  # for a second pass; given up as soon as memory runs out
 
     def fit(
         self,
@@ -70,10 +70,10 @@ class AutoAccum:
             has_two_passes = request.whole_batch and any(
                 len(share.micro_batches) > 1 for share in cut.shares
             )
-            keeps_rows = is_whole and self._keeps_rows and has_two_passes
+            retain_rows = is_whole and self._retain_rows and has_two_passes
             try:
                 if is_whole:
-                    outcome = compute(request if keeps_rows else lean, cut)
+                    outcome = compute(request if retain_rows else lean, cut)
                     break
                 compute(lean.as_trial(), cut).attempt.undo()
                 fits = number
@@ -84,20 +84,20 @@ class AutoAccum:
                     fits = number  # too small, as for batch normalisation: the whole will tell
                 else:
                     retries += 1
-                    self._keeps_rows = self._keeps_rows and not keeps_rows
+                    self._retain_rows = self._retain_rows and not retain_rows
                     if any(
                         MORE_SUBSTEPS_CANNOT_HELP in note
                         for note in getattr(error, "__notes__", ())
                     ):
                         raise
-                    if not keeps_rows and number >= most:
+                    if not retain_rows and number >= most:
                         error.add_note(
                             f'accum="auto" has nothing left to try: with {number} sub-steps a '
                             f"sub-step is one row, and that does not fit ({retries} tries ran "
                             f"out of memory)"
                         )
                         raise
-                    if not keeps_rows:
+                    if not retain_rows:
                         failed, fits = number, 0 if is_whole else fits
                 traceback.clear_frames(error.__traceback__)
             release()

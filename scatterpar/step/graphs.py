@@ -72,7 +72,7 @@ class _Graph:
         self.output = detached_output(output, keep=True) if keep else None
         del output
         self.loss.copy_(loss.detach())
-        task.pull(loss, self.factor, autocast_types(), number)
+        task.run_backward(loss, self.factor, autocast_types(), number)
 
 
 @dataclass

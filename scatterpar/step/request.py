@@ -29,7 +29,7 @@ class Request:
     Attributes:
         backward: whether gradients are computed; otherwise sub-steps are forward passes only.
         graphs: the engine's graphs, if sub-steps are captured.
-        keeps_rows: whether rows that have arrived stay for a second pass.
+        retain_rows: whether rows that have arrived stay for a second pass.
         most: run at most so many sub-steps, to see whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
         order: the row's number at each position of ``batches``, if they follow such a plan.

@@ -61,7 +61,7 @@ class ReplicaTask:
         return self.clock.span(name, self.share, number)
 
     def rows_of(self, number: int, *, keep: bool = False) -> Any:
-        """The rows of one micro-batch, as by ``Arrival.rows_of``; timed."""
+        """The rows of one micro-batch, as by ``ShareLoader.load``; timed."""
         if self.clock.is_idle:
             return self.loader.load(number, keep=keep)
         with self.span("arrival", number) as span:
@@ -85,7 +85,9 @@ class ReplicaTask:
         with turn, self.span(name, number):
             yield
 
-    def pull(self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int) -> None:
+    def run_backward(
+        self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int
+    ) -> None:
         """Run the backward pass from a micro-batch's loss, timed."""
         if self.clock.is_idle:
             run_backward([root], [factor], autocast)
@@ -203,7 +205,7 @@ class EagerSubsteps:
             if not loss.requires_grad:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
-            task.pull(loss, factor, self._autocast, number)
+            task.run_backward(loss, factor, self._autocast, number)
             if self._waiting:  # for all of them in the first sub-step, as a rule
                 self._waiting = unalias(self._waiting)
         return loss.detach(), output_kept

@@ -346,7 +346,7 @@ def first_pass(
     In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
     """
     share, keep = task.share, request.return_outputs
-    keeps_rows = request.retain_rows and len(share.micro_batches) > 1
+    retain_rows = request.retain_rows and len(share.micro_batches) > 1
     pieces: list[Any] = []
     returned: list[Any] = []
     states: list[State] = []
@@ -357,7 +357,7 @@ def first_pass(
         output = None  # its graph goes before the next one comes
         with note_replica(share, number, request):
             states.append(attempt.generators.mark(share.replica, number))
-            output = output_at(task, task.rows_of(number, keep=keeps_rows), number)
+            output = output_at(task, task.rows_of(number, keep=retain_rows), number)
             pieces.append(nested.map_tensors(_leaf, output))
             if keep:
                 returned.append(detached_output(output, keep))

@@ -306,7 +306,7 @@ class Generators:
 
 
 class _Generator:
-    """What one replica draws from on one device; while it ``is_in``, by the device's own."""
+    """What one replica draws from on one device; while it ``is_installed``, by the device's own."""
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device

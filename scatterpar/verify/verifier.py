@@ -252,7 +252,7 @@ def difference(
     plan = engine.plan(request.sizes)
     some = partial(choose, telling(request), request.rows)
     prepare_autograd()
-    with engine.lending() as copies:
+    with engine.replicas_for_update() as copies:
         loaders = scatter(request.batch, plan, request.dim, Transfers())
         first, parts = make_tasks(request, plan, copies, loaders)[:1], [copies]
         with (

@@ -648,7 +648,7 @@ class ScatterOnceParallel(Wrapper):
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
         """The replicas, equal to the master's as of now, for who writes to their parameters.
 
-        What is written is brought to the master by ``broadcast_updates``, or undone where the body fails.
+        ``broadcast_updates`` copies the writes to the master. They are undone if the body fails.
         """
         with self._workers.exclusive():
             self._replica_set.refresh(self.module, None, Transfers())

@@ -171,7 +171,7 @@ def kernel_of(operator, position):
     return kernel
 names = [operator._schema.name for operator, _ in private.random_operators()]
 assert {"aten::bernoulli_", "aten::rand", "aten::normal_"} <= set(names), names
-kept = private.route(kernel_of)
+kept = private.register_random_kernels(kernel_of)
 x = torch.ones(3)
 x.bernoulli_()
 assert seen == []

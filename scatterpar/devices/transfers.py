@@ -132,7 +132,8 @@ class Prefetcher(Transfers):
     between devices on the current streams of both. So neither end's computation waits for parcels.
     Their memory belongs to the computing stream, whose earlier work may still read what it held. A
     parcel therefore waits for that earlier work, not for later work. Later work waits for a parcel
-    in ``wait_on_stream``. Host memory that is not pinned is staged in pinned memory, at most two parcels.
+    in ``wait_on_stream``. Host memory that is not pinned is staged in pinned memory, at most two
+    parcels.
 
     What the streams of ``sources``, where tensors to be copied are, were given before this is made
     comes before the copies.
@@ -172,7 +173,7 @@ class Prefetcher(Transfers):
             del targets
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, to be read once it may ``wait_on_stream``."""
+        """A copy of ``tensor`` in the memory of ``device``, readable after ``wait_on_stream``."""
         if self._stream is None or type(tensor) is not Tensor or tensor.layout != torch.strided:
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)

@@ -681,7 +681,7 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     def copy_another():  # by the worker
         made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    with mock.patch("scatterpar.devices.transfers.mark") as mark:
+    with mock.patch("scatterpar.devices.transfers.record_event") as mark:
         mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import as_bytes
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
@@ -30,8 +30,8 @@ class Buckets:
     """What this rank adds to the sums of all ranks, in ``flats``: one tensor a dtype.
 
     Gradients, whether this rank has one or not; a flag for each that says whether it was used;
-    buffers, which are rank 0's alone; and in a row for each rank what is averaged (where ``mean``
-    is asked for) or pooled. They are made before anything is exchanged, so that what can fail, such
+    buffers, which are rank 0's alone; and in a row for each rank what is averaged (if the policy
+    combines) or pooled. They are made before anything is exchanged, so that what can fail, such
     as an allocation, fails while the other ranks can still be told.
     """
 
@@ -43,15 +43,16 @@ class Buckets:
         rank: int,
         size: int,
         *,
-        mean: bool,
+        policy: BufferPolicy,
         wide: torch.dtype | None,
     ) -> None:
         self._leaves, self._layers = [leaf for leaf, _ in gradients], layers
         there = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
         self._gone = [buffer for buffer in buffers if buffer[2] is None]
-        self._averaged = [each for each in there if mean and _has_mean(each[2])]
-        self._first = [each for each in there if not (mean and _has_mean(each[2]))]
-        self._rows = [value for *_, value in self._averaged] + _moments(layers)
+        self._combine = policy.combine
+        self._combined = [each for each in there if policy.combine and _has_mean(each[2])]
+        self._first = [each for each in there if not (policy.combine and _has_mean(each[2]))]
+        self._rows = [value for *_, value in self._combined] + _moments(layers)
         pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, ..., g) for t, g in gradients]
         if gradients:
             used = torch.tensor([gradient is not None for _, gradient in gradients])
@@ -90,9 +91,10 @@ class Buckets:
         given = [total if flag else None for total, flag in zip(totals, used, strict=True)]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        for (at, name, _), values in zip(self._averaged, rows, strict=False):
-            buffers.append((at, name, mean_of(values, weights)))
-        layers = _pooled(self._layers, rows[len(self._averaged) :])
+        for (at, name, _), values in zip(self._combined, rows, strict=False):
+            assert self._combine is not None
+            buffers.append((at, name, self._combine(values, weights)))
+        layers = _pooled(self._layers, rows[len(self._combined) :])
         return list(zip(self._leaves, given, strict=True)), [*buffers, *self._gone], layers
 
 

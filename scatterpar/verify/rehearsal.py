@@ -25,14 +25,14 @@ from scatterpar.step import nested
 from scatterpar.step.auto_accum import is_out_of_memory
 from scatterpar.step.criterion_closure import set_by_forward
 from scatterpar.step.loss_weights import term_counts
-from scatterpar.step.markers import unwrap_markers
+from scatterpar.step.markers import select_rows, unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.check import has_statistics, relative_difference
-from scatterpar.verify.rows import Parts, pick
+from scatterpar.verify.rows import Parts
 from scatterpar.verify.untouched import untouched
 
 # Right gradients agree to 2e-16, 1.2e-7, 1e-3 and 8e-3, and wrong ones are off by 1e-2 and more.
@@ -319,8 +319,8 @@ class Rehearsal:
         if not request.is_mean:
             return [1.0] * len(parts)
         whole = request.inputs, request.targets
-        each = [unwrap_markers(pick(whole, rows, request.dim), copy=True) for rows in parts]
-        targets = pick(request.targets, [*chain(*parts)], request.dim)
+        each = [unwrap_markers(select_rows(whole, rows, request.dim), copy=True) for rows in parts]
+        targets = select_rows(request.targets, [*chain(*parts)], request.dim)
         spans = [*pairwise([0, *accumulate(map(len, parts))])]
         counts = term_counts(replace(request, targets=targets, batches=()), spans, each)
         self._put_back()
@@ -338,7 +338,7 @@ class Rehearsal:
     def _bring(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
         bring = partial(LeafMover(Transfers()).move, self._task.share.device)  # which nobody counts
-        few = nested.map_leaves(bring, pick(value, rows, self._request.dim))
+        few = nested.map_leaves(bring, select_rows(value, rows, self._request.dim))
         return unwrap_markers(few, copy=True)
 
     def _put_back(self) -> None:

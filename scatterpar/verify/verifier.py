@@ -33,7 +33,7 @@ from scatterpar.step.criterion_closure import (
     ignored_values,
 )
 from scatterpar.step.loss_weights import has_known_term_count
-from scatterpar.step.markers import unwrap_markers
+from scatterpar.step.markers import select_rows, unwrap_markers
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import LeafMover, scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, prepare_autograd
@@ -50,7 +50,7 @@ from scatterpar.verify.rehearsal import (
     SameNumbers,
     Unsure,
 )
-from scatterpar.verify.rows import Parts, choose, is_label, pick, range_of, telling
+from scatterpar.verify.rows import Parts, choose, is_label, range_of, telling
 from scatterpar.verify.untouched import untouched
 
 _OFTEN = 8  # so many inconclusive looks at one kind, then in steps 16, 32, 64 … alone
@@ -280,7 +280,7 @@ def _outputs_of(
                 for layer in replica.roots[0].modules():
                     if has_statistics(layer):
                         layer.training = False
-            inputs = nested.map_leaves(bring, pick(request.inputs, rows, request.dim))
+            inputs = nested.map_leaves(bring, select_rows(request.inputs, rows, request.dim))
             outputs.append(output_of(unwrap_markers(inputs, copy=True)))
     return outputs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import as_bytes
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
@@ -32,7 +32,7 @@ class Buckets:
 
     They contain the gradients, zero if this rank has none; one flag per gradient, which says
     whether this rank has one; buffers, from rank 0 only; and, in one row per rank, values that are
-    averaged (with ``mean``) or pooled. They are allocated before any exchange, so that an
+    combined (by the policy) or pooled. They are allocated before any exchange, so that an
     allocation fails while the other ranks can still be informed.
     """
 
@@ -44,15 +44,16 @@ class Buckets:
         rank: int,
         size: int,
         *,
-        mean: bool,
+        policy: BufferPolicy,
         wide: torch.dtype | None,
     ) -> None:
         self._leaves, self._layers = [leaf for leaf, _ in gradients], layers
         present = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
         self._gone = [buffer for buffer in buffers if buffer[2] is None]
-        self._averaged = [each for each in present if mean and _has_mean(each[2])]
-        self._first = [each for each in present if not (mean and _has_mean(each[2]))]
-        self._rows = [value for *_, value in self._averaged] + _moments(layers)
+        self._combine = policy.combine
+        self._combined = [each for each in present if policy.combine and _has_mean(each[2])]
+        self._first = [each for each in present if not (policy.combine and _has_mean(each[2]))]
+        self._rows = [value for *_, value in self._combined] + _moments(layers)
         pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, ..., g) for t, g in gradients]
         if gradients:
             used = torch.tensor([gradient is not None for _, gradient in gradients])
@@ -95,9 +96,10 @@ class Buckets:
         gradients = [total if flag else None for total, flag in zip(totals, used, strict=True)]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        for (at, name, _), values in zip(self._averaged, rows, strict=False):
-            buffers.append((at, name, mean_of(values, weights)))
-        layers = _pooled(self._layers, rows[len(self._averaged) :])
+        for (at, name, _), values in zip(self._combined, rows, strict=False):
+            assert self._combine is not None
+            buffers.append((at, name, self._combine(values, weights)))
+        layers = _pooled(self._layers, rows[len(self._combined) :])
         return list(zip(self._leaves, gradients, strict=True)), [*buffers, *self._gone], layers
 
 

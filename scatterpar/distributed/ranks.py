@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scatterpar.devices.runtime import physical
 from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
 from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives, sparse_weights
+from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -57,7 +58,7 @@ class Ranks:
         group: dist.ProcessGroup,
         module: nn.Module,
         device: torch.device,
-        policy: str,
+        policy: BufferPolicy,
         wide: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -66,7 +67,7 @@ class Ranks:
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
         self._module = module
-        self._mean = policy == "mean"
+        self._policy = policy
         self._wide = wide
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
@@ -80,7 +81,7 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        options = f"buffers={policy!r}\naccumulate_dtype={wide}"
+        options = f"buffers={policy.name!r}\naccumulate_dtype={wide}"
         self._collectives.require_same(module, options)
         if sparse_weights(module) and not on_host:
             raise ValueError(
@@ -132,7 +133,7 @@ class Ranks:
             terms=terms,
             gradients=gradients,
             buffers=buffers,
-            writings=(),
+            buffer_writers=(),
             layers=layers,
             spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
         )
@@ -147,7 +148,7 @@ class Ranks:
             outcome.layers,
             self.rank,
             self.size,
-            mean=self._mean,
+            policy=self._policy,
             wide=self._wide,
         )
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}

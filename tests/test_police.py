@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 # What a test leaves behind, and what the police says of it.
 OFFENDERS = {
-    "threading.Thread(target=release.wait, daemon=True, name='left').start()": "leaked threads: ['l",
+    "threading.Thread(target=release.wait, daemon=True, name='a').start()": "leaked threads: ['a'",
     "engines.append(ScatterOnceParallel(nn.Identity(), device_ids=['cpu'] * 2).eval())\n"
     "    engines[0](torch.ones(4, 1))": "leaked threads: ['scatterpar replica 0, cpu', 's",
     "torch.set_num_threads(torch.get_num_threads() + 1)": "changed globals: {'num_threads'",

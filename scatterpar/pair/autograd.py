@@ -20,7 +20,7 @@ from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
-from scatterpar.replicas.buffers import BufferRegistration, BufferValue, buffers_of, values_after
+from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
@@ -58,8 +58,7 @@ class PassingReplica:
         for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics without counting versions.
             before = registered[m].buffers.get(name)
-            is_registered_anew = isinstance(place, BufferRegistration)
-            if modules[m].training or is_registered_anew or self._is_changed(before, value):
+            if modules[m].training or self._is_changed(before, value):
                 yield place, name, value
 
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:

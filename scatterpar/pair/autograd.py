@@ -26,11 +26,12 @@ from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import LeafMover, move_rows
 from scatterpar.step.substeps import note_replica
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
 _Copy = Callable[[Tensor, torch.device, str], Tensor]

@@ -15,9 +15,9 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, BufferWriter
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport, warn
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
-from scatterpar.threads.workers import Attempt
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 

@@ -33,11 +33,11 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights, has_known_term_count
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.threads.workers import Attempt
 
 
 def reduce(

@@ -467,7 +467,7 @@ def test_the_page_runs_and_quotes_what_is_said():
     assert names["trace"].steps
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
     source = read("scatterpar/bounds.py")
-    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| it says |")[2].partition("\n\n")[0])
+    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| sentence |")[2].partition("\n\n")[0])
     assert len(quoted) > 10
     for part in (part.strip() for text in quoted for part in text.split("…")):
         assert part in source, part

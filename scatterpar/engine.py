@@ -59,7 +59,7 @@ from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Attempt, Workers
 from scatterpar.trace import Trace
-from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 

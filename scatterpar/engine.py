@@ -119,11 +119,13 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself stays as it is. A module made by ``torch.compile``, or one that was
             compiled by ``.compile()``, as a whole or in parts, means the same without it.
-        verify: before the first step of a kind of criterion and batch, check on a handful of its
-            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
-            anything changes where they do not, however often it is tried. What could not be
-            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
-            the range that was met so far.
+        verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
+            combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
+            give the loss that a replica gives. If not, a ``ValueError`` before anything changes,
+            however often it is tried. An inconclusive check warns once. In the first eight steps of
+            a kind of criterion and batch, when labels go beyond the range that was verified, and
+            whenever checks have taken less than 1 % of the time. State that sub-steps move is told
+            once, by name.
         graphs: capture a sub-step (forward, criterion and backward) once for each shape of
             micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
             sub-steps, which a device has done before the host has launched them. Python then runs

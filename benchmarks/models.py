@@ -1,4 +1,4 @@
-"""What is trained: four networks with their batches, and a tree like ResNet-101's."""
+"""What is trained: three networks with their batches, and parts of larger ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -130,22 +130,6 @@ CASES = {
 }
 
 
-class LineGPT(nn.Module):
-    """A GPT that reads an image line by line, and says its class after the last one."""
-
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.lines = nn.Linear(_IMAGE[2], width)
-        self.positions = nn.Parameter(torch.zeros(_IMAGE[1], width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.head = nn.Linear(width, _CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """One score per class."""
-        hidden = self.blocks(self.lines(images.squeeze(1)) + self.positions)
-        return self.head(hidden[:, -1])
-
-
 class Block(nn.Module):
     """Attention and a perceptron, each added to what came in."""
 
@@ -170,10 +154,6 @@ class Block(nn.Module):
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.projection(seen.transpose(1, 2).reshape(rows, positions, width))
         return hidden + self.mlp(self.before_mlp(hidden))
-
-
-GPT = Case("gpt", LineGPT, batch=1024)
-KNOWN = CASES | {GPT.name: GPT}  # by the names that processes are told
 
 
 class Bottleneck(nn.Module):

@@ -7,18 +7,17 @@ the parent, or when nothing came for a while.
 import multiprocessing
 import os
 import socket
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, distributed, nn
 
-from benchmarks.levers.variants import KEPT, LEVERS, Variant
-from benchmarks.models import KNOWN, Case
+from benchmarks import peers
+from benchmarks.models import CASES, Case
+from benchmarks.peers import Peer, criterion
 
 _IDLE_SECONDS = 900.0
 _REPLY_SECONDS = 300.0
@@ -87,19 +86,20 @@ def _serve(
         GLOO_SOCKET_IFNAME="lo",
     )
     name, batch, accum = size
-    worker = KINDS[kind](Case(name, KNOWN[name].build, batch, accum), rank, world)
+    worker = KINDS[kind](Case(name, CASES[name].build, batch, accum), rank, world)
     pipe.send("ready")
     while pipe.poll(_IDLE_SECONDS):
         try:
             command = pipe.recv()
         except EOFError:
             break
-        pipe.send(getattr(worker, command)())
+        reply = getattr(worker, command)()
+        pipe.send(reply.tolist() if isinstance(reply, Tensor) else reply)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-class NoSync:
+class NoSync(Peer):
     """``DistributedDataParallel``, all sub-steps but the last under ``no_sync``."""
 
     wrapper: Callable[..., nn.Module] = nn.parallel.DistributedDataParallel
@@ -107,36 +107,15 @@ class NoSync:
     def __init__(self, case: Case, rank: int, world: int) -> None:
         limit = timedelta(seconds=_REPLY_SECONDS)
         distributed.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
-        self.module = case.module()
+        super().__init__(case.module(), self.accumulate)
         self.model: Any = self.wrapper(self.module)
         self.batch = _share(case, rank, world)
-        self.criterion = nn.CrossEntropyLoss()
 
-    def run(self) -> None:
+    def accumulate(self) -> None:
         last = len(self.batch) - 1
         for number, (images, labels) in enumerate(self.batch):
             with nullcontext() if number == last else self.model.no_sync():
-                (self.criterion(self.model(images), labels) / len(self.batch)).backward()
-
-    def step(self) -> float:
-        self.model.zero_grad()
-        start = time.perf_counter()
-        self.run()
-        return time.perf_counter() - start
-
-    def gradient(self) -> list[float]:
-        self.module.eval()
-        self.step()
-        self.module.train()
-        return torch.cat([p.grad.flatten() for p in self.module.parameters()]).tolist()
-
-
-class CompiledNoSync(NoSync):
-    """The same with ``torch.compile`` around it, as its documentation advises."""
-
-    @staticmethod
-    def wrapper(module: nn.Module) -> Any:
-        return torch.compile(nn.parallel.DistributedDataParallel(module))
+                (criterion(self.model(images), labels) / len(self.batch)).backward()
 
 
 class CountingModel(nn.parallel.DistributedDataParallel):
@@ -183,32 +162,28 @@ class Counted(NoSync):
         }
 
 
-class Accelerated(NoSync):
+class Accelerated(Peer):
     """``accelerate``: ``accumulate`` and ``backward`` of an ``Accelerator``."""
 
     def __init__(self, case: Case, rank: int, world: int) -> None:
         from accelerate import Accelerator
 
+        super().__init__(case.module(), self.accumulate)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accum)
-        self.module = case.module()
         self.model = self.accelerator.prepare(self.module)
         self.batch = _share(case, rank, world)
-        self.criterion = nn.CrossEntropyLoss()
 
-    def run(self) -> None:
+    def accumulate(self) -> None:
         for images, labels in self.batch:
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.criterion(self.model(images), labels))
+                self.accelerator.backward(criterion(self.model(images), labels))
 
 
 KINDS: dict[str, Callable[[Case, int, int], Any]] = {
-    "engine": partial(Variant, lever=KEPT),
-    "engine, compiled": partial(Variant, lever=KEPT, compile=True),
+    "engine": lambda case, rank, world: peers.engine(case, ["cpu"] * 2),
     "ddp": NoSync,
-    "ddp, compiled": CompiledNoSync,
     "ddp, counted": Counted,
     "accelerate": Accelerated,
-    **{lever: partial(Variant, lever=lever) for lever in LEVERS},
 }
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from scatterpar import Replicated, Rows, ScatterOnceParallel
+from scatterpar.step.markers import Marker
 
 ROWS = randn(7, FEATURES)
 LABELS = randint(CLASSES, 7)
@@ -59,6 +60,42 @@ class Table(nn.Module):
 
 def pad(sentences):
     return pad_sequence(sentences, batch_first=True, padding_value=9)
+
+
+class Jagged(Marker):
+    """A third marker: words of all sentences in one tensor, and the number of words of each."""
+
+    def __init__(self, sentences):
+        self.contents = {"words": torch.cat(sentences), "sizes": [*map(len, sentences)]}
+
+    @property
+    def num_rows(self):
+        return len(self.contents["sizes"])
+
+    def split(self):
+        return self.contents["words"].split(self.contents["sizes"])
+
+    def select(self, rows):
+        return Jagged([self.split()[row] for row in rows])
+
+    def join(self, others):
+        return Jagged([sentence for one in (self, *others) for sentence in one.split()])
+
+    def unwrap(self, *, copy):
+        return pad(self.split())  # new memory
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}, {"costs": LENGTHS}])
+def test_another_marker_is_one_class(devices, replicas, options):
+    """Seven files once asked of which class a marker is."""
+    model, plain = build(Reader), (pad(SENTENCES), LABELS)
+    cut = {"micro_batch_cost": 12.0} if "costs" in options else {"accum": 2}
+    with ScatterOnceParallel(model, device_ids=devices(replicas), **cut) as engine:
+        assert_step(engine, Jagged(SENTENCES), LABELS, LOSS, plain=plain, **options)
+        if not options:
+            window = Rows.from_batches([Jagged(SENTENCES[:4]), Jagged(SENTENCES[4:])])
+            assert_step(engine, window, LABELS, LOSS, plain=plain)
 
 
 @pytest.mark.parametrize(("replicas", "accum"), PLANS)

@@ -112,7 +112,7 @@ def balance(model, names):
 
 
 PLAIN = {
-    "What has no rows": (
+    "Tensors without rows": (
         Attend,
         {"x": randn(4, 4), "labels": LABELS[:4]},
         lambda model, names: CRITERION(model(randn(4, 4), names["mask"]), LABELS[:4]),

@@ -444,15 +444,19 @@ def test_the_pair_looks_for_itself_too_and_only_once():
 
 @pytest.mark.parametrize("kind", ["dropped", "altered"])
 def test_the_doctor_finds_the_way_that_brings_other_bytes(monkeypatch, kind):
+    """Alone, and among all copies at once."""
     monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
+    monkeypatch.setattr(copies, "LARGE", (2**17, 2**18))
     devices = [torch.device(FIRST), torch.device(SECOND)]
     with control.broken_link(1, 0, kind):
         found = list(copies.examine(devices))
         step = training.take_step(devices)
-    assert len(found) == 10
+    assert len(found) == 11
     broken = [route for route in found if not route.arrives]
-    assert [(route.source, route.target) for route in broken] == [(SECOND, FIRST)]
-    assert all(broken[0].altered.values())
+    ways = [(SECOND, FIRST), (copies.EACH, copies.OTHERS)]
+    assert [(route.source, route.target) for route in broken] == ways
+    assert list(broken[0].altered) == [1000, 2**16, 2**17, 2**18]
+    assert all(route.altered[size] for route in broken for size in route.altered)
     assert step.is_exact
     assert f"from {SECOND} to {FIRST}" in step.warned[0]
     assert not list(filter(lambda route: not route.arrives, copies.examine(devices)))
@@ -681,7 +685,7 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
     def copy_another():  # by the worker
         made.append(weakref.ref(sent(ahead, kept, 0)))
 
-    with mock.patch("scatterpar.devices.transfers.mark") as mark:
+    with mock.patch("scatterpar.devices.transfers.record_event") as mark:
         mark.return_value.synchronize = copy_another
         ahead.settle()
     assert made[0]() is not None

@@ -287,7 +287,7 @@ def test_a_step_has_the_gradient_of_all_rows(title, times, capsys):
 def test_freezing_and_thawing():
     model = build(TwoParts)
     names = Recipe(build(classifier), two_parts=copy.deepcopy(model))
-    names.follow("Freezing parts, and thawing them")
+    names.follow("Freezing and unfreezing parts")
     images, labels = names["images"], names["labels"]
     _, gradients = whole_batch(model, images, labels, nn.CrossEntropyLoss())
     expected = {name: g * (2 if "head" in name else 1) for name, g in gradients.items()}

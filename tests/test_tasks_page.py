@@ -151,7 +151,7 @@ def test_detection():
     detector = linear(4, 4)
     found = [{"boxes": randn(n, 4, seed=n)} for n in (1, 3, 0, 2, 5, 1, 0, 0, 2)]
     names = world(detector=detector, images=randn(ROWS, 4), found=found)
-    names.follow("Detection: another number of boxes in each image")
+    names.follow("Detection: a varying number of boxes per image")
     names.assert_whole_batch(detector, names["images"], found, names["box_loss"])
 
 
@@ -206,7 +206,7 @@ def test_resumed_in_the_middle_of_an_epoch():
         names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return names
 
-    title = "Save and resume in the middle of an epoch"
+    title = "Save and resume within an epoch"
     saved = copy.deepcopy(start().follow(title)["saved"])
     assert saved["at"]["done"] == 16
     again = start().follow(title)  # another process: its own first steps are undone by the loading

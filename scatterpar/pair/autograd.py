@@ -27,7 +27,7 @@ from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
-from scatterpar.step.markers import Replicated, Rows, all_tensors, slice_rows, unwrap_markers
+from scatterpar.step.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import LeafMover, move_rows
 from scatterpar.step.substeps import note_replica
@@ -116,13 +116,11 @@ def replicate(
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:
     """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
     came_from = {tensor.device for tensor in all_tensors(batch)}
-    is_marked = any(isinstance(leaf, (Replicated, Rows)) for leaf in nested.leaves(batch))
+    is_marked = has_markers(batch)
     delivery, shares = LeafMover(crossing), []
     for share in plan.shares:
         here = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
-        rows = slice_rows(
-            here, share.start, share.stop, dim
-        )  # what has no rows is each share's own
+        rows = slice_rows(here, share.start, share.stop, dim)
         rows = nested.map_leaves(partial(move_rows, crossing, share.device), rows)
         shares.append(unwrap_markers(rows, copy=is_marked or share.device in came_from))
     return shares

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +16,49 @@ from torch.utils.data import DataLoader
 from scatterpar.step import nested
 
 
-class Replicated:
+class Marker:
+    """A value in a batch whose rows tensors cannot show; by itself one without rows.
+
+    All other code calls these methods: another kind of marker is another subclass. It is not a
+    dataclass, because ``nested`` would descend into its fields.
+    """
+
+    contents: Any  # the marked value, nested at will, without other markers in it
+    collate: Callable[[Any], Any] | None = None  # makes the module's value of the contents
+
+    def around(self, contents: Any) -> Self:
+        """The same marker around other ``contents``, such as copies on another device."""
+        marker = copying.copy(self)
+        marker.contents = contents
+        return marker
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows; ``None`` for a value without rows, which goes to every replica."""
+        return None
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The marker with these rows only, in this order."""
+        return self
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """The marker with the rows of the ``others`` after its own."""
+        return self
+
+    def unwrap(self, *, copy: bool) -> Any:
+        """The value as a module or criterion sees it; with ``copy``, tensors are copied."""
+        value = nested.map_tensors(Tensor.clone, self.contents) if copy else self.contents
+        return value if self.collate is None else self.collate(value)
+
+    def leaves(self) -> Iterator[Any]:
+        """Every leaf of the contents. Raises ``TypeError`` for a marker in the marker."""
+        for leaf in nested.leaves(self.contents):
+            if isinstance(leaf, (Marker, Batches)):
+                raise TypeError(f"{self!r} has {leaf!r} in it; give the two side by side")
+            yield leaf
+
+
+class Replicated(Marker):
     """The same for every replica: a value without rows, whatever its sizes are.
 
     Tensors in ``value`` go whole to every device, once each, and every sub-step gets the whole
@@ -40,16 +83,17 @@ class Replicated:
     """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-        for _ in _inside(self):
+        self.contents = value
+        for _ in self.leaves():
             pass
 
     def __repr__(self) -> str:
-        shape = f" of shape {tuple(self.value.shape)}" if isinstance(self.value, Tensor) else ""
-        return f"Replicated({type(self.value).__name__}{shape})"
+        value = self.contents
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        return f"Replicated({type(value).__name__}{shape})"
 
 
-class Rows:
+class Rows(Marker):
     """A sequence with one entry per row, where rows are no slices of one tensor.
 
     Shares and micro-batches are slices of ``entries``; the tensors in them go to the device of
@@ -88,8 +132,27 @@ class Rows:
             )
         if collate is not None and not callable(collate):
             raise TypeError(f"collate must be callable, got {collate!r}")
-        self.entries = list(entries)
+        self.contents = list(entries)
         self.collate = collate
+
+    @property
+    def entries(self) -> list[Any]:
+        """The entries: one per row."""
+        entries: list[Any] = self.contents
+        return entries
+
+    @property
+    def num_rows(self) -> int:
+        """The number of entries."""
+        return len(self.entries)
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The entries of these rows."""
+        return self.around([self.entries[row] for row in rows])
+
+    def join(self, others: Sequence[Self]) -> Self:
+        """The entries of all, one after the other."""
+        return self.around([*chain(self.entries, *(other.entries for other in others))])
 
     def __repr__(self) -> str:
         kinds = " or ".join(dict.fromkeys(type(entry).__name__ for entry in self.entries))
@@ -140,47 +203,45 @@ class Batches:
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """The inputs and targets of each batch that a step is made of, and its rows."""
+    """The inputs and targets of each batch that a step is made of, and its number of rows."""
     parts = {"inputs": inputs, "targets": targets}
-    cut = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
-    if not cut:
+    split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
+    if not split:
         return [(inputs, targets)], [count_rows(parts, dim)]
     sizes = {
         name: [count_rows({f"{name}, batch {k}": batch}, dim) for k, batch in enumerate(batches)]
-        for name, batches in cut.items()
+        for name, batches in split.items()
     }
-    its = next(iter(sizes.values()))
-    for name in parts.keys() - cut.keys():  # one of them may come in one piece
-        rows = count_rows({name: parts[name]}, dim, known=sum(its))
-        sizes[name] = its if rows == sum(its) else [rows]
-    if any(own != its for own in sizes.values()):
-        found = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
-        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {found}")
-    for name in parts.keys() - cut.keys():
-        ends = pairwise(accumulate(its, initial=0))
-        cut[name] = [slice_rows(parts[name], start, stop, dim) for start, stop in ends]
-    return list(zip(cut["inputs"], cut["targets"], strict=True)), its
+    batch_sizes = next(iter(sizes.values()))
+    total = sum(batch_sizes)
+    for name in parts.keys() - split.keys():  # one of them may come in one piece
+        rows = count_rows({name: parts[name]}, dim, known=total)
+        sizes[name] = batch_sizes if rows == total else [rows]
+        ends = pairwise(accumulate(batch_sizes, initial=0))
+        split[name] = [slice_rows(parts[name], *span, dim) for span in ends if rows == total]
+    if any(each != batch_sizes for each in sizes.values()):
+        shown = ", ".join(f"{name} with {' + '.join(map(str, n))}" for name, n in sizes.items())
+        raise ValueError(f"the several batches disagree in their rows along dim={dim}: {shown}")
+    return list(zip(split["inputs"], split["targets"], strict=True)), batch_sizes
+
+
+def has_markers(value: Any) -> bool:
+    """Whether any leaf of ``value`` is a marker."""
+    return any(isinstance(leaf, Marker) for leaf in nested.leaves(value))
 
 
 def has_entries(value: Any) -> bool:
     """Whether rows of ``value`` are entries of a list."""
-    return any(isinstance(leaf, Rows) for leaf in nested.leaves(value))
+    leaves = nested.leaves(value)
+    return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
 
 
 def all_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor of ``value``, those in markers too."""
     for leaf in nested.leaves(value):
-        for one in _inside(leaf) if isinstance(leaf, (Rows, Replicated)) else (leaf,):
+        for one in leaf.leaves() if isinstance(leaf, Marker) else (leaf,):
             if isinstance(one, Tensor):
                 yield one
-
-
-def _inside(marker: Rows | Replicated) -> Iterator[Any]:
-    """Every leaf that is marked; no marker is in another."""
-    for leaf in nested.leaves(marker.entries if isinstance(marker, Rows) else marker.value):
-        if isinstance(leaf, (Replicated, Rows, Batches)):
-            raise TypeError(f"{marker!r} has {leaf!r} in it; give the two side by side")
-        yield leaf
 
 
 def slice_rows(value: Any, start: int, stop: int, dim: int) -> Any:
@@ -188,28 +249,28 @@ def slice_rows(value: Any, start: int, stop: int, dim: int) -> Any:
     return nested.map_leaves(lambda leaf: slice_leaf(leaf, start, stop, dim), value)
 
 
-def pick(value: Any, rows: Sequence[int], dim: int) -> Any:
+def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
     """``value`` with copies of these rows of every tensor, in this order. Markers stay."""
 
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Rows):
-            return Rows([leaf.entries[row] for row in rows], leaf.collate)
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, Marker):
+            return leaf.select(rows)
         if not isinstance(leaf, Tensor) or not leaf.ndim:
             return leaf
         return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
 
-    return nested.map_leaves(one, value)
+    return nested.map_leaves(select, value)
 
 
 def slice_leaf(leaf: Any, start: int, stop: int, dim: int) -> Any:
-    """``take`` of a leaf. 0-dim tensors are copied always: no two takers share one."""
+    """``slice_rows`` of a leaf. 0-dim tensors are copied always: no two callers share one."""
     if isinstance(leaf, Tensor):
         return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
-    return Rows(leaf.entries[start:stop], leaf.collate) if isinstance(leaf, Rows) else leaf
+    return leaf.select(range(start, stop)) if isinstance(leaf, Marker) else leaf
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
-    """``value`` as a module or criterion sees it, without markers; with ``copy`` nobody else's."""
+    """``value`` as a module or criterion sees it; with ``copy``, tensors are copied."""
     return nested.map_leaves(partial(unwrap_marker, copy=copy), value)
 
 
@@ -217,10 +278,7 @@ def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
     """``unwrap_markers`` of a leaf."""
     if isinstance(leaf, Tensor):
         return leaf.clone() if copy else leaf
-    if isinstance(leaf, Rows):
-        entries = unwrap_markers(leaf.entries, copy=copy)
-        return entries if leaf.collate is None else leaf.collate(entries)
-    return unwrap_markers(leaf.value, copy=copy) if isinstance(leaf, Replicated) else leaf
+    return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
 
 
 _MARK = (
@@ -272,8 +330,8 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
             f"forward_backward: put into each batch all that belongs to it; for inference, and "
             f"with the pair, call it for each of the batches"
         )
-    if isinstance(leaf, Rows):
-        return len(leaf.entries)
+    if isinstance(leaf, Marker):
+        return leaf.num_rows
     if not isinstance(leaf, Tensor):
         _refuse_foreign(name, leaf)
         return None

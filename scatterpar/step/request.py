@@ -17,7 +17,7 @@ from scatterpar.devices.runtime import physical
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
-from scatterpar.step.markers import batches_of, pick
+from scatterpar.step.markers import batches_of, select_rows
 
 Count = Callable[[Any, Any], "float | Tensor"]
 
@@ -93,8 +93,8 @@ class Request:
         if not order:
             return self
         ((inputs, targets),) = self.batches or [(self.inputs, self.targets)]
-        inputs = pick(inputs, order, self.dim)
-        targets = targets if self.whole_batch else pick(targets, order, self.dim)
+        inputs = select_rows(inputs, order, self.dim)
+        targets = targets if self.whole_batch else select_rows(targets, order, self.dim)
         return replace(self, order=order, batches=[(inputs, targets)])
 
     def of_largest(self) -> Self:

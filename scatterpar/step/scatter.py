@@ -20,9 +20,9 @@ from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
 from scatterpar.step.markers import (
-    Replicated,
-    Rows,
+    Marker,
     all_tensors,
+    has_markers,
     slice_leaf,
     unwrap_marker,
     unwrap_markers,
@@ -53,8 +53,7 @@ def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[Sh
         ahead = Prefetcher(share.device, sources)
         transfers.follow(ahead)
         here = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
-        marked = any(isinstance(leaf, (Rows, Replicated)) for leaf in nested.leaves(batch))
-        copies = marked or share.device in sources
+        copies = share.device in sources or has_markers(batch)
         loaders.append(ShareLoader(here, share, dim, ahead, copies=copies))
     return loaders
 
@@ -134,8 +133,10 @@ class LeafMover:
 
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``, unless it has rows."""
-        if isinstance(leaf, Replicated):
-            return Replicated(nested.map_leaves(partial(self._move_once, device), leaf.value))
+        if isinstance(leaf, Marker):
+            if leaf.num_rows is not None:
+                return leaf
+            return leaf.around(nested.map_leaves(partial(self._move_once, device), leaf.contents))
         return leaf if isinstance(leaf, Tensor) and leaf.ndim else self._move_once(device, leaf)
 
     def _move_once(self, device: torch.device, leaf: Any) -> Any:
@@ -149,8 +150,8 @@ class LeafMover:
 
 def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
     """``leaf`` in the memory of ``device``, if it has rows."""
-    if isinstance(leaf, Rows):
-        return Rows(_move_entries(leaf.entries, device, transfers), leaf.collate)
+    if isinstance(leaf, Marker) and leaf.num_rows is not None:
+        return leaf.around(_move_entries(leaf.contents, device, transfers))
     if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
         return transfers.copy(leaf, device, "scatter")
     return leaf

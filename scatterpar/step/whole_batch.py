@@ -37,8 +37,7 @@ from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
 from scatterpar.step.markers import (
-    Replicated,
-    Rows,
+    Marker,
     all_tensors,
     has_entries,
     unwrap_marker,
@@ -260,15 +259,19 @@ class WholeBatch:
         dim, sizes = self._request.dim, self._request.sizes
 
         def one(leaves: list[Any]) -> Any:  # what has no rows is the first batch's
-            if isinstance(leaves[0], Rows):
-                return Rows([*chain(*(leaf.entries for leaf in leaves))], leaves[0].collate)
-            return leaves[0] if isinstance(leaves[0], Replicated) else join_rows(leaves, dim, sizes)
+            first, *others = leaves
+            return (
+                first.join(others) if isinstance(first, Marker) else join_rows(leaves, dim, sizes)
+            )
 
         def own(leaf: Any) -> Any:
             value = unwrap_marker(leaf, copy=is_home)
-            if isinstance(leaf, Rows):
-                self._entries.append(value if leaf.collate else None)
-            return Replicated(value) if isinstance(leaf, Replicated) else value
+            if not isinstance(leaf, Marker):
+                return value
+            if leaf.num_rows is None:
+                return leaf.around(value)
+            self._entries.append(value if leaf.collate else None)
+            return value
 
         return nested.map_leaves(own, nested.merge(one, here))
 

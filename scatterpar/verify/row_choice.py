@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from scatterpar.devices.fingerprints import to_host
 from scatterpar.step import nested
-from scatterpar.step.markers import Rows
+from scatterpar.step.markers import Marker, all_tensors
 from scatterpar.step.request import Request
 
 # Of parts, by the number of rows.
@@ -35,8 +35,9 @@ def informative_tensors(request: Request) -> list[Tensor]:
     """
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Rows):
-            return torch.tensor([sum(t.numel() for t in nested.tensors(e)) for e in leaf.entries])
+        if isinstance(leaf, Marker) and leaf.num_rows is not None:
+            rows = [leaf.select([row]) for row in range(leaf.num_rows)]
+            return torch.tensor([sum(t.numel() for t in all_tensors(row)) for row in rows])
         return leaf.detach().movedim(request.dim, 0) if _is_dense(leaf) else None
 
     targets, inputs = (
@@ -150,16 +151,3 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     elif tensor.is_floating_point():
         yield share(own < 0)
     yield share(own == 0)
-
-
-def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """These rows of every tensor in ``value``; no index tensor crosses from another device."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return torch.cat([leaf.detach().narrow(dim, row, 1) for row in rows], dim)
-        if isinstance(leaf, Rows):
-            return Rows([leaf.entries[row] for row in rows], leaf.collate)
-        return leaf
-
-    return nested.map_leaves(one, value)

@@ -30,14 +30,14 @@ from scatterpar.replicas.module_copy import root_to_replicate
 from scatterpar.step import nested
 from scatterpar.step.auto_accum import is_out_of_memory
 from scatterpar.step.loss_weights import term_counts
-from scatterpar.step.markers import unwrap_markers
+from scatterpar.step.markers import select_rows, unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.gradient_check import has_statistics, relative_difference
-from scatterpar.verify.row_choice import Parts, is_label, select_rows
+from scatterpar.verify.row_choice import Parts, is_label
 from scatterpar.verify.user_state import preserve_user_state
 
 # Right gradients agree to 2e-16, 1.2e-7, 1e-3 and 8e-3, and wrong ones are off by 1e-2 and more.

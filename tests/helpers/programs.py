@@ -1,20 +1,31 @@
 """Random training programs, right and wrong ones, and whether the engine tells them apart.
 
-What is right is not decided here: a program is right if the engine without its check gives the
-gradient of a plain backward over the whole batch, in float64 and without noise, to 1e-8; it is
-wrong if that is off by more than 1 %. What lies between is not counted.
+Nobody decides by hand what is right. A program is right if the engine without its check gives the
+gradient of a plain backward over the whole batch, in float64 and without noise, to 1e-8. It is
+wrong if that is off by more than 1 % in each of six batches. What lies between is not counted.
+
+To compare two versions of the engine, run the same seeds with each of them, from ``tests/``::
+
+    PYTHONPATH=/path/to/old python -m helpers.programs 0 2400 old.jsonl
+    PYTHONPATH=/path/to/new python -m helpers.programs 0 2400 new.jsonl
+    python -m helpers.programs old.jsonl new.jsonl
+
+The last line prints how many right and wrong programs each version refused, warned of or said
+nothing about, and each seed with which they differ.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
+import sys
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as numbers
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +40,34 @@ STEPS = 8
 WRONG, RIGHT = 1e-2, 1e-8
 SWITCHES = {"noise": True}  # off where the true gradient is computed
 METER = {"seen": 0, "last": 0.0}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+
+def words(text: str) -> list[str]:
+    return text.split(", ")
+
+
+LOSSES = {
+    "classes": words(
+        "mean, sum, ignored, ignored literal, class weights, sum over constant, smoothed, focal, "
+        "sample weights, hard examples, std, root, log of mean, coupled labels, penalty, "
+        "entropy of the mean, top half"
+    ),
+    "tokens": words(
+        "mean, sum, ignored, ignored literal, class weights, per row, shifted, sum over constant, "
+        "z loss, root, penalty"
+    ),
+    "values": words(
+        "mean, sum, masked, sample weights, NaN left out, std, root, huber, correlation, "
+        "contrastive, variance, dice, triplet in batch, quantile, penalty, mask of ten, "
+        "per row masked"
+    ),
+}
+PASSED = words("nothing, nothing, nothing, sum, count, wrong count")
+EXTRAS = words("none, none, last, calls, buffer, meter, noise, dropout, closure, lists")
+PRECISIONS = words("float64, float32, float32, bfloat16, float16, autocast")
+COUNTED = words("ignored, ignored literal, class weights, sample weights, masked, shifted")
+SHOWN = words("task, loss, passed, place, extra, precision, layers, rows, ranks, holes")
 
 
 @dataclass
@@ -52,91 +91,21 @@ class Program:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-LOSSES = {
-    "classes": [
-        "mean",
-        "sum",
-        "ignored",
-        "ignored literal",
-        "class weights",
-        "sum over constant",
-        "smoothed",
-        "focal",
-        "sample weights",
-        "hard examples",
-        "std",
-        "root",
-        "log of mean",
-        "coupled labels",
-        "penalty",
-        "entropy of the mean",
-        "top half",
-    ],
-    "tokens": [
-        "mean",
-        "sum",
-        "ignored",
-        "ignored literal",
-        "class weights",
-        "per row",
-        "shifted",
-        "sum over constant",
-        "z loss",
-        "root",
-        "penalty",
-    ],
-    "values": [
-        "mean",
-        "sum",
-        "masked",
-        "sample weights",
-        "NaN left out",
-        "std",
-        "root",
-        "huber",
-        "correlation",
-        "contrastive",
-        "variance",
-        "dice",
-        "triplet in batch",
-        "quantile",
-        "penalty",
-        "mask of ten",
-        "per row masked",
-    ],
-}
-PASSED = ["nothing", "nothing", "nothing", "sum", "count", "wrong count"]
-EXTRAS = [
-    "none",
-    "none",
-    "last",
-    "calls",
-    "buffer",
-    "meter",
-    "noise",
-    "dropout",
-    "closure",
-    "lists",
-]
-PRECISIONS = ["float64", "float32", "float32", "bfloat16", "float16", "autocast"]
-
-
 def draw(seed: int) -> Program:
+    """The program of a seed: the same in every version, so the order of the draws is fixed."""
     pick = random.Random(seed)
     program = Program(seed, task=pick.choice(list(LOSSES)))
     program.loss = pick.choice(LOSSES[program.task])
     program.passed = pick.choice(PASSED)
     if program.loss.startswith("sum") and pick.random() < 0.6:
         program.passed = "sum"
-    counted = {"ignored", "ignored literal", "class weights", "sample weights", "masked", "shifted"}
-    if program.loss in counted and pick.random() < 0.5:
+    if program.loss in COUNTED and pick.random() < 0.5:
         program.passed = "count"
-    program.place = pick.choice(["function", "function", "module", "object", "own loss"])
+    program.place = pick.choice(words("function, function, module, object, own loss"))
     program.extra = pick.choice(EXTRAS)
     program.precision = pick.choice(PRECISIONS)
-    program.layers = tuple(
-        pick.sample(["dropout", "batch norm", "layer norm", "counter"], pick.randint(0, 2))
-    )
+    layers = words("dropout, batch norm, layer norm, counter")
+    program.layers = tuple(pick.sample(layers, pick.randint(0, 2)))
     program.rows = pick.choice([6, 8, 13, 24, 24, 48, 97, 200])
     program.replicas, program.accum = pick.choice([1, 2, 3]), pick.choice([1, 2, 3, 4])
     program.virtual, program.ranks = pick.random() < 0.4, pick.random() < 0.15
@@ -144,7 +113,7 @@ def draw(seed: int) -> Program:
         program.accum = 2
     if program.ranks:
         program.replicas, program.accum = 2, 1
-    program.holes = pick.choice(["none", "some", "some", "many", "few rows"])
+    program.holes = pick.choice(words("none, some, some, many, few rows"))
     program.details = {"index": pick.randrange(CLASSES), "scale": pick.choice([0.1, 1.0, 7.0])}
     return program
 
@@ -179,8 +148,7 @@ class Module(nn.Module):
 
     def __init__(self, function: Any, extra: str) -> None:
         super().__init__()
-        self.function = function
-        self.extra = extra
+        self.function, self.extra = function, extra
         self.calls = 0
         self.last: Any = None
         self.history: list[float] = []
@@ -215,165 +183,166 @@ class Plain:
         return self.last
 
 
-def noisy(program: Program, output: Any) -> Any:
-    if program.extra == "noise" and SWITCHES["noise"]:
-        return output + 0.1 * torch.randn_like(output)
-    if program.extra == "meter":
-        METER["seen"] += len(output)
-    return output
+def weights_of(program: Program) -> torch.Tensor:
+    return torch.rand(CLASSES, generator=torch.Generator().manual_seed(program.seed)) + 0.05
+
+
+def average(each: Any, weight: Any) -> Any:
+    return (each * weight).sum() / weight.sum()
+
+
+def hardest(each: Any) -> Any:
+    hard = each.detach() > each.detach().mean()
+    return (each * hard).sum() / hard.sum().clamp(min=1)
+
+
+def entropy_of_mean(output: Any) -> Any:
+    mean = output.softmax(1).mean(0)
+    return (mean * mean.log()).sum()
+
+
+def mean_of_rows(each: Any, labels: Any) -> Any:
+    kept = (labels != -100).to(each.dtype)
+    return ((each * kept).sum(1) / kept.sum(1).clamp(min=1)).mean()
+
+
+def correlation(output: Any, wanted: Any) -> Any:
+    a, b = output - output.mean(0), wanted - wanted.mean(0)
+    return -(a * b).sum() / (a.norm() * b.norm() + 1e-3)
+
+
+def contrastive(output: Any, wanted: Any) -> Any:
+    logits = F.normalize(output, dim=1) @ F.normalize(wanted, dim=1).T * 3
+    return F.cross_entropy(logits, torch.arange(len(output)))
+
+
+def dice(output: Any, wanted: Any) -> Any:
+    chance, truth = output.sigmoid(), (wanted > 0).to(output.dtype)
+    return 1 - (2 * (chance * truth).sum() + 1) / (chance.sum() + truth.sum() + 1)
 
 
 def function_of(program: Program) -> Any:
     """The loss itself, of outputs and a dict of targets."""
-    kind, index = program.loss, program.details["index"]
-    scale = program.details["scale"]
-    weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(program.seed)) + 0.05
-    calls = numbers()
+    kind, index, scale = program.loss, program.details["index"], program.details["scale"]
+    weights, calls = weights_of(program), numbers()
+
+    def noisy(output: Any) -> Any:
+        if program.extra == "noise" and SWITCHES["noise"]:
+            return output + 0.1 * torch.randn_like(output)
+        if program.extra == "meter":
+            METER["seen"] += len(output)
+        return output
 
     def classes(output: Any, targets: Any) -> Any:
-        output = noisy(program, output)
+        output, labels = noisy(output), targets["labels"]
         if program.extra == "closure":
             next(calls)
-        labels = targets["labels"]
         if output.ndim == 3:
             if kind == "shifted":
                 output, labels = output[:, :-1], labels[:, 1:]
             output = output.transpose(1, 2)
         entropy = partial(F.cross_entropy, output, labels)
-        if kind == "sum":
-            return entropy(reduction="sum")
-        if kind == "sum over constant":
-            return entropy(reduction="sum") / 64
-        if kind == "ignored literal":
-            return F.cross_entropy(output, labels, ignore_index=index)
-        if kind == "class weights":
-            return entropy(weight=weights.to(output))
-        if kind == "smoothed":
-            return entropy(label_smoothing=0.1)
-        if kind in ("root", "log of mean"):
-            return entropy().sqrt() if kind == "root" else entropy().log1p()
-        if kind == "penalty":
-            return entropy() + 0.1 * output.square().mean()
+        whole = {
+            "sum": lambda: entropy(reduction="sum"),
+            "sum over constant": lambda: entropy(reduction="sum") / 64,
+            "ignored literal": lambda: entropy(ignore_index=index),
+            "class weights": lambda: entropy(weight=weights.to(output)),
+            "smoothed": lambda: entropy(label_smoothing=0.1),
+            "root": lambda: entropy().sqrt(),
+            "log of mean": lambda: entropy().log1p(),
+            "penalty": lambda: entropy() + 0.1 * output.square().mean(),
+        }
+        if kind in whole:
+            return whole[kind]()
         each = entropy(reduction="none")
-        if kind == "sample weights":
-            return (each * targets["weights"]).sum() / targets["weights"].sum()
-        if kind == "focal":
-            return ((1 - (-each).exp()) ** 2 * each).mean()
-        if kind == "hard examples":
-            hard = each.detach() > each.detach().mean()
-            return (each * hard).sum() / hard.sum().clamp(min=1)
-        if kind == "top half":
-            return each.topk((len(each) + 1) // 2).values.mean()
-        if kind == "std":
-            return each.mean() + each.std()
-        if kind == "coupled labels":
-            return sum(each[labels == k].mean() for k in labels.unique())
-        if kind == "entropy of the mean":
-            mean = output.softmax(1).mean(0)
-            return each.mean() + scale * (mean * mean.log()).sum()
-        if kind == "per row":
-            kept = (labels != -100).to(each.dtype)
-            return ((each * kept).sum(1) / kept.sum(1).clamp(min=1)).mean()
-        if kind == "z loss":
-            return entropy() + 1e-1 * output.logsumexp(1).square().mean()
-        return entropy()
+        of_terms = {
+            "sample weights": lambda: average(each, targets["weights"]),
+            "focal": lambda: ((1 - (-each).exp()) ** 2 * each).mean(),
+            "hard examples": lambda: hardest(each),
+            "top half": lambda: each.topk((len(each) + 1) // 2).values.mean(),
+            "std": lambda: each.mean() + each.std(),
+            "coupled labels": lambda: sum(each[labels == k].mean() for k in labels.unique()),
+            "entropy of the mean": lambda: each.mean() + scale * entropy_of_mean(output),
+            "per row": lambda: mean_of_rows(each, labels),
+            "z loss": lambda: entropy() + 1e-1 * output.logsumexp(1).square().mean(),
+        }
+        return of_terms.get(kind, entropy)()
 
     def values(output: Any, targets: Any) -> Any:
-        output = noisy(program, output)
-        wanted, mask, weight = (targets[k].to(output.dtype) for k in ("values", "mask", "weights"))
-        error = (output - wanted.nan_to_num()).square()
-        if kind == "sum":
-            return error.sum()
-        if kind == "masked":
-            return (error.mean(1) * mask).sum() / mask.sum().clamp(min=1)
-        if kind == "per row masked":
-            return (error.mean(1) * mask).mean()
-        if kind == "mask of ten":
-            kept = targets["labels"] < CLASSES - 1
-            return error[kept].mean()
-        if kind == "NaN left out":
-            return (output - wanted)[~wanted.isnan()].square().mean()
-        if kind == "sample weights":
-            return (error.mean(1) * weight).sum() / weight.sum()
-        if kind == "std":
-            return output.std()
-        if kind == "root":
-            return error.mean().sqrt()
-        if kind == "huber":
-            return F.huber_loss(output, wanted.nan_to_num())
-        if kind == "correlation":
-            a, b = output - output.mean(0), wanted.nan_to_num() - wanted.nan_to_num().mean(0)
-            return -(a * b).sum() / (a.norm() * b.norm() + 1e-3)
-        if kind == "contrastive":
-            unit = F.normalize(output, dim=1)
-            return F.cross_entropy(
-                unit @ F.normalize(wanted.nan_to_num(), dim=1).T * 3, torch.arange(len(output))
-            )
-        if kind == "variance":
-            return error.mean() + scale * (1 - output.var(0, unbiased=False)).relu().mean()
-        if kind == "dice":
-            chance, truth = output.sigmoid(), (wanted.nan_to_num() > 0).to(output.dtype)
-            return 1 - (2 * (chance * truth).sum() + 1) / (chance.sum() + truth.sum() + 1)
-        if kind == "triplet in batch":
-            return (error.mean(1) - error.mean(1).roll(1) + 0.02).relu().mean() + error.mean()
-        if kind == "quantile":
-            return error.mean(1).float().quantile(0.7).to(error.dtype)
-        if kind == "penalty":
-            return error.sum() + scale * output.mean().square()
-        return error.mean()
+        output = noisy(output)
+        holed, mask, weight = (targets[k].to(output.dtype) for k in ("values", "mask", "weights"))
+        wanted = holed.nan_to_num()
+        error = (output - wanted).square()
+        each = error.mean(1)
+        losses = {
+            "sum": lambda: error.sum(),
+            "masked": lambda: (each * mask).sum() / mask.sum().clamp(min=1),
+            "per row masked": lambda: (each * mask).mean(),
+            "mask of ten": lambda: error[targets["labels"] < CLASSES - 1].mean(),
+            "NaN left out": lambda: (output - holed)[~holed.isnan()].square().mean(),
+            "sample weights": lambda: average(each, weight),
+            "std": lambda: output.std(),
+            "root": lambda: error.mean().sqrt(),
+            "huber": lambda: F.huber_loss(output, wanted),
+            "correlation": lambda: correlation(output, wanted),
+            "contrastive": lambda: contrastive(output, wanted),
+            "variance": lambda: (
+                error.mean() + scale * (1 - output.var(0, unbiased=False)).relu().mean()
+            ),
+            "dice": lambda: dice(output, wanted),
+            "triplet in batch": lambda: (each - each.roll(1) + 0.02).relu().mean() + error.mean(),
+            "quantile": lambda: each.float().quantile(0.7).to(error.dtype),
+            "penalty": lambda: error.sum() + scale * output.mean().square(),
+        }
+        return losses.get(kind, error.mean)()
 
     return values if program.task == "values" else classes
 
 
 def count_of(program: Program) -> Any:
-    kind, index = program.loss, program.details["index"]
-    weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(program.seed)) + 0.05
-
-    def targets_of(inputs: Any, targets: Any) -> Any:
-        return targets if targets is not None else inputs[1]
+    kind, weights = program.loss, weights_of(program)
+    ignored = program.details["index"] if kind == "ignored literal" else -100
 
     def count(inputs: Any, targets: Any) -> Any:
-        targets = targets_of(inputs, targets)
+        targets = targets if targets is not None else inputs[1]
         labels = targets["labels"]
         if program.passed == "wrong count":
             return (labels % 3 == 1).sum() + 1
         if kind == "sample weights":
             return targets["weights"].sum()
-        if kind in ("masked",):
+        if kind == "masked":
             return targets["mask"].sum()
         if kind == "class weights":
             return weights[labels.clamp(min=0)].where(labels >= 0, 0).sum()
-        value = index if kind == "ignored literal" else -100
-        return count_labels(value, shifted=kind == "shifted")(None, labels)
+        return count_labels(ignored, shifted=kind == "shifted")(None, labels)
 
     return count
 
 
 def batch_of(program: Program, seed: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(program.seed * 1000 + seed)
-    n = program.rows
-    shape = (n, LENGTH) if program.task == "tokens" else (n,)
-    if program.task == "tokens":
+    n, tokens = program.rows, program.task == "tokens"
+    shape = (n, LENGTH) if tokens else (n,)
+    if tokens:
         inputs: Any = torch.randint(VOCABULARY, shape, generator=generator)
     else:
         inputs = torch.randn(n, FEATURES, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, shape, generator=generator)
-    mask = torch.ones(n)
     values = torch.randn(n, CLASSES, generator=generator, dtype=torch.float64)
     chance = {"none": 0.0, "some": 0.2, "many": 0.6, "few rows": 0.1}[program.holes]
     left_out = torch.rand(n, generator=generator) < chance
     if chance and program.loss in ("ignored", "per row", "shifted"):
-        if program.task == "tokens":
+        if tokens:
             lengths = torch.randint(2, LENGTH + 1, (n,), generator=generator)
-            labels = labels.masked_fill(torch.arange(LENGTH) >= lengths[:, None], -100)
+            left_out_labels = torch.arange(LENGTH) >= lengths[:, None]
         else:
-            labels = labels.masked_fill(left_out, -100)
-    mask = mask.masked_fill(left_out, 0)
-    values[:, 0] = values[:, 0].masked_fill(
-        left_out & (program.loss == "NaN left out"), float("nan")
-    )
+            left_out_labels = left_out
+        labels = labels.masked_fill(left_out_labels, -100)
+    mask = torch.ones(n).masked_fill(left_out, 0)
+    holes = left_out & (program.loss == "NaN left out")
+    values[:, 0] = values[:, 0].masked_fill(holes, float("nan"))
     weights = torch.rand(n, generator=generator) + 0.1 if chance else torch.ones(n)
-    if program.task == "tokens":
+    if tokens:
         weights = weights[:, None].expand(n, LENGTH).contiguous()
     return inputs, {"labels": labels, "values": values, "mask": mask, "weights": weights}
 
@@ -385,13 +354,12 @@ def parts_of(program: Program, dtype: torch.dtype) -> tuple[Any, Any, dict[str, 
         program.place, function
     )
     torch.manual_seed(program.seed)
-    model = Net(program, criterion if program.place == "own loss" else None).to(dtype)
-    options: dict[str, Any] = {}
-    if program.passed == "sum":
-        options["reduction"] = "sum"
+    owns = program.place == "own loss"
+    model = Net(program, criterion if owns else None).to(dtype)
+    options: dict[str, Any] = {"reduction": "sum"} if program.passed == "sum" else {}
     if "count" in program.passed:
         options["count"] = count_of(program)
-    return model, None if program.place == "own loss" else criterion, options
+    return model, None if owns else criterion, options
 
 
 def call(engine: Any, criterion: Any, batch: Any, options: Any, dtype: torch.dtype) -> Any:
@@ -409,18 +377,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def off_by(program: Program, seed: int) -> float:
     """How far the engine without its check is from a plain backward: in float64, without noise."""
-    SWITCHES["noise"] = False
     model, criterion, options = parts_of(program, torch.float64)
-    model.eval()
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model.eval())
     inputs, targets = (_cast(part, torch.float64) for part in batch_of(program, seed))
     loss = twin(inputs, targets) if criterion is None else criterion(twin(inputs), targets)
     loss.backward()
-    with ScatterOnceParallel(
-        model, program.accum, ["cpu"] * program.replicas, verify=False
-    ) as engine:
+    ids = ["cpu"] * program.replicas
+    with ScatterOnceParallel(model, program.accum, ids, verify=False) as engine:
         call(engine, criterion, batch_of(program, seed), options, torch.float64)
-    SWITCHES["noise"] = True
     one, other = (
         torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
         for each in (model, twin)
@@ -428,9 +392,6 @@ def off_by(program: Program, seed: int) -> float:
     if one.shape != other.shape or not (one.isfinite().all() and other.isfinite().all()):
         return float("nan")
     return float((one - other).norm() / max(float(other.norm()), 1e-12))
-
-
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 def told(program: Program, steps: int, group: Any = None) -> tuple[str, int]:
@@ -466,11 +427,13 @@ def told(program: Program, steps: int, group: Any = None) -> tuple[str, int]:
 def judge(seed: int, group: Any) -> dict[str, Any] | None:
     """What one program is and what was told of it; ``None`` if it is neither right nor wrong."""
     program = draw(seed)
+    SWITCHES["noise"] = False
     try:
         off = [off_by(program, step) for step in range(1, 7)]
     except Exception:
-        SWITCHES["noise"] = True
         return None
+    finally:
+        SWITCHES["noise"] = True
     is_right, is_wrong = max(off) < RIGHT, min(off) > WRONG
     if not (is_right or is_wrong):  # NaN is neither
         return None
@@ -478,33 +441,44 @@ def judge(seed: int, group: Any) -> dict[str, Any] | None:
         said, step = told(program, STEPS, group)
     except Exception as error:  # such as a loss that this precision has no kernel for
         return {"seed": seed, "failed": f"{type(error).__name__}: {error}"[:120]}
-    return {
-        "seed": seed,
-        "right": is_right,
-        "off": off[0],
-        "said": said,
-        "step": step,
-        **{key: str(getattr(program, key)) for key in KEYS},
-    }
+    shown = {key: str(getattr(program, key)) for key in SHOWN}
+    return {"seed": seed, "right": is_right, "off": off[0], "said": said, "step": step, **shown}
 
 
-KEYS = ("task", "loss", "passed", "place", "extra", "precision", "layers", "rows", "ranks", "holes")
-
-
-def run(first: int, last: int, out: str) -> None:
-    torch.set_num_threads(1)
+def judged(seeds: range) -> Any:
+    """What became of the programs of some seeds, one after the other."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with open(out, "a") as file:
-        for seed in range(first, last):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for seed in seeds:
             found = judge(seed, dist.group.WORLD)
             if found is not None:
-                print(json.dumps(found), file=file, flush=True)
+                yield found
+    finally:
+        torch.set_num_threads(threads)
+        dist.destroy_process_group()
+
+
+def compare(old: str, new: str) -> None:
+    """Print what was said of right and wrong programs, and each seed that differs."""
+    lines = [Path(name).read_text().splitlines() for name in (old, new)]
+    both = [{each["seed"]: each for each in map(json.loads, side)} for side in lines]
+    for name, found in zip((old, new), both, strict=True):
+        said = Counter((e["right"], e["said"]) for e in found.values() if "said" in e)
+        kinds = {True: "right", False: "wrong"}
+        print(name, {f"{kinds[right]}, {word}": n for (right, word), n in sorted(said.items())})
+    for seed in sorted(both[0].keys() & both[1].keys()):
+        one, other = (found[seed] for found in both)
+        if one.get("said") != other.get("said"):
+            print(f"{one}\n    now {other.get('said', other.get('failed'))!r}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int)
-    parser.add_argument("out")
-    options = parser.parse_args()
-    run(options.first, options.last, options.out)
+    if not sys.argv[1].isdigit():
+        compare(*sys.argv[1:])
+    else:
+        first, last, out = sys.argv[1:]
+        with open(out, "a") as file:
+            for each in judged(range(int(first), int(last))):
+                print(json.dumps(each), file=file, flush=True)

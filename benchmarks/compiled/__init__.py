@@ -1,1 +1,0 @@
-"""Compiled replicas beside eager ones, and beside compiled processes."""

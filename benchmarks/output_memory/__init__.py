@@ -1,1 +1,0 @@
-"""Peak bytes on the master: the pair against gathering the outputs first."""

@@ -341,6 +341,7 @@ class SpotCheck:
             self._restore()
             return float(value.detach()), gradients
 
+        self._hook_state.drawn = False
         total, joined = evaluate(rows)
         values, apart = zip(*map(evaluate, counted), strict=True)
         if len(draws) > 1:

@@ -33,6 +33,7 @@ from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.plan import Plan, ShareBalancer, make_plan
+from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from, unwrapped
 from scatterpar.replicas.replicas import ReplicaSet
@@ -174,7 +175,7 @@ class ScatterOnceParallel(Wrapper):
     ) -> None:
         super().__init__()
         module, compile_fn = unwrapped(module)
-        check_options(module, accum, micro_batch_size, dim, buffers, accumulate_dtype)
+        check_options(module, accum, micro_batch_size, dim, accumulate_dtype)
         check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
         self.module = module
         self.accum: Any = accum
@@ -184,13 +185,13 @@ class ScatterOnceParallel(Wrapper):
         self.micro_batch_size = micro_batch_size
         self.micro_batch_cost = micro_batch_cost
         self.dim = dim
-        self.buffers_from = buffers
+        self.buffers_from, policy = buffers, BufferPolicy.named(buffers)
         self.check_finite = check_finite
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
         self._compile_fn = compile_fn_from(compile) or compile_fn
         self.verify = verify
-        check_graphs(graphs, self.device_ids, buffers, compiled=self._compile_fn is not None)
+        check_graphs(graphs, self.device_ids, policy, compiled=self._compile_fn is not None)
         self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
@@ -198,7 +199,7 @@ class ScatterOnceParallel(Wrapper):
         self._ranks: Ranks | None = None
         if process_group is not None:
             master = self.device_ids[0]
-            self._ranks = Ranks(process_group, module, master, buffers, accumulate_dtype)
+            self._ranks = Ranks(process_group, module, master, policy, accumulate_dtype)
         if measure_noise:
             check_noise(self.device_ids, self._ranks.size if self._ranks else 1)
         self._init_transient()
@@ -212,9 +213,9 @@ class ScatterOnceParallel(Wrapper):
         return super().__getstate__()
 
     def _init_transient(self) -> None:
-        how, pools = self._compile_fn, self.buffers_from == "batch"
         self._workers = Workers(self.device_ids, "this engine")
-        self._replica_set = ReplicaSet(self.device_ids, self.accumulate_dtype, how, pools)
+        options = self.accumulate_dtype, self._compile_fn, BufferPolicy.named(self.buffers_from)
+        self._replica_set = ReplicaSet(self.device_ids, *options)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
         self._trace: Trace | None = None
@@ -386,10 +387,8 @@ class ScatterOnceParallel(Wrapper):
                 checks, ranks = self._verifier, self._ranks
                 results = compute(attempt, request, copies, loaders, weights, checks, ranks)
             with phase("reduce"):  # 5
-                policy, noisy = self.buffers_from, self.measure_noise
-                return reduce(
-                    attempt, request, copies.replica_sets, results, weights, policy, noisy
-                )
+                sets, noisy = copies.replica_sets, self.measure_noise
+                return reduce(attempt, request, sets, results, weights, noisy)
 
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
@@ -464,14 +463,8 @@ class ScatterOnceParallel(Wrapper):
             plan = self.plan(rows, costs)
             request = self._request((inputs, kwargs)).in_order(plan.order)
             with self._attempt(plan) as attempt:
-                return infer(
-                    attempt,
-                    self._replica_set,
-                    self.module,
-                    request,
-                    self.buffers_from,
-                    self._verifier,
-                )
+                checks = self._verifier
+                return infer(attempt, self._replica_set, self.module, request, checks)
 
     def check(
         self,

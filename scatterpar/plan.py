@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-_REMEMBERED = 5  # paces of a device, whose median counts: one slow step moves nothing
-_WORTHWHILE = 1.05  # moving shares must make the step this much faster
-_ROUNDING = Fraction(1, 10**9)  # shares come as floats: so much of a sub-step is none
+_REMEMBERED = 5  # speeds per device; their median is used, so one slow step changes nothing
+_WORTHWHILE = 1.05  # new shares must make the step this much faster
+_ROUNDING = Fraction(1, 10**9)  # of a sub-step; smaller fractions come from float rounding
 _SHOWN = 72  # characters of a share's row numbers in a table
 
 
@@ -24,16 +24,17 @@ _SHOWN = 72  # characters of a share's row numbers in a table
 class Share:
     """The rows of the batch that one replica handles.
 
-    ``start`` and ``stop`` are positions in the batch, and so are the pairs in
-    ``micro_batches``: ``batch[start:stop]`` is what one sub-step works on.
+    ``start``, ``stop`` and the pairs in ``micro_batches`` are positions in the batch. A sub-step
+    computes ``batch[start:stop]`` of its pair.
 
-    Where the batch is made of several (``Rows.from_batches``), positions run through all of
-    them, one after the other, and a share has some rows of each: those of its ``micro_batches``.
-    ``start`` is its first row and ``stop`` comes after its last; between them are rows of other
-    shares too. ``spans`` are the rows without the cuts.
+    If the batch consists of several (``Rows.from_batches``), positions count through all of them,
+    one after the other, and a share has some rows of each. ``start`` is its first row, and ``stop``
+    is the row after its last. Rows between them may belong to other shares. ``spans`` merges
+    micro-batches that touch.
 
     If micro-batches are cut by cost, positions count the rows in the order of the plan, replica by
-    replica. ``row_numbers`` then has, for each micro-batch, its rows' numbers in the batch, rising.
+    replica. ``row_numbers`` then has, for each micro-batch, the numbers of its rows in the batch,
+    in ascending order.
     """
 
     replica: int
@@ -50,9 +51,9 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The rows as pairs of start and stop, as few as possible: one, unless there are batches.
+        """The rows as pairs of start and stop, as few as possible: one pair for a single batch.
 
-        Each micro-batch that is cut by cost is a span: its rows are not consecutive in the batch.
+        If micro-batches are cut by cost, each is a span, because its rows are not consecutive.
         """
         if self.row_numbers:
             return self.micro_batches
@@ -88,16 +89,16 @@ class Plan:
         return range(*share.micro_batches[sub_step])
 
     def load_of(self, share: Share) -> float:
-        """The load of a replica: its rows, or the cost of its micro-batches with their padding.
+        """The load of a replica: its number of rows, or the padded cost of its micro-batches.
 
-        A micro-batch costs its number of rows times the largest cost of these rows.
+        The padded cost of a micro-batch is its number of rows times the largest cost of these rows.
         """
         if not self.costs:
             return share.rows
         return sum(len(rows) * max(self.costs[row] for row in rows) for rows in share.row_numbers)
 
     def __str__(self) -> str:
-        """One line a share: replica, device, rows, and how they are cut."""
+        """A table with one line per share: replica, device, rows, sizes of micro-batches."""
         if self.costs:
             return self._by_cost()
         table = [("replica", "device", "rows", "micro-batches")]
@@ -109,18 +110,18 @@ class Plan:
         return self._printed(table)
 
     def _by_cost(self) -> str:
-        """One line per share: its cost, without and with padding, and the rows of each sub-step."""
+        """A table with one line per share: cost without and with padding, rows per sub-step."""
         loads = [self.load_of(share) for share in self.shares]
         padded, cost = sum(loads), sum(self.costs)
         table = [
             ("replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each")
         ]
         for share, load in zip(self.shares, loads, strict=True):
-            own = sum(self.costs[row] for rows in share.row_numbers for row in rows)
+            cost_of_rows = sum(self.costs[row] for rows in share.row_numbers for row in rows)
             part = f"{load / padded:.1%}" if padded else "-"
             numbers = (
                 str(share.rows),
-                f"{own:,.6g}",
+                f"{cost_of_rows:,.6g}",
                 f"{load:,.6g}",
                 part,
                 str(len(share.row_numbers)),
@@ -150,13 +151,13 @@ def make_plan(
 ) -> Plan:
     """Split ``rows`` over ``devices`` and each share into micro-batches, as evenly as possible.
 
-    Sizes differ by at most one, larger pieces first, and no piece is empty: with fewer
+    Sizes differ by at most one, larger pieces come first, and no piece is empty. If there are fewer
     rows than replicas (or than ``accum``), fewer are used.
 
-    With ``shares`` the rows are divided in proportion, to less than one row. A larger share
-    is cut into more micro-batches, not into larger ones: their number is ``accum`` times the
-    share's size relative to an equal one, rounded up, so that none has more rows than with
-    equal shares.
+    With ``shares`` the rows are divided in proportion, with a difference of less than one row. A
+    larger share is cut into more micro-batches, not into larger ones. Their number is ``accum``
+    times the share's size relative to an equal share, rounded up, so no micro-batch has more rows
+    than with equal shares.
 
     >>> cpu = torch.device("cpu")
     >>> [share.rows for share in make_plan(9, [cpu] * 4).shares]
@@ -178,7 +179,7 @@ def make_plan(
     return _plan(sizes, tuple(devices), accum, micro_batch_size, relative)
 
 
-@lru_cache(maxsize=64)  # a training asks for the same plan at every step
+@lru_cache(maxsize=64)  # training uses the same plan in every step
 def _plan(
     sizes: tuple[int, ...],
     devices: tuple[torch.device, ...],
@@ -200,8 +201,14 @@ def _plan(
             cuts[replica] += _cut(first + start, first + stop, pieces)
         first += rows
     planned = [
-        Share(replica, devices[replica], own[0][0], own[-1][1], tuple(own))
-        for replica, own in cuts.items()
+        Share(
+            replica,
+            devices[replica],
+            micro_batches[0][0],
+            micro_batches[-1][1],
+            tuple(micro_batches),
+        )
+        for replica, micro_batches in cuts.items()
     ]
     return Plan(first, tuple(planned))
 
@@ -209,7 +216,8 @@ def _plan(
 def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Spans in proportion to ``shares``: whole rows first, then the largest remainders.
 
-    Every replica has at least one row; where there are fewer rows, the first ones have one.
+    Every replica has at least one row. If there are fewer rows than replicas, the first have one
+    each.
     """
     if rows <= len(shares):
         return tuple((i, i + 1) for i in range(rows))
@@ -226,16 +234,16 @@ def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 def _in_proportion(accum: int, shares: Sequence[float]) -> list[int]:
-    """The sub-steps of each replica: ``accum`` for an equal share, rounded up for any other.
+    """The number of sub-steps per replica: ``accum`` for an equal share, otherwise rounded up.
 
-    Three tenths of ten are three, though a float makes of 0.3 and 0.7 a little more.
+    Rounding errors of floats are ignored: three tenths of ten sub-steps are three.
     """
     exact = [accum * len(shares) * part for part in _fractions(shares)]
     return [max(1, math.ceil(number - _ROUNDING)) for number in exact]
 
 
 def _fractions(shares: Sequence[float]) -> list[Fraction]:
-    """Each share as an exact part of the whole: rounding must not move a row."""
+    """Each share as an exact fraction of the sum, so that rounding cannot change a plan."""
     exact = [Fraction(share) for share in shares]
     total = sum(exact)
     return [share / total for share in exact]
@@ -250,35 +258,34 @@ def _cut(start: int, stop: int, pieces: int) -> tuple[tuple[int, int], ...]:
 
 
 class ShareBalancer:
-    """The relative sizes of the replicas' shares, as the user says, or learned.
+    """The relative sizes of the replicas' shares, as passed by the user, or learned.
 
-    The pace of a device is its load (rows, or their padded cost) per second in one step, from the
-    first start to the last end
-    of its replicas; equal entries of ``device_ids`` learn one together.
+    The speed of a device is its load (rows, or their padded cost) per second in one step, from the
+    first start to the last end of its replicas. Equal entries of ``device_ids`` have one speed.
     """
 
     def __init__(self, shares: Any, device_ids: Sequence[torch.device]) -> None:
         self._device_ids = tuple(device_ids)
         self.learns = isinstance(shares, str) and shares == "auto"
         self._rows_per_second: dict[torch.device, deque[float]] = {}
-        given = None if self.learns else shares
-        self.shares = _checked(given, len(device_ids)) or (1.0,) * len(device_ids)
+        user_shares = None if self.learns else shares
+        self.shares = _checked(user_shares, len(device_ids)) or (1.0,) * len(device_ids)
 
     def observe(self, plan: Plan, passes: Sequence[Mapping[int, tuple[float, float]]]) -> None:
         """Learn from a step that was committed.
 
-        A device's first step is left out: it pays for what is done only once.
+        A device's first step is ignored, because it includes one-time work.
         """
         if not self.learns:
             return
         for device in {share.device for share in plan.shares}:
-            own = [share for share in plan.shares if share.device == device]
+            on_device = [share for share in plan.shares if share.device == device]
             seconds = 0.0
             for spans in passes:
-                starts, ends = zip(*(spans[share.replica] for share in own), strict=True)
+                starts, ends = zip(*(spans[share.replica] for share in on_device), strict=True)
                 seconds += max(ends) - min(starts)
             if device in self._rows_per_second:
-                load = sum(map(plan.load_of, own))
+                load = sum(map(plan.load_of, on_device))
                 self._rows_per_second[device].append(load / max(seconds, 1e-9))
             else:
                 self._rows_per_second[device] = deque(maxlen=_REMEMBERED)
@@ -286,16 +293,16 @@ class ShareBalancer:
             self._adapt()
 
     def _adapt(self) -> None:
-        """Take shares in proportion to the paces, if that is worth a move."""
-        pace = {device: median(self._rows_per_second[device]) for device in set(self._device_ids)}
-        has = dict.fromkeys(pace, 0.0)
+        """Set the shares in proportion to the devices' speeds, if the gain is large enough."""
+        speed = {device: median(self._rows_per_second[device]) for device in set(self._device_ids)}
+        shares_of = dict.fromkeys(speed, 0.0)
         for device, share in zip(self._device_ids, self.shares, strict=True):
-            has[device] += share / sum(self.shares)
-        now = max(has[device] / pace[device] for device in pace)
-        best = 1 / sum(pace.values())
-        if now > _WORTHWHILE * best:
+            shares_of[device] += share / sum(self.shares)
+        seconds_now = max(shares_of[device] / speed[device] for device in speed)
+        seconds_best = 1 / sum(speed.values())
+        if seconds_now > _WORTHWHILE * seconds_best:
             self.shares = tuple(
-                pace[device] / self._device_ids.count(device) for device in self._device_ids
+                speed[device] / self._device_ids.count(device) for device in self._device_ids
             )
 
 

@@ -57,25 +57,26 @@ def gradual_warmup(
     start_lr: float,
     after: LRScheduler | None = None,
 ) -> LRScheduler:
-    """Build a scheduler that moves the rates to their target in equal steps, then hands over.
+    """Build a scheduler that moves rates to their targets in equal steps; then `after` takes over.
 
-    The targets are the rates that the optimizer's groups have when this is called. At step
-    `t < warmup_steps` the first group's rate is
-    `start_lr + (target - start_lr) * t / warmup_steps`, the other groups' in proportion; at
-    step `warmup_steps + t` every rate is what `after` gives at its own step `t`, or stays at
-    its target. Call `.step()` once after each `optimizer.step()`, and never `after.step()`.
+    The targets are the rates that the optimizer's groups have when this function is called. At step
+    `t < warmup_steps` the first group's rate is `start_lr + (target - start_lr) * t /
+    warmup_steps`, and the others are in proportion. At step `warmup_steps + t` every rate is that
+    of `after` at its own step `t`. Without `after` it stays at its target. Call `.step()` once
+    after each `optimizer.step()`, and never `after.step()`.
 
     `state_dict()` holds `after`'s state as well, so a run can be resumed anywhere.
     Goyal et al. 2017, arXiv:1706.02677, section 2.2.
 
     Args:
-        optimizer: its groups' rates are changed in place, at once to those of step 0.
+        optimizer: its groups' rates are changed in place; this call sets those of step 0.
         warmup_steps: optimizer steps until the target is reached; above zero.
         start_lr: the first group's rate at step 0; above zero.
-        after: a scheduler built beforehand on the same optimizer and not yet stepped.
+        after: a scheduler that was built on the same optimizer before this call and not yet
+            stepped.
 
     Raises:
-        ValueError: a size or rate is not positive; `after` is another optimizer's or has been
+        ValueError: a size or rate is not positive; `after` belongs to another optimizer or has been
             stepped already.
         TypeError: `after` is a `ReduceLROnPlateau`, which cannot step without a metric.
 
@@ -100,11 +101,11 @@ def gradual_warmup(
 
 
 class _GradualWarmup(LRScheduler):
-    """A ramp of its own, and after it the steps of another scheduler.
+    """A linear warm-up, followed by the steps of another scheduler.
 
-    `SequentialLR` is not used: at its milestone it calls `after.step(0)`, which starts
-    schedulers without a closed form (`MultiplicativeLR`, nested ones) from the wrong rate.
-    Here the rates of `after`'s step 0 are put back, and it goes on as if nothing had been.
+    `SequentialLR` is not used: at its milestone it calls `after.step(0)`, which starts schedulers
+    without a closed form (`MultiplicativeLR`, nested ones) from the wrong rate. This class restores
+    the rates of `after`'s step 0, so `after` continues as if it had not waited.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class _GradualWarmup(LRScheduler):
             self._last_lr = self.after.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to go on from here, `after`'s state under `"after"`."""
+        """Return the state of this scheduler, with that of `after` under `"after"`."""
         state = super().state_dict()
         state["after"] = None if self.after is None else self.after.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and put the rates that belong to it into the optimizer."""
+        """Load a state, and set the optimizer's rates to those of the state."""
         state = dict(state_dict)
         after_state = state.pop("after")
         if (after_state is None) != (self.after is None):
@@ -165,11 +166,11 @@ class _GradualWarmup(LRScheduler):
 def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split a module's parameters into a group with weight decay and one without.
 
-    Without decay are biases (parameters with "bias" in their own name) and the parameters of
-    normalisation layers (classes whose name ends in "Norm", "Norm2d" and the like). Every
-    parameter of `module.parameters()` is in exactly one group, a shared one too, and frozen
-    ones are kept, as they may be trained later. Goyal et al. 2017, arXiv:1706.02677, section
-    5.1, has no decay on normalisation; Jia et al. 2018, arXiv:1807.11205, adds the biases.
+    The group without decay has the biases (parameters with "bias" in their own name) and the
+    parameters of normalisation layers (classes whose name ends in "Norm", "Norm2d" and so on).
+    Every parameter of `module.parameters()` is in exactly one group, also if it is shared. Frozen
+    parameters are included, because they may be trained later. Goyal et al. 2017, arXiv:1706.02677,
+    section 5.1, has no decay on normalisation; Jia et al. 2018, arXiv:1807.11205, adds the biases.
 
     Args:
         module: any module.
@@ -205,13 +206,13 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
 def zero_init_residual(module: nn.Module) -> int:
     """Set the scale of the last normalisation of every residual block to zero, in place.
 
-    Each block then starts as the identity, which eases the first steps at a large rate.
-    Residual blocks are found by their parts, as `torchvision` and this package name them: a
-    `downsample` or `shortcut`, and `bn3` or else `bn2` as the last normalisation.
-    Goyal et al. 2017, arXiv:1706.02677, section 5.1.
+    Each block then starts as the identity, which stabilises the first steps at a large rate.
+    Residual blocks are recognised by the names of their parts, as in `torchvision` and this
+    package: a `downsample` or `shortcut`, and `bn3` or else `bn2` as the last normalisation. Goyal
+    et al. 2017, arXiv:1706.02677, section 5.1.
 
     Args:
-        module: any module; one without residual blocks is left as it is.
+        module: any module; a module without residual blocks is not changed.
 
     Returns:
         The number of residual blocks found.
@@ -256,15 +257,15 @@ def _require_fresh(after: LRScheduler, optimizer: Optimizer) -> None:
 
 
 class NoiseScale:
-    """The gradient's noise scale over training: how large a batch is worth it, in rows.
+    """The gradient's noise scale, averaged over steps: batches much larger than it gain little.
 
-    Averages signal and noise of the steps by themselves, with exponential decay, and divides the
-    averages: the ratio of a single step is far too noisy (McCandlish et al. 2018,
-    arXiv:1812.06162, appendix A.1). With batches much smaller than the scale, twice the batch
-    needs nearly half the steps; with much larger ones it needs nearly as many.
+    Averages signal and noise separately over the steps, with exponential decay, and divides the
+    averages: the ratio of a single step is far too noisy (McCandlish et al. 2018, arXiv:1812.06162,
+    appendix A.1). If a batch is much smaller than the scale, a doubled batch needs nearly half the
+    steps. If it is much larger, a doubled batch needs nearly as many steps.
 
     Args:
-        decay: the weight that the past keeps in every update; at least 0, below 1.
+        decay: the weight of the previous average in every update; at least 0, below 1.
 
     Raises:
         ValueError: a decay out of range.
@@ -287,7 +288,7 @@ class NoiseScale:
         self._signal = self._noise = 0.0
 
     def update(self, report: StepReport | None) -> None:
-        """Take in one step, as ``engine.last_step`` tells it; a step of NaN is left out.
+        """Add one step, given its ``engine.last_step``; a step with NaN is ignored.
 
         Raises:
             ValueError: the step did not measure its noise.
@@ -307,10 +308,10 @@ class NoiseScale:
         return GradientNoise(self._signal, self._noise).scale
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint needs to go on."""
+        """The state for a checkpoint."""
         return {"decay": self.decay, "signal": self._signal, "noise": self._noise}
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self.decay = state_dict["decay"]
         self._signal, self._noise = state_dict["signal"], state_dict["noise"]

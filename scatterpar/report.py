@@ -1,4 +1,4 @@
-"""What a step did: the numbers behind ``engine.last_step``."""
+"""What a step did: the values of ``engine.last_step``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(text: str) -> None:
-    """Warn in the name of the line that called the package, however deep this is."""
+    """Warn with the line of the user's code that called the package as the location."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -36,12 +36,12 @@ class GradientNoise:
         sum of c_i |g_i|^2 = C |G|^2 + n tr S      (on average)
                    C |g|^2 = C |G|^2 +   tr S      (on average)
 
-    The difference, over ``n - 1``, is ``V``, with the mean ``tr S``; ``|g|^2 - V / C`` has the
-    mean ``|G|^2``. A sum of losses is taken for one term a row.
+    The difference, divided by ``n - 1``, is ``V``. Its mean is ``tr S``, and ``|g|^2 - V / C`` has
+    the mean ``|G|^2``. A sum of losses counts as one term per row.
 
     Attributes:
-        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. One step's may
-            be negative.
+        signal: ``|g|^2 - V / C``, an estimate of the true gradient's squared norm. It may be
+            negative in a single step.
         noise: ``V * rows / C``, an estimate of the variance of one row's gradient.
     """
 
@@ -52,8 +52,8 @@ class GradientNoise:
     def scale(self) -> float:
         """The noise scale ``noise / signal`` in rows: batches much larger gain little.
 
-        Infinite where there is noise, and no signal above zero; NaN where there is neither. One
-        step's is very noisy: :class:`scatterpar.recipe.NoiseScale` averages.
+        Infinite if the noise is positive and the signal is not; NaN if neither is positive. The
+        value of a single step is very noisy; :class:`scatterpar.recipe.NoiseScale` averages.
         """
         if self.signal > 0:
             return self.noise / self.signal
@@ -62,7 +62,7 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did. Counted and timed where the work happens; ``print`` shows a table.
+    """Counts and times of one step; ``print`` shows a table.
 
     Attributes:
         plan: the shares and micro-batches.
@@ -70,12 +70,13 @@ class StepReport:
         seconds: wall time by phase: ``scatter``, ``replicate``, ``compute``, ``reduce``.
         bytes: bytes copied from one memory to another, by phase.
         messages: copies from one memory to another, by phase.
-        retries: how often the step ran out of memory and was planned anew.
-        noise: with ``measure_noise=True``: how noisy the gradient is, from what the replicas'
-            gradients differ. NaN where there is nothing to compare, such as a batch of one row.
+        retries: how often the step ran out of memory and was planned again.
+        noise: with ``measure_noise=True``: how noisy the gradient is, computed from the differences
+            between the replicas' gradients. NaN if there is nothing to compare, such as a batch of
+            one row.
         waited: seconds from the end of the previous step to the start of this one, spent in the
             loader, the optimizer and other code of the caller. Zero for the first step.
-        replica_seconds: for each replica, the seconds that its worker worked.
+        replica_seconds: for each replica, the seconds that its worker was busy.
     """
 
     plan: Plan
@@ -89,7 +90,7 @@ class StepReport:
     replica_seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """The loss, then a line per phase: milliseconds, bytes copied, number of copies."""
+        """The loss, then one line per phase: milliseconds, bytes copied, number of copies."""
         return "\n".join([self._title(), as_text(self._phases())])
 
     def _repr_html_(self) -> str:
@@ -119,7 +120,7 @@ def _ms(seconds: float) -> str:
 
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of text, with the first column aligned left, the others right."""
+    """Rows of cells as lines of text. The first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()

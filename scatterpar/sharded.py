@@ -1,4 +1,4 @@
-"""An optimizer whose state lies on all devices of an engine: each owns whole parameters.
+"""An optimizer with its state distributed over an engine's devices: each owns whole parameters.
 
 One step::
 
@@ -32,39 +32,39 @@ _HOST = torch.device("cpu")
 
 
 class ShardedOptimizer(Optimizer):
-    """``optimizer_class`` with its state spread over the devices of an engine.
+    """``optimizer_class`` with its state distributed over the devices of an engine.
 
-    Parameters, ``.grad`` and ``param_groups`` are the user's and stay on the master, so clipping,
-    ``GradScaler``, schedulers and hooks work as ever. Each parameter has one owner among the
-    devices, where its state lies. A step sends the owners their gradients, steps there, and
-    brings the new values to all devices: the engine's next step sends no parameter again. Each
-    bit is that of ``optimizer_class`` on one device.
+    The user's parameters, ``.grad`` and ``param_groups`` stay on the master, so clipping,
+    ``GradScaler``, schedulers and hooks work as usual. Each parameter has one owner among the
+    devices, which stores its state. A step sends the owners their gradients, computes the update
+    there, and sends the new values to all devices. The engine's next step then sends no parameters.
+    The results are the same bits as those of ``optimizer_class`` on one device.
 
-    With several devices a step that fails leaves parameters and state as they were; for its time
-    each owner keeps a copy of the state that it has. With a process group every rank has the same
-    gradients and steps alike, on its own devices.
+    With several devices a failed step leaves parameters and state unchanged; during the step each
+    owner keeps a copy of its state. With a process group every rank has the same gradients and
+    computes the same update, on its own devices.
 
     Args:
-        engine: whose devices share the state.
-        optimizer_class: any that treats each parameter by itself, such as ``torch.optim.AdamW``,
-            or a function that makes one.
-        params: what ``optimizer_class`` takes, on the master; by default all parameters of
-            ``engine.module``. Those outside the module are stepped on the master.
+        engine: the engine whose devices store the state.
+        optimizer_class: an optimizer class that updates each parameter separately, such as
+            ``torch.optim.AdamW``, or a function that makes such an optimizer.
+        params: parameters or parameter groups on the master; by default all parameters of
+            ``engine.module``. Parameters outside the module are updated on the master.
         defaults: the other arguments of ``optimizer_class``.
 
     Attributes:
-        engine: the engine; after its ``close()`` another one on the same devices can follow.
+        engine: the engine; after its ``close()`` you may assign another one on the same devices.
 
     Raises:
-        TypeError: not an engine, not an optimizer's class, or ``LBFGS``, which makes one vector of
-            all parameters.
+        TypeError: ``engine`` is no engine, ``optimizer_class`` makes no optimizer, or it makes
+            ``LBFGS``, which treats all parameters as one vector.
 
     Example:
         >>> engine = ScatterOnceParallel(torch.nn.Linear(4, 2), 1, ["cpu:0", "cpu:1"])
         >>> optimizer = ShardedOptimizer(engine, torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
         >>> loss = engine.forward_backward(torch.randn(8, 4), None, lambda y, _: y.mean())
         >>> optimizer.step()
-        >>> optimizer.state_bytes  # two moments of float32, and a count for each parameter
+        >>> optimizer.state_bytes  # two moments of float32, and one count per parameter
         {device(type='cpu', index=0): 20, device(type='cpu', index=1): 68}
     """
 
@@ -101,27 +101,30 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state_bytes(self) -> dict[torch.device, int]:
-        """How many bytes of state each memory has; the host's small change is its owner's."""
-        found = dict.fromkeys(self._memories, 0)
+        """Bytes of optimizer state per device.
+
+        A host scalar, such as a step count, is counted for the owner of its parameter.
+        """
+        sizes = dict.fromkeys(self._memories, 0)
         for key, state in self.state.items():
             owner = self._owners.get(key, self._memories[0])
-            found[owner] += sum(tensor.nbytes for tensor in nested.tensors(state))
-        return found
+            sizes[owner] += sum(tensor.nbytes for tensor in nested.tensors(state))
+        return sizes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient.
 
         Args:
-            closure: is called once, before the step.
+            closure: called once, before the step.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``.
 
         Raises:
             RuntimeError: inside a step of the engine, or after its ``close()``.
 
-            What ``optimizer_class`` raises arrives as it is.
+            Exceptions of ``optimizer_class`` are raised unchanged.
         """
         loss = None
         if closure is not None:
@@ -131,19 +134,22 @@ class ShardedOptimizer(Optimizer):
             with self._plain_optimizer_on({}) as plain:
                 step_without_hooks(plain)
             return loss
-        with self.engine.replicas_for_update() as copies:
-            lent = copies.parameter_copies()
-            every = dict.fromkeys(p for group in self.param_groups for p in group["params"])
-            moving = [p for p in every if p.grad is not None]
-            stand_ins = self._assign_owners(moving, lent)
+        with self.engine.replicas_for_update() as replica_set:
+            parameter_copies = replica_set.parameter_copies()
+            parameters = dict.fromkeys(p for group in self.param_groups for p in group["params"])
+            updated = [p for p in parameters if p.grad is not None]
+            stand_ins = self._assign_owners(updated, parameter_copies)
             self._send_gradients(stand_ins)
-            with self._undo_on_error(moving, lent), self._plain_optimizer_on(stand_ins) as plain:
+            with (
+                self._undo_on_error(updated, parameter_copies),
+                self._plain_optimizer_on(stand_ins) as plain,
+            ):
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # makes room for what is brought now
             try:
-                copies.broadcast_updates(
-                    {p: self._owners[p] for p in moving if p in lent}, self._ledger
+                replica_set.broadcast_updates(
+                    {p: self._owners[p] for p in updated if p in parameter_copies}, self._ledger
                 )
             except Exception:  # no room for messages; the others get theirs in the next refresh
                 for p, stand_in in stand_ins.items():
@@ -153,28 +159,32 @@ class ShardedOptimizer(Optimizer):
     def _assign_owners(
         self, needed: Iterable[Tensor], lent: ParameterCopies
     ) -> dict[Tensor, Tensor]:
-        """Give those an owner that have none; what steps in place of those owned elsewhere.
+        """Assign an owner to every parameter that has none. Returns stand-ins.
 
-        The largest first, each to who owns least so far, and rather not to the master.
+        A stand-in is a parameter on another device, which the plain optimizer updates instead of a
+        parameter that is owned there.
+
+        The largest parameters come first, each to the device that owns least. In a tie the master
+        is last.
         """
-        home, *away = self._memories
-        load = Counter(dict.fromkeys([*away, home], 0))
+        master, *others = self._memories
+        load = Counter(dict.fromkeys([*others, master], 0))
         for p, owner in self._owners.items():
             load[owner] += p.nbytes
         stand_ins = {}
         for p in sorted(needed, key=lambda p: -p.nbytes):
-            if p not in self._owners or (p not in lent and self._owners[p] != home):
-                owner = min(load, key=load.__getitem__) if p in lent else home
+            if p not in self._owners or (p not in lent and self._owners[p] != master):
+                owner = min(load, key=load.__getitem__) if p in lent else master
                 if p in self.state:
                     self.state[p] = self._moved(self.state[p], owner)
                 self._owners[p] = owner
                 load[owner] += p.nbytes
-            if self._owners[p] != home:
+            if self._owners[p] != master:
                 stand_ins[p] = _stand_in(p, lent[p][self._owners[p]])
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        """Each owner gets those of what it owns, chunk by chunk."""
+        """Copy to each owner the gradients of its parameters, chunk by chunk."""
         for device in self._memories[1:]:
             owned = [p for p in stand_ins if self._owners[p] == device]
             gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
@@ -183,30 +193,36 @@ class ShardedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _undo_on_error(self, moving: Sequence[Tensor], lent: ParameterCopies) -> Iterator[None]:
-        """What the body does to the state and to the master's own parameters, if it fails.
+        """If the body fails, restore the optimizer's state and the master's own parameters.
 
-        The other owners write to their copies only. Some classes write ``.grad``, too, as ``SGD``
-        does with ``nesterov`` and ``foreach``.
+        The other owners write only to their copies, which the next refresh overwrites. Gradients
+        are restored as well: some classes write ``.grad``, such as ``SGD`` with ``nesterov`` and
+        ``foreach``.
         """
-        home, other = self._memories[:2]
-        own = [p for p in moving if self._owners[p] == home]
-        values = [lent[p][other] if p in lent else p.detach().clone() for p in own]
-        dense = [p.grad for p in own if p.grad is not None and p.grad.layout == torch.strided]
-        kept = [gradient.clone() for gradient in dense]
+        master, other = self._memories[:2]
+        master_params = [p for p in moving if self._owners[p] == master]
+        values = [lent[p][other] if p in lent else p.detach().clone() for p in master_params]
+        dense = [
+            p.grad for p in master_params if p.grad is not None and p.grad.layout == torch.strided
+        ]
+        saved = [gradient.clone() for gradient in dense]
         state = nested.map_tensors(lambda tensor: tensor.clone(), dict(self.state))
         try:
             yield
         except BaseException as error:
             self.state = defaultdict(dict, state)
-            for p, value in zip(own, values, strict=True):
+            for p, value in zip(master_params, values, strict=True):
                 self._ledger.copy_into(p, value, "replicate")
-            copy_each(dense, kept)
+            copy_each(dense, saved)
             add_note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
 
     @contextlib.contextmanager
     def _plain_optimizer_on(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Optimizer]:
-        """The plain optimizer, on these in place of parameters; what it does counts at the end."""
+        """Yields the plain optimizer with stand-ins instead of the parameters that they replace.
+
+        Its new state and options are kept only if the body succeeds.
+        """
         plain = self._plain
         plain.param_groups = [
             group | {"params": [stand_ins.get(p, p) for p in group["params"]]}
@@ -225,16 +241,16 @@ class ShardedOptimizer(Optimizer):
             plain.param_groups, plain.state = self.param_groups, self.state
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``optimizer_class`` with all parameters: a copy in the host's memory."""
-        found: dict[str, Any] = self._moved(super().state_dict(), _HOST)
-        return found
+        """The state dict of ``optimizer_class`` with all parameters: a copy in host memory."""
+        moved: dict[str, Any] = self._moved(super().state_dict(), _HOST)
+        return moved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load that of ``optimizer_class``, sharded over any devices or not.
+        """Load a state of ``optimizer_class``, sharded over any devices or not.
 
         Raises:
-            ValueError: its groups are others, or have other numbers of parameters.
+            ValueError: the state has other groups, or groups with other numbers of parameters.
         """
         before, after = loading_hooks(self)
         loaded = dict(state_dict)
@@ -243,33 +259,38 @@ class ShardedOptimizer(Optimizer):
         if len(self._memories) == 1:
             self._load(loaded, {})
         else:
-            with self.engine.replicas_for_update() as copies:
-                self._load(loaded, copies.parameter_copies())
+            with self.engine.replicas_for_update() as replica_set:
+                self._load(loaded, replica_set.parameter_copies())
         for hook in after:
             hook(self)
 
     def _load(self, loaded: dict[str, Any], lent: ParameterCopies) -> None:
-        """Each parameter's state to its owner; then it is for ``optimizer_class`` to say."""
+        """Move each parameter's state to its owner, then let ``optimizer_class`` load it."""
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        of = dict(zip(numbers, parameters, strict=False))  # more of one are refused below
-        stand_ins = self._assign_owners([of[n] for n in loaded["state"] if n in of], lent)
-        home = self._memories[0]
+        by_number = dict(zip(numbers, parameters, strict=False))  # more of one are refused below
+        stand_ins = self._assign_owners(
+            [by_number[n] for n in loaded["state"] if n in by_number], lent
+        )
+        master = self._memories[0]
         state = {
-            n: self._moved(one, self._owners.get(of.get(n), home))
-            for n, one in loaded["state"].items()
+            n: self._moved(param_state, self._owners.get(by_number.get(n), master))
+            for n, param_state in loaded["state"].items()
         }
         with self._plain_optimizer_on(stand_ins) as plain:
             plain.load_state_dict(loaded | {"state": state})
 
     def _moved(self, state: Any, device: torch.device) -> Any:
-        """A copy of tensors in that memory; the host's numbers, such as counts, stay there."""
+        """A copy of ``state`` on ``device``.
 
-        def one(tensor: Tensor) -> Tensor:
+        Host scalars, such as step counts, stay on the host.
+        """
+
+        def move(tensor: Tensor) -> Tensor:
             stays = not tensor.ndim and tensor.device == _HOST
             return tensor.clone() if stays else self._ledger.copy(tensor, device, "reduce")
 
-        return nested.map_tensors(one, state)
+        return nested.map_tensors(move, state)
 
 
 def _checked(made: Any, optimizer_class: Any) -> Optimizer:
@@ -287,8 +308,8 @@ def _checked(made: Any, optimizer_class: Any) -> Optimizer:
 
 
 def _stand_in(p: Tensor, values: Tensor) -> Tensor:
-    """A parameter like ``p`` whose values are its copy elsewhere."""
-    own = parameter_like(p, values.data).requires_grad_(p.requires_grad)
-    own.grad_dtype = p.grad_dtype
-    vars(own).update(vars(p))
-    return own
+    """A parameter with the options of ``p`` and the values of its copy on another device."""
+    stand_in = parameter_like(p, values.data).requires_grad_(p.requires_grad)
+    stand_in.grad_dtype = p.grad_dtype
+    vars(stand_in).update(vars(p))
+    return stand_in

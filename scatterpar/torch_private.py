@@ -1,12 +1,12 @@
 """Every private entry point of torch that the package uses, each with its reason.
 
-Nothing else in the package names ``torch._C`` or another private module. If a version of torch
-lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that the
-tests ran with are in ``constraints.txt``.
+No other file of the package names ``torch._C`` or another private module of torch. If a version of
+torch lacks an entry point, ``Missing`` names it, at import or at its first use. The versions that
+the tests ran with are in ``constraints.txt``.
 
-``torch._foreach_*``, ``Tensor._version`` and ``Module._replicate_for_data_parallel`` are used by
-torch's own optimizers, its forum's answers and ``nn.DataParallel``; they are used where they are
-needed, and checked here.
+Other files call ``torch._foreach_*``, ``Tensor._version`` and
+``Module._replicate_for_data_parallel`` directly: torch's own optimizers and ``nn.DataParallel`` use
+them too. This file checks that they exist.
 """
 
 from __future__ import annotations
@@ -88,30 +88,30 @@ for _why, _names in {
 
 
 def _late(module: str, name: str, why: str) -> Any:
-    """Returns ``name`` of a module that ``import torch`` leaves out; raises ``Missing``."""
+    """Returns ``name`` from a module that ``import torch`` does not import; raises ``Missing``."""
     with contextlib.suppress(ImportError, AttributeError):
         return getattr(importlib.import_module(f"torch.{module}"), name)
     raise _missing(f"torch.{module}.{name}", why)
 
 
-# --- an optimizer within another: its hooks are the other's, and run once ----------------------
+# --- an optimizer within another: the outer one runs the hooks, once ----------------------------
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """One step; hooks on steps, those of all optimizers too, and the profiler do not see it."""
+    """Run ``optimizer.step()`` without its step hooks, global hooks, and profiler annotation."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def loading_hooks(optimizer: Optimizer) -> list[list[Callable[..., Any]]]:
-    """What runs before and after ``load_state_dict``."""
-    own = vars(optimizer)
+    """The hooks that run before and after ``optimizer.load_state_dict``."""
+    attributes = vars(optimizer)
     names = [f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")]
-    _require("such hooks in optimizers", "to load", own.keys() >= set(names))
-    return [list(own[name].values()) for name in names]
+    _require("such hooks in optimizers", "to load", attributes.keys() >= set(names))
+    return [list(attributes[name].values()) for name in names]
 
 
-# --- the caller's context: there is no public way to read what is set --------------------------
+# --- the caller's context: there is no public way to read it ------------------------------------
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -122,7 +122,7 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 def modes() -> list[str]:
-    """Names of this thread's modes, which see every operator; the default device's and ours not."""
+    """Names of this thread's dispatch and function modes, except the default device and our own."""
     if not torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
         return []
     default_device = _late("utils._device", "DeviceContext", "to tell of modes that replicas lack")
@@ -135,12 +135,12 @@ def modes() -> list[str]:
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler of torch is on, in whichever thread."""
+    """Whether a profiler of torch is on in any thread."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def is_profiled() -> bool:
-    """Whether a profiler records this thread's operators, but not those of all threads."""
+    """Whether a profiler records the operators of this thread, but not those of all threads."""
     return profiler_is_on() and torch._C._autograd._profiler_enabled()
 
 
@@ -168,12 +168,12 @@ PROFILE_ALL_THREADS = (
 
 
 def private_accelerator() -> str:
-    """The name of the device type that an extension brought."""
+    """The name of the device type that an extension has registered."""
     return torch._C._get_privateuse1_backend_name()
 
 
 def current_graph_task() -> int:
-    """The number of the backward pass that this thread works for; -1 outside of any."""
+    """The number of the backward pass that this thread runs; -1 outside of a backward pass."""
     return torch._C._current_graph_task_id()
 
 
@@ -183,15 +183,14 @@ _AFTER = attrgetter("_post_accumulate_grad_hooks")
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks run after the gradient of a leaf was accumulated."""
+    """Whether the leaf has hooks that run after its gradient was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 def are_observed(leaves: Sequence[Tensor]) -> bool:
-    """Whether anything may run when leaves get gradients, on one of them or on a node of a graph.
+    """Whether a hook may run when these leaves get gradients, on a leaf or its AccumulateGrad node.
 
-    A node that accumulates its gradient may have hooks; it refers to the leaf, and ends when nobody
-    keeps it.
+    The node refers to the leaf, so a node that somebody keeps raises the leaf's use count.
     """
     return (
         max(map(_USE_COUNT, leaves), default=0) > 1
@@ -201,29 +200,29 @@ def are_observed(leaves: Sequence[Tensor]) -> bool:
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The nodes of a graph that the tensors come from."""
+    """The autograd nodes that computed the tensors, without leaves."""
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def edges_to_leaves(loss: Tensor, nodes: Sequence[Any]) -> list[tuple[Tensor, Any, int]]:
-    """The leaves that a backward pass from ``loss`` comes to without passing these ``nodes``.
+    """The leaves that a backward pass from ``loss`` reaches without passing one of ``nodes``.
 
-    Each with the node that gives it a gradient, and the position among those that it gives;
-    ``None`` for a loss that is a leaf.
+    Each leaf comes with the node that passes it a gradient, and the position of that gradient among
+    the node's outputs. If the loss is itself a leaf, the node is ``None``.
     """
     if loss.grad_fn is None:
         return [(loss, None, 0)] if loss.requires_grad else []
-    found: list[tuple[Tensor, Any, int]] = []
+    edges: list[tuple[Tensor, Any, int]] = []
     seen, pending = {*nodes, loss.grad_fn}, [loss.grad_fn]
     while pending:
         node: Any = pending.pop()
         for position, (following, _) in enumerate(node.next_functions):
             if type(following).__name__ == "AccumulateGrad":
-                found.append((following.variable, node, position))
+                edges.append((following.variable, node, position))
             elif following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return found
+    return edges
 
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -231,10 +230,10 @@ _GRAPH: Any = torch.autograd.graph
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """``torch.autograd.backward``, but for its look at each argument.
+    """``torch.autograd.backward`` without its checks of the arguments.
 
-    That look takes as long as the backward pass of a small operator, with the interpreter's lock.
-    What is passed here is the package's own; what shapes do not fit the engine itself refuses.
+    The checks take as long as the backward pass of a small operator, and hold the GIL. All
+    arguments come from the package, and autograd's engine still refuses wrong shapes.
     """
     if has_torch_function(tuple(roots)):
         torch.autograd.backward(roots, gradients)
@@ -251,13 +250,13 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def renew_engine() -> None:
-    """In a forked child: let torch make autograd's engine anew, before threads use it.
+    """In a forked child, make torch create a new autograd engine before threads use it.
 
-    torch does so at the first use, and trusts that the interpreter's lock keeps other threads out.
-    But operators that save a tensor use it without the lock: two threads once made it at the same
-    time, and the child crashed.
+    torch creates it at the first use, and relies on the GIL to keep other threads out. But
+    operators that save a tensor use the engine without the GIL: two threads once created it at the
+    same time, and the child crashed.
     """
-    _ENGINE.is_checkpoint_valid()  # any question is a use
+    _ENGINE.is_checkpoint_valid()  # any call is a use
 
 
 # --- compiled modules: there is no public way to compile another function in the same way --------
@@ -265,13 +264,14 @@ def renew_engine() -> None:
 
 @contextlib.contextmanager
 def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
-    """In the body, allocate memory for work on ``stream`` in ``pool``, a CUDA graph's.
+    """In the body, memory for work on ``stream`` is allocated in ``pool``, that of a CUDA graph.
 
-    Inductor's warm-ups do the same. ``torch.cuda.use_mem_pool`` holds for one thread, and a
-    backward pass runs in another. Yields a function that releases the pool, which stays until then.
+    Inductor does the same for its warm-up. ``torch.cuda.use_mem_pool`` applies to one thread only,
+    but a backward pass runs in another. Yields a function that releases the pool; until then it
+    stays.
     """
     begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
-    if pool is None or begin is None:  # the recording then reserves this memory a second time
+    if pool is None or begin is None:  # the capture then reserves this memory a second time
         yield lambda: None
         return
     device = stream.device_index
@@ -283,17 +283,18 @@ def allocating(stream: torch.Stream, pool: Any) -> Iterator[Callable[[], None]]:
 
 
 def give_up_capture(graph: Any, device: torch.device, pool: Any) -> None:
-    """End a CUDA graph's capture that has failed, so that operators on ``device`` work as before.
+    """End the failed capture of a CUDA graph, so that operators on ``device`` work as before.
 
-    Before torch 2.13, ``capture_end`` raises for a lost capture before the allocator and the
-    generator know of the end. The allocator then keeps asking the graph, and the generator refuses
-    to draw. The next capture that succeeds resets the generator.
+    Before torch 2.13, ``capture_end`` raises for an invalid capture before it informs the allocator
+    and the generator. The allocator then still allocates in the graph's pool, and the generator
+    refuses to draw. The next successful capture resets the generator, so this function captures a
+    trivial graph.
     """
     try:
         graph.capture_end()
-    except Exception:  # the caller raises the error that lost the capture
+    except Exception:  # the caller raises the error that invalidated the capture
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        with contextlib.suppress(RuntimeError):  # the allocator knew already
+        with contextlib.suppress(RuntimeError):  # the allocator was informed already
             if end is not None:
                 end(device.index, pool)
                 _LOST.append(graph)
@@ -307,30 +308,32 @@ _LOST: list[Any] = []
 
 
 def is_compiled_module(value: Any) -> bool:
-    """Whether ``torch.compile`` made this module of another one."""
+    """Whether ``value`` is a module that ``torch.compile`` returned."""
     return has_dynamo() and isinstance(value, _late("_dynamo", "OptimizedModule", "to compile"))
 
 
 def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What compiled ``function``: called with another function, compiles that in the same way."""
-    how: Any = inspect.getclosurevars(function).nonlocals.get("self")
-    _require("context in compiled functions", "to compile replicas as the module", callable(how))
-    compiles: Callable[..., Any] = how
-    return compiles
+    """The function that compiled ``function``: it compiles another one with the same options."""
+    compile_fn: Any = inspect.getclosurevars(function).nonlocals.get("self")
+    _require(
+        "context in compiled functions", "to compile replicas as the module", callable(compile_fn)
+    )
+    checked: Callable[..., Any] = compile_fn
+    return checked
 
 
 def records_cuda_graphs(how: Callable[..., Any]) -> bool:
-    """Whether what compiled a module, see ``compile_fn_of``, records CUDA graphs on a GPU."""
+    """Whether a compile function, see ``compile_fn_of``, records CUDA graphs on a GPU."""
     config: Any = getattr(how, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
 @contextlib.contextmanager
 def many_graphs() -> Iterator[None]:
-    """Let torch.compile keep more graphs of one function than it does for one model.
+    """In the body, torch.compile may keep more graphs of one function than for a single model.
 
-    One function serves all replicas: devices, ragged sizes, training and evaluation. Beyond the
-    limit torch goes on without compiling, in silence.
+    One compiled function serves all replicas: several devices, ragged sizes, training and
+    evaluation. Beyond its limit torch silently runs the function uncompiled.
     """
     limit, in_all = (
         _late("_dynamo.config", name, "to compile replicas")
@@ -344,19 +347,19 @@ def many_graphs() -> Iterator[None]:
 
 
 def node_metadata_kept() -> contextlib.AbstractContextManager[Any]:
-    """Put back, after the body, what ``torch.fx`` notes for the whole process about its nodes.
+    """After the body, restores the process-wide flag of ``torch.fx`` that preserves node metadata.
 
-    Threads that run one graph put back each other's: replicas under
-    ``torch.compile(backend="eager")`` with activation checkpoints left it set for good, and
-    ``torch.export`` failed on it afterwards.
+    Threads that run one graph restore each other's value. Replicas under
+    ``torch.compile(backend="eager")`` with activation checkpoints left the flag set, and later
+    calls of ``torch.export`` failed.
     """
-    kept: contextlib.AbstractContextManager[Any]
-    kept = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
-    return kept
+    restored: contextlib.AbstractContextManager[Any]
+    restored = fx_traceback.preserve_node_meta(fx_traceback.has_preserved_node_meta())
+    return restored
 
 
 def is_compiling() -> bool:
-    """Whether another thread is compiling just now."""
+    """Whether another thread is compiling at this moment."""
     free = bool(_compile_lock().acquire(blocking=False))
     if free:
         _compile_lock().release()
@@ -364,20 +367,20 @@ def is_compiling() -> bool:
 
 
 def has_dynamo() -> bool:
-    """Whether anything was compiled so far: the import takes a second."""
+    """Whether ``torch._dynamo`` is imported already: importing it takes a second."""
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-_eager: list[Any] = []  # the stance that bodies of ``uncompiled`` have set, once for each of them
+_eager: list[Any] = []  # the stance set by ``uncompiled``, one entry per active body
 _eager_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Nothing compiles in the body, nor runs compiled: in no thread, workers and autograd's too.
+    """In the body nothing is compiled or runs compiled, in any thread.
 
-    Two threads whose bodies overlap would each put back what the other had set: so the first one
-    sets torch's stance, and the last one puts it back.
+    If two threads are in such bodies, the first sets torch's stance and the last restores it:
+    otherwise each would restore what the other has set.
     """
     if not has_dynamo():
         yield
@@ -395,51 +398,50 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_taken_off(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """No hook that the user registered on one of these leaves runs in the body."""
+    """In the body, no hook that the user registered on one of these leaves runs."""
     before = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
     after = [hooks for tensor in tensors if (hooks := tensor._post_accumulate_grad_hooks)]
-    kept = [dict(hooks) for hooks in after]
+    saved = [dict(hooks) for hooks in after]
     try:
         for tensor, _ in before:
             tensor._backward_hooks = None
         for hooks in after:
-            hooks.clear()  # torch keeps the dictionary, also where another one is assigned
+            hooks.clear()  # torch keeps the dictionary even if another one is assigned
         yield
     finally:
         for tensor, hooks in before:
             tensor._backward_hooks = hooks
-        for hooks, those in zip(after, kept, strict=True):
-            hooks.update(those)
+        for hooks, earlier in zip(after, saved, strict=True):
+            hooks.update(earlier)
 
 
 # --- random operators: a dispatch key that the workers alone switch on -----------------------
 
-# A mode key that torch itself leaves unused (c10/core/DispatchKey.h). A Python dispatch mode
-# would do the same at some microseconds for every operator; this one costs nothing for those
-# that draw nothing.
+# A mode key that torch does not use (c10/core/DispatchKey.h). A Python dispatch mode would do the
+# same, but costs some microseconds for every operator. The key costs nothing for operators that
+# draw no random numbers.
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 
 _Route = Callable[[Any, int], Callable[..., Any]]
 
 
 def random_operators() -> Iterator[tuple[Any, int]]:
-    """Torch's operators that take a generator, and the position of that argument."""
+    """Torch's operators that take a generator, each with the position of that argument."""
     for schema in torch._C._jit_get_all_schemas():
         names = [argument.name for argument in schema.arguments]
         takes = any(str(argument.type) == "Optional[Generator]" for argument in schema.arguments)
         if schema.name.startswith("aten::") and takes:
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
             operator = getattr(packet, schema.overload_name or "default", None)
-            if operator is not None:  # else it is known to TorchScript alone
+            if operator is not None:  # else only TorchScript has it
                 yield operator, names.index("generator")
 
 
 def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
-    """Send random operators to ``kernel_of(operator, position)`` where the key is switched on.
+    """Send random operators to ``kernel_of(operator, position)`` in threads that have the key on.
 
-    Everything else falls through the key: operators, and higher-order operators such as
-    ``torch.cond`` or a custom ``autograd.Function`` under ``vmap``, those registered later
-    too.
+    All other operators fall through the key. So do higher-order operators such as ``torch.cond`` or
+    a custom ``autograd.Function`` under ``vmap``, including those registered later.
     """
     _require(f"dispatch key {_KEY_NAME}", "to give every replica its random numbers", _has_key())
     fallback = Library("_", "IMPL")
@@ -456,7 +458,7 @@ def register_random_kernels(kernel_of: _Route) -> tuple[Library, ...]:
 
 @contextlib.contextmanager
 def random_key_on() -> Iterator[None]:
-    """The key is on in this thread: random operators are routed."""
+    """In the body, random operators of this thread are sent to the registered kernels."""
     before = getattr(_thread, "is_alone", None)
     _thread.is_alone = False
     try:
@@ -469,7 +471,7 @@ def random_key_on() -> Iterator[None]:
 
 
 def random_key_off() -> contextlib.AbstractContextManager[Any]:
-    """The key is off in this thread, for the routed kernel's own call."""
+    """In the body, the key is off in this thread: for the call inside the registered kernel."""
     guard: contextlib.AbstractContextManager[Any]
     guard = torch._C._ExcludeDispatchKeyGuard(_key_alone())
     return guard
@@ -494,7 +496,7 @@ def _has_key() -> bool:
 
 
 def _let_higher_order_operators_through() -> None:
-    """They look their kernels up in Python, and know nothing of fallbacks."""
+    """Let higher-order operators fall through the key: their Python table has no fallbacks."""
     key, ops = _key(), torch._ops
     # For those that are registered later:
     ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
@@ -507,7 +509,8 @@ def _let_higher_order_operators_through() -> None:
 
 # Control flow traces its branches in every call, forward and backward, and torch's tracing is not
 # thread-safe (https://github.com/pytorch/pytorch/issues/118260): two replicas at once break it
-# for good. So a replica that comes to such an operator goes on alone until its work ends.
+# permanently. So a replica that calls such an operator excludes the others from these operators
+# until its work ends.
 _TRACING = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
 
 _thread = threading.local()
@@ -521,21 +524,21 @@ def _alone(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _go_on_alone() -> None:
-    """In a replica's thread: until its work ends, no other replica comes to such an operator."""
+    """In a worker, take the lock of torch.compile until the replica's work ends."""
     if getattr(_thread, "is_alone", None) is False:
         _compile_lock().acquire()
         _thread.is_alone = True
 
 
 def _wait_before_control_flow_compiles() -> None:
-    """Wait before torch compiles what a call of such an operator is wrapped in.
+    """Make torch take the lock before it compiles the wrapper of a control-flow operator.
 
-    Its compiler takes another thread's tracing for its own, and refuses to go on.
+    Otherwise its compiler sees another thread's tracing as its own, and raises an error.
     """
     from torch._higher_order_ops import utils
 
     compile_and_call = getattr(utils, "_hop_compile_and_call", None)
-    if compile_and_call is None:  # older versions name no place to wait
+    if compile_and_call is None:  # older versions have no such function
         return
 
     @functools.wraps(compile_and_call)

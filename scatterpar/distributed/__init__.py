@@ -1,5 +1,4 @@
-"""Several processes, one a machine: what they agree on, and the one exchange of a step.
+"""Several processes, one per machine: collectives, and the exchange of a step.
 
-Only the engine comes in here, with the outcome of its own step, and only where it was given a
-process group.
+Only the engine uses this package, with the outcome of its step, if it has a process group.
 """

@@ -1,4 +1,4 @@
-"""What ranks send each other: gradients to be added up, and all else side by side."""
+"""The data that ranks exchange: gradients to be added, and other tensors side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import as_bytes
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
 from scatterpar.step.outcome import Gradient
@@ -20,19 +20,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SUMMED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.complex64, torch.complex128),
-)  # what collectives can add up; other buffers travel as bytes
+)  # dtypes that collectives can add; other buffers are sent as bytes
 
-# What this rank adds at a place: a gradient to all of it, what is averaged to a row; None: zeros.
+# A part of a bucket: dtype, shape, index that this rank fills (``...`` or a row), and value;
+# ``None`` adds zeros.
 _Piece = tuple[torch.dtype, torch.Size, Any, Tensor | None]
 
 
 class Buckets:
-    """What this rank adds to the sums of all ranks, in ``flats``: one tensor a dtype.
+    """The part of this rank in the step's all-reduce: ``flats`` has one 1-D tensor per dtype.
 
-    Gradients, whether this rank has one or not; a flag for each that says whether it was used;
-    buffers, which are rank 0's alone; and in a row for each rank what is averaged (where ``mean``
-    is asked for) or pooled. They are made before anything is exchanged, so that what can fail, such
-    as an allocation, fails while the other ranks can still be told.
+    They contain the gradients, zero if this rank has none; one flag per gradient, which says
+    whether this rank has one; buffers, from rank 0 only; and, in one row per rank, values that are
+    combined (by the policy) or pooled. They are allocated before any exchange, so that an
+    allocation fails while the other ranks can still be informed.
     """
 
     def __init__(
@@ -43,15 +44,16 @@ class Buckets:
         rank: int,
         size: int,
         *,
-        mean: bool,
+        policy: BufferPolicy,
         wide: torch.dtype | None,
     ) -> None:
         self._leaves, self._layers = [leaf for leaf, _ in gradients], layers
-        there = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
+        present = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
         self._gone = [buffer for buffer in buffers if buffer[2] is None]
-        self._averaged = [each for each in there if mean and _has_mean(each[2])]
-        self._first = [each for each in there if not (mean and _has_mean(each[2]))]
-        self._rows = [value for *_, value in self._averaged] + _moments(layers)
+        self._combine = policy.combine
+        self._combined = [each for each in present if policy.combine and _has_mean(each[2])]
+        self._first = [each for each in present if not (policy.combine and _has_mean(each[2]))]
+        self._rows = [value for *_, value in self._combined] + _moments(layers)
         pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, ..., g) for t, g in gradients]
         if gradients:
             used = torch.tensor([gradient is not None for _, gradient in gradients])
@@ -66,50 +68,57 @@ class Buckets:
         self.flats: list[Tensor] = []
         self._views = [torch.empty(0)] * len(pieces)
         for dtype in dict.fromkeys(dtype for dtype, *_ in pieces):
-            own = [i for i, piece in enumerate(pieces) if piece[0] == dtype]
-            sizes = [pieces[i][1].numel() for i in own]
+            indices = [i for i, piece in enumerate(pieces) if piece[0] == dtype]
+            sizes = [pieces[i][1].numel() for i in indices]
             self.flats.append(torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device))
-            for i, part in zip(own, self.flats[-1].split(sizes), strict=True):
+            for i, part in zip(indices, self.flats[-1].split(sizes), strict=True):
                 _, shape, at, mine = pieces[i]
                 self._views[i] = part.view(shape)
                 if mine is not None:
                     self._views[i][at].copy_(mine.detach())
 
     def weigh(self, factor: float) -> None:
-        """Scale this rank's gradients, now that the other ranks' counts are known."""
+        """Scale this rank's gradients; called when the counts of the other ranks are known."""
         if self._leaves and factor != 1:
             torch._foreach_mul_(self._views[: len(self._leaves)], factor)
 
     def of_all(
         self, weights: Sequence[float]
     ) -> tuple[list[Gradient], list[BufferValue], list[BatchNormUpdate]]:
-        """What all ranks have together, once ``flats`` are the sums; means are by ``weights``."""
+        """The gradients, buffers and layers of all ranks.
+
+        Call it after ``flats`` were added over the ranks. Buffers are averaged with ``weights``,
+        one per rank.
+        """
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
         used = next(views).tolist() if totals else []
-        given = [total if flag else None for total, flag in zip(totals, used, strict=True)]
+        gradients = [total if flag else None for total, flag in zip(totals, used, strict=True)]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
-        for (at, name, _), values in zip(self._averaged, rows, strict=False):
-            buffers.append((at, name, mean_of(values, weights)))
-        layers = _pooled(self._layers, rows[len(self._averaged) :])
-        return list(zip(self._leaves, given, strict=True)), [*buffers, *self._gone], layers
+        for (at, name, _), values in zip(self._combined, rows, strict=False):
+            assert self._combine is not None
+            buffers.append((at, name, self._combine(values, weights)))
+        layers = _pooled(self._layers, rows[len(self._combined) :])
+        return list(zip(self._leaves, gradients, strict=True)), [*buffers, *self._gone], layers
 
 
 def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
-    """The tensors' bytes and then the numbers', flat, in the memory of the first one."""
+    """A 1-D byte tensor on the first tensor's device: bytes of the tensors, then of the numbers."""
     flat = [*map(as_bytes, tensors), as_bytes(torch.tensor(numbers))]
     return torch.cat([each.to(flat[0].device) for each in flat])
 
 
 def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
-    """What another rank has in place of the tensors in ``like``, and its first numbers.
+    """The tensors and numbers that another rank packed.
 
-    It packed those and, as its last numbers, the sizes of its tensors.
+    Returns the tensors in the structure of ``like``.
+
+    The last of its ``numbers`` numbers are the sizes of the tensors; the others are returned.
     """
     sizes = parcel[-8 * numbers :].clone().view(torch.int64).tolist()
-    own = sum(leaf.ndim for leaf in nested.tensors(like))
-    found, remaining = sizes[: numbers - own], iter(sizes[numbers - own :])
+    num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
+    others, remaining = sizes[: numbers - num_sizes], iter(sizes[numbers - num_sizes :])
     end = 0
 
     def read(leaf: Tensor) -> Tensor:
@@ -118,11 +127,11 @@ def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
         start, end = end, end + math.prod(shape) * leaf.itemsize
         return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
-    return nested.map_tensors(read, like), found
+    return nested.map_tensors(read, like), others
 
 
 def kind_of(value: Any, dim: int) -> str:
-    """What must be the same on all ranks, of whatever number of rows."""
+    """A description of a nested value without the number of rows; must be equal on all ranks."""
     return ";".join([_kind(leaf, dim) for leaf in nested.leaves(value)])
 
 
@@ -136,15 +145,15 @@ def _kind(leaf: Any, dim: int) -> str:
 
 
 def _summable(value: Tensor) -> Tensor:
-    """What collectives can add up: the bytes of a dtype that they cannot."""
+    """``value``, or its bytes if collectives cannot add its dtype."""
     return value if value.dtype in _SUMMED else as_bytes(value)
 
 
 def _like(total: Tensor, value: Tensor) -> Tensor:
-    """``total`` as what ``value`` was made summable from."""
+    """``total`` with the dtype and shape that ``value`` had before ``_summable``."""
     if total.dtype == value.dtype:
         return total
-    return total.clone().view(value.dtype).view(value.shape)  # a copy begins where any dtype may
+    return total.clone().view(value.dtype).view(value.shape)  # a copy is aligned for any dtype
 
 
 def _has_mean(value: Tensor) -> bool:
@@ -152,26 +161,32 @@ def _has_mean(value: Tensor) -> bool:
 
 
 def _moments(layers: Sequence[BatchNormUpdate]) -> list[Tensor]:
-    """How many values the layers have seen; and of each their mean and their variance."""
+    """The layers' statistics to pool: counts of values, then each layer's mean and variance."""
     moments = []
     for layer in layers:
         like = layer.buffers["running_mean"]
         assert like is not None
         nothing = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
         moments.append(layer.moments or Moments(0, nothing, nothing))
-    both = [tensor for own in moments for tensor in own[1:]]
+    both = [tensor for layer_moments in moments for tensor in layer_moments[1:]]
     if not both:
         return []
-    return [torch.tensor([own.values for own in moments], device=both[0].device), *both]
+    return [
+        torch.tensor([layer_moments.values for layer_moments in moments], device=both[0].device),
+        *both,
+    ]
 
 
 def _pooled(
     layers: Sequence[BatchNormUpdate], rows: Sequence[Sequence[Tensor]]
 ) -> list[BatchNormUpdate]:
-    """The layers with what all ranks have seen."""
-    found: list[list[Moments]] = [[] for _ in layers]
+    """The layers with statistics over all ranks."""
+    by_layer: list[list[Moments]] = [[] for _ in layers]
     for counts, *both in zip(*rows, strict=True):
         for k, count in enumerate(counts.tolist()):
             if count:
-                found[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
-    return [layer._replace(moments=pooled(own)) for layer, own in zip(layers, found, strict=True)]
+                by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
+    return [
+        layer._replace(moments=pooled(layer_moments))
+        for layer, layer_moments in zip(layers, by_layer, strict=True)
+    ]

@@ -1,6 +1,6 @@
-"""What the ranks of a group do together: the same module, one small talk a step, sums.
+"""The collectives of a process group: comparison of modules, one status exchange per step, sums.
 
-Nothing is pickled: texts travel as UTF-8 bytes, tensors as the bytes of their elements.
+Nothing is pickled: texts are sent as UTF-8 bytes, tensors as the bytes of their elements.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from torch.nn.parameter import is_lazy
 
 from scatterpar.devices.coalescing import as_bytes
 
-LAYOUT_BITS = 18  # beside a number of 35 bits each, so that both are exact in float64
-_SUMS = 4  # numbers of which all ranks need the sum
-_FAILED = -1  # in place of a rank's word
+LAYOUT_BITS = 18  # together with a number of 35 bits exact in float64
+_SUMS = 4  # numbers that are added over all ranks
+_FAILED = -1  # a failed rank's word
 
 
 class Collectives:
-    """What the ranks of a group exchange, all of them each time; small tensors on ``control``."""
+    """The collectives of a group; every rank must call each of them.
+
+    Small tensors are on ``control``.
+    """
 
     def __init__(self, group: dist.ProcessGroup, control: torch.device) -> None:
-        # By reference alone. Whoever holds a group keeps gloo's threads running after
-        # destroy_process_group, and those can abort an interpreter that ends:
+        # A weak reference: a strong one would keep gloo's threads running after
+        # destroy_process_group, and these can abort an interpreter that exits:
         # https://github.com/pytorch/pytorch/issues/190489
         self._group = weakref.ref(group)
         self._control = control
@@ -36,15 +39,15 @@ class Collectives:
         self.size = dist.get_world_size(group)
 
     def require_same(self, module: nn.Module, options: str) -> None:
-        """Raise the same ``ValueError`` on all ranks where modules or engines' options differ."""
+        """Raise the same ``ValueError`` on all ranks if their modules or options differ."""
         sparse = sparse_weights(module)
         lines = [
             f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
             for kind, name, tensor in _named_tensors(module)
         ]
         first, *others = (text.split("\n") for text in self._texts("\n".join([options, *lines])))
-        for rank, its in enumerate(others, 1):
-            for line, other in zip_longest(first, its, fillvalue="nothing more"):
+        for rank, rank_lines in enumerate(others, 1):
+            for line, other in zip_longest(first, rank_lines, fillvalue="nothing more"):
                 if line != other:
                     raise ValueError(
                         f"the ranks' modules differ: rank 0 has {line}, rank {rank} has {other}; "
@@ -63,7 +66,7 @@ class Collectives:
                 )
 
     def broadcast_from_rank_0(self, module: nn.Module) -> None:
-        """Give ``module`` rank 0's parameters and buffers, as bytes."""
+        """Copy rank 0's parameters and buffers to ``module``, as bytes."""
         for tensor in (tensor for _, _, tensor in _named_tensors(module) if tensor.numel()):
             values = as_bytes(tensor)
             with self._waiting_for("rank 0's parameters and buffers") as group:
@@ -71,16 +74,18 @@ class Collectives:
             if values.data_ptr() == tensor.data_ptr():  # they are the tensor's own
                 continue
             place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
-            with torch.no_grad():  # of an expanded one, each place once, or torch refuses
+            with torch.no_grad():  # write each place of an expanded tensor once, as torch requires
                 tensor[place].copy_(values.view(tensor.dtype).view(tensor.shape)[place])
 
     def exchange_status(
         self, mine: Sequence[float], layout: int, number: int, otherwise: str
     ) -> tuple[list[float], list[int]]:
-        """The sums over all ranks of ``mine``, four numbers; each one's ``number``, not negative.
+        """Exchange the status of this step.
 
-        ``RuntimeError`` on every rank alike: one failed, or ``layout``, of ``LAYOUT_BITS``, is not
-        the same on all, so that they disagree on what ``otherwise`` says.
+        Returns the sums of ``mine`` (four numbers) over all ranks, and every rank's non-negative
+        ``number``. Raises the same ``RuntimeError`` on every rank if one failed, or if ``layout``,
+        a number of ``LAYOUT_BITS`` bits, differs between ranks; ``otherwise`` then names what they
+        disagree on.
         """
         sums, words = self._exchange(mine, number << LAYOUT_BITS | layout)
         if _FAILED in words:
@@ -96,17 +101,20 @@ class Collectives:
         return sums, [word >> LAYOUT_BITS for word in words]
 
     def report_failure(self) -> list[int]:
-        """Tell the other ranks, as they come to agree, that this one failed. Who else did."""
+        """Take part in the status exchange and report failure.
+
+        Returns the other ranks that failed.
+        """
         _, words = self._exchange([0.0] * _SUMS, _FAILED)
         return [rank for rank in _failed(words) if rank != self.rank]
 
     def all_reduce(self, tensor: Tensor, what: str) -> None:
-        """Give ``tensor`` the sum of all ranks' ones, in place; ``what`` it is, for errors."""
+        """Add ``tensor`` over all ranks, in place; ``what`` describes it in errors."""
         with self._waiting_for(what, still="; nothing was changed on this rank") as group:
             dist.all_reduce(tensor, group=group)
 
     def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
-        """Every rank's flat tensor, of which ``sizes`` are those of all."""
+        """Every rank's 1-D tensor. ``sizes`` has their lengths."""
         everything = mine.new_zeros(sum(sizes))
         parts: tuple[Tensor, ...] = everything.split(list(sizes))
         parts[self.rank].copy_(mine)
@@ -121,7 +129,7 @@ class Collectives:
         return [bytes(text.tolist()).decode() for text in self.all_gather(data, sizes, what)]
 
     def _exchange(self, mine: Sequence[float], word: int) -> tuple[list[float], list[int]]:
-        """The sums of ``mine``, and each rank's word."""
+        """Returns the sums of ``mine`` over all ranks, and each rank's ``word``."""
         words = [0] * self.size
         words[self.rank] = word
         all_of_it = torch.tensor([*mine, *words], dtype=torch.float64, device=self._control)
@@ -131,7 +139,10 @@ class Collectives:
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:
-        """Around collectives alone: an error of theirs means that a rank is missing."""
+        """Yields the group for collectives.
+
+        Their ``RuntimeError`` is raised with the rank and the wait.
+        """
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -155,7 +166,7 @@ def _failed(words: Sequence[int]) -> list[int]:
 
 
 def sparse_weights(module: nn.Module) -> set[int]:
-    """Ids of the weights whose gradients are sparse: those that only sparse embeddings use."""
+    """Ids of the weights with sparse gradients: those that only sparse embeddings use."""
     sparse: set[int] = set()
     dense: set[int] = set()
     for child in module.modules():
@@ -165,7 +176,7 @@ def sparse_weights(module: nn.Module) -> set[int]:
 
 
 def _kind_of(tensor: Tensor) -> str:
-    """Such as ``of shape (3, 5), torch.float32``."""
+    """A description of a tensor, such as ``of shape (3, 5), torch.float32``."""
     if is_lazy(tensor):
         return f"not initialised yet, {tensor.dtype}"
     return f"of shape {tuple(tensor.shape)}, {tensor.dtype}"

@@ -1,12 +1,12 @@
-"""Between machines: one process each, one gradient collective per step and dtype.
+"""Data parallelism between processes: one gradient collective per step and dtype.
 
-All ranks take part in the collectives of every step, whatever happens to them: in a small
-one that says who failed and how much each rank's loss counts, and, if nobody failed, in one
-per dtype with the gradients and buffers. Nothing is pickled.
+All ranks take part in the collectives of every step, also if they failed. A small collective
+exchanges who failed and how much each rank's loss counts. If nobody failed, one collective per
+dtype adds gradients and buffers. Nothing is pickled.
 
-The small one goes through the host's memory where the group has a backend for it, as
-``"cpu:gloo,cuda:nccl"`` has: a rank that waits there for one that was lost gets an error within the
-group's timeout, where NCCL ends the process.
+The small one uses host memory if the group has a backend for it, as ``"cpu:gloo,cuda:nccl"`` has.
+Then a rank that waits for a lost rank gets an error within the group's timeout; NCCL would end the
+process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scatterpar.devices.runtime import physical
 from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
 from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives, sparse_weights
+from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step import nested
@@ -47,9 +48,9 @@ _OTHER_OUTPUTS = "whole_batch=, or on the kinds and shapes of the outputs or tar
 class Ranks:
     """The processes that train one module together.
 
-    At construction all ranks check that they have the same module, and take over rank 0's
-    parameters and buffers; what differs, or cannot be added up, is a ``ValueError`` on every rank
-    alike. Gradients add up in ``wide``, where their own dtype is narrower.
+    At construction all ranks check that they have the same module, and copy rank 0's parameters and
+    buffers. Differences, and tensors that cannot be added, raise the same ``ValueError`` on every
+    rank. Gradients are added in the dtype ``wide`` if their own dtype is narrower.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Ranks:
         group: dist.ProcessGroup,
         module: nn.Module,
         device: torch.device,
-        policy: str,
+        policy: BufferPolicy,
         wide: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -66,7 +67,7 @@ class Ranks:
                 f"belongs to, such as torch.distributed.group.WORLD, got {group!r}"
             )
         self._module = module
-        self._mean = policy == "mean"
+        self._policy = policy
         self._wide = wide
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
@@ -80,7 +81,7 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        options = f"buffers={policy!r}\naccumulate_dtype={wide}"
+        options = f"buffers={policy.name!r}\naccumulate_dtype={wide}"
         self._collectives.require_same(module, options)
         if sparse_weights(module) and not on_host:
             raise ValueError(
@@ -90,9 +91,10 @@ class Ranks:
         self._collectives.broadcast_from_rank_0(module)
 
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
-        """The outcome of all ranks' batches together, the same bits on every rank.
+        """The outcome of all ranks' batches together, with the same bits on every rank.
 
-        ``compute`` gives this rank's own; if it fails, the other ranks are told, and raise too.
+        ``compute`` returns this rank's outcome. If it fails, the other ranks are informed and raise
+        too.
         """
         try:
             outcome = compute()
@@ -108,7 +110,7 @@ class Ranks:
             return self._exchange(outcome, exchange)
 
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
-        """What all ranks have, once it is sure that nobody failed."""
+        """The outcome of all ranks. Raises ``RuntimeError`` if one of them failed."""
         parcels, sparse, layout = exchange
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
@@ -123,7 +125,7 @@ class Ranks:
         parcels.weigh(factor)
         for flat in parcels.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, layers = parcels.of_all([own / rows for own in each])
+        gradients, buffers, layers = parcels.of_all([num_rows / rows for num_rows in each])
         gradients += [(t, self._sum_sparse(t, g * factor)) for t, g in sparse]
         return replace(
             outcome,
@@ -131,7 +133,7 @@ class Ranks:
             terms=terms,
             gradients=gradients,
             buffers=buffers,
-            writings=(),
+            buffer_writers=(),
             layers=layers,
             spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
         )
@@ -146,7 +148,7 @@ class Ranks:
             outcome.layers,
             self.rank,
             self.size,
-            mean=self._mean,
+            policy=self._policy,
             wide=self._wide,
         )
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
@@ -157,17 +159,18 @@ class Ranks:
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """The outputs and targets of all ranks, for a criterion that sees them all.
+        """The outputs and targets of all ranks, for a criterion with ``whole_batch=True``.
 
-        Pieces are in rank order, this rank's own as they are; then their rows, all targets (rank
-        0's of what is ``Replicated``), and rank 0's seed for what the criterion draws.
-        ``RuntimeError`` on every rank alike: one failed, or has outputs or targets of another kind.
+        Returns the pieces of the outputs in rank order (this rank's own as they are), the numbers
+        of their rows, and the targets of all (rank 0's for ``Replicated``); then rank 0's ``seed``
+        for the random numbers of the criterion. Raises the same ``RuntimeError`` on every rank if
+        one failed, or has outputs or targets of another kind.
         """
         output = join_rows([detached_output(piece, True) for piece in pieces], dim, rows, rows)
-        own = output, unwrap_markers(targets)
-        tensors = [*nested.tensors(own)]
+        own_data = output, unwrap_markers(targets)
+        tensors = [*nested.tensors(own_data)]
         numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
-        parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own, dim)}")
+        parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own_data, dim)}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.exchange_status(
             [0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS
@@ -176,9 +179,9 @@ class Ranks:
             parcel, sizes, "the outputs and targets of all ranks"
         )
         self._all_know = False
-        found = [unpack(each, own, len(numbers)) for each in parcels]
-        outputs = [[output] for (output, _), _ in found]
-        counts = [[count] for _, (_, count) in found]
+        unpacked = [unpack(each, own_data, len(numbers)) for each in parcels]
+        outputs = [[output] for (output, _), _ in unpacked]
+        counts = [[count] for _, (_, count) in unpacked]
         outputs[self.rank], counts[self.rank] = list(pieces), list(rows)
 
         def join(leaves: list[Any]) -> Any:  # what has no rows is rank 0's
@@ -186,11 +189,13 @@ class Ranks:
             has_rows = isinstance(mine, Tensor) and mine.ndim
             return torch.cat(of_ranks, dim) if has_rows else of_ranks[0]
 
-        joined = nested.merge(join, [targets, *(its for (_, its), _ in found)])
-        return ([*chain(*outputs)], [*chain(*counts)], joined), found[0][1][0]
+        joined = nested.merge(
+            join, [targets, *(targets_of_rank for (_, targets_of_rank), _ in unpacked)]
+        )
+        return ([*chain(*outputs)], [*chain(*counts)], joined), unpacked[0][1][0]
 
     def _sum_sparse(self, tensor: Tensor, gradient: Tensor) -> Tensor | None:
-        """The sum of all ranks' ones, dense if any of them was; see ``_as_sparse``."""
+        """The sum over all ranks: dense if any rank's gradient was dense; see ``_as_sparse``."""
         total = gradient.coalesce().to(self._control)
         self._collectives.all_reduce(total, "the sum of all sparse gradients")
         total = total.coalesce().to(tensor.device)
@@ -211,7 +216,10 @@ def _to_dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def _as_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None) -> Tensor:
-    """What is added up for a gradient: all are sparse, and dense ones have one row more."""
+    """A sparse gradient for the sum.
+
+    A dense gradient becomes a sparse one with an additional row.
+    """
     size = torch.Size([len(tensor) + 1, *tensor.shape[1:]])
     if gradient is None:
         nowhere = torch.zeros(1, 0, dtype=torch.long, device=tensor.device)

@@ -1,1 +1,1 @@
-"""The pair that leaves outputs and losses where they are made; the engine knows nothing of it."""
+"""The pair leaves outputs and losses on the devices that compute them; the engine never uses it."""

@@ -1,7 +1,6 @@
-"""What crosses between memories inside autograd's graph: replicas, rows and losses; and the calls.
+"""Copies between device memories that autograd records: of parameters, rows and losses.
 
-Each of them has a way back: gradients end in the master's own parameters, and in the caller's
-inputs where those require grad.
+Gradients are copied back: to the master's parameters, and to the caller's inputs that require grad.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
 
-_SECONDS = 1.0  # how often a replica that waits for its turn looks whether another has failed
+_SECONDS = 1.0  # between checks, by a waiting replica, whether another one has failed
 
 
 class PassingReplica:
-    """A copy of a module for one forward pass, which lives on in the graph of its outputs."""
+    """A copy of a module for one forward pass, which stays alive in the graph of its outputs."""
 
     def __init__(self, survey: ModuleContents, copies: Sequence[Tensor]) -> None:
         self._survey = survey
@@ -49,15 +48,15 @@ class PassingReplica:
         self.of = ModuleCopy(survey, self._copies).copy_of
 
     def changed_buffers(self) -> Iterator[BufferValue]:
-        """The buffers that a forward pass may have changed: where the module's are, and values.
+        """The buffers that a forward pass may have changed: places in the module, and values.
 
-        The others are left alone: a graph of the user's own may still need them as they are.
+        The other buffers are not written, because a graph of the user may still need their values.
         """
         modules = list(self._survey.modules.values())
         registered = [buffers_of(module) for module in modules]
         copies = [buffers_of(self.of(module)) for module in modules]
         for m, place, name, value in values_after(registered, copies, self.of):
-            # Batch normalisation writes its statistics behind autograd's back.
+            # Batch normalisation writes its statistics without counting versions.
             before = registered[m].buffers.get(name)
             is_registered_anew = isinstance(place, BufferRegistration)
             if modules[m].training or is_registered_anew or self._is_changed(before, value):
@@ -72,20 +71,23 @@ class PassingReplica:
 def replicate(
     module: nn.Module, device_ids: Sequence[torch.device], checked_modes: set[Hashable]
 ) -> tuple[list[PassingReplica], contextlib.AbstractContextManager[None]]:
-    """Copies of ``module`` whose parameters are differentiable copies of its own.
+    """Copies of ``module`` whose parameters are differentiable copies of the module's parameters.
 
-    What ``torch.nn.parallel.replicate`` does, on any device: parameters cross to each other
-    device once, in few messages, and are shared by the replicas there; buffers are each
-    replica's own. A backward pass through the copies adds up their gradients, in the same order
-    every time, on the master. Around forward passes is to be what is returned beside the replicas:
-    it refuses that they write parameters, but for the modes that are ``checked_modes``.
+    Like ``torch.nn.parallel.replicate``, but on any device. Parameters are copied to each other
+    device once, in few messages, and shared by the replicas there. Each replica has private
+    buffers. A backward pass through the copies adds their gradients on the master, always in the
+    same order.
+
+    Returns the replicas and a context manager for the forward passes, which refuses writes to
+    parameters. In modes that are ``proven`` it compares versions and storages only.
     """
     check_placement((module,), device_ids)
     survey = ModuleContents((module,), physical(device_ids[0]))
     originals = list(survey.tensors.values())
     with torch.inference_mode(False), torch.no_grad():
-        # The first replica has the user's own versions, so that torch tells of a step that comes
-        # before the backward pass; others count their own, for one may exchange its storage.
+        # The first replica shares the version counters of the user's parameters, so that torch
+        # detects an optimizer step before the backward pass. The others have their own counters,
+        # because one of them may exchange its storage.
         broadcast = Broadcast(originals, device_ids)
         broadcast.send(Transfers())
         arrived = {device: broadcast.at(device) for device in device_ids}
@@ -95,13 +97,13 @@ def replicate(
         ]
         states = [i for i, tensor in enumerate(originals) if is_state(tensor)]
         for copy, device in zip(copies, device_ids, strict=True):
-            rooms = empty_like_on([originals[i] for i in states], device, is_plain)
-            for i, room in zip(states, rooms, strict=True):
-                copy[i] = room.data.copy_(copy[i])  # ``.data``: it counts its own versions
+            destinations = empty_like_on([originals[i] for i in states], device, is_plain)
+            for i, destination in zip(states, destinations, strict=True):
+                copy[i] = destination.data.copy_(copy[i])  # ``.data``: its own version counter
     for i, original in enumerate(originals):
         if original.requires_grad:
-            what = tuple(device_ids), original, *(copy[i] for copy in copies)
-            attached = _ConnectCopies.apply(*what)  # type: ignore[no-untyped-call]
+            args = tuple(device_ids), original, *(copy[i] for copy in copies)
+            attached = _ConnectCopies.apply(*args)  # type: ignore[no-untyped-call]
             for copy, tensor in zip(copies, attached, strict=True):
                 copy[i] = tensor
         for copy in copies:
@@ -114,20 +116,23 @@ def replicate(
 
 
 def scatter_owned(batch: Any, plan: Plan, dim: int, crossing: AutogradTransfers) -> list[Any]:
-    """The shares of the batch, none of them views of the caller's tensors, nor of each other's."""
+    """The shares of the batch.
+
+    No tensor of a share is a view of the caller's or of another share's.
+    """
     came_from = {tensor.device for tensor in all_tensors(batch)}
     is_marked = has_markers(batch)
     delivery, shares = LeafMover(crossing), []
     for share in plan.shares:
-        here = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
-        rows = slice_rows(here, share.start, share.stop, dim)
+        rowless_moved = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
+        rows = slice_rows(rowless_moved, share.start, share.stop, dim)
         rows = nested.map_leaves(partial(move_rows, crossing, share.device), rows)
         shares.append(unwrap_markers(rows, copy=is_marked or share.device in came_from))
     return shares
 
 
 def require_eager(module: Any) -> None:
-    """Refuse compiled modules: a copy is made for every call, and would run without compiling."""
+    """Refuse compiled modules: the pair copies a module in every call; copies run uncompiled."""
     for name, child in module.named_modules() if isinstance(module, nn.Module) else ():
         if is_compiled_module(child) or child._compiled_call_impl is not None:
             which = f"the child {name!r}" if name else "the module"
@@ -151,25 +156,27 @@ def run_each(
     calls: Sequence[Any],
     guard: contextlib.AbstractContextManager[object],
 ) -> list[Any]:
-    """Call each share's function on its device, all at once; if one raises, state is restored.
+    """Call each share's function on its device, in parallel.
 
-    Inside of a checkpoint one after another: it tells the tensors that it computes again by the
-    order in which they were saved.
+    If one raises, restore the random state.
+
+    Inside an activation checkpoint the calls run one after the other, because checkpointing
+    identifies recomputed tensors by the order in which they were saved.
     """
     hooks = saved_tensors_hooks()
     is_in_order = hooks is not None and hooks[0].__module__ == checkpoint.__module__
-    done = [threading.Event() for _ in plan.shares]
+    finished = [threading.Event() for _ in plan.shares]
 
     def apply(call: _Call, *, proceed: Callable[[], None]) -> Any:
         args, kwargs = call.inputs
         number = call.share.replica
         try:
-            while is_in_order and number and not done[number - 1].wait(_SECONDS):
+            while is_in_order and number and not finished[number - 1].wait(_SECONDS):
                 proceed()
             with note_replica(call.share):
                 return call.function(*args, **kwargs)
         finally:
-            done[number].set()
+            finished[number].set()
 
     tasks = [_Call(*parts) for parts in zip(plan.shares, functions, calls, strict=True)]
     with Attempt(workers, plan) as attempt, guard:
@@ -181,15 +188,18 @@ def run_each(
 def combine(
     losses: Sequence[Tensor], weights: Sequence[float], devices: Sequence[torch.device]
 ) -> Tensor:
-    """The weighted sum on the first device; weight zero takes out even NaN."""
+    """The weighted sum of the losses on the first device.
+
+    A loss with weight zero is ignored, even NaN.
+    """
     master, terms = devices[0], []
     for loss, weight, device in zip(losses, weights, devices, strict=True):
         if weight:
             origin = device if loss.device == physical(device) else loss.device
-            here = (
+            on_master = (
                 loss if origin == master else _copy_in_graph(loss, origin, master, Transfers().copy)
             )
-            terms.append(weight * here)
+            terms.append(weight * on_master)
     if not terms:
         zero = torch.zeros_like(losses[0], device=physical(master))
         return zero.requires_grad_(torch.is_grad_enabled())
@@ -197,10 +207,10 @@ def combine(
 
 
 class AutogradTransfers(Transfers):
-    """Copies whose gradients cross back to the memory that they came from."""
+    """Transfers that autograd records, so that gradients are copied back to the source."""
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, in the graph where it is in one."""
+        """A copy of ``tensor`` on ``device``, in autograd's graph if ``tensor`` requires grad."""
         if not tensor.requires_grad:
             return super().copy(tensor, device, phase)
         return _copy_in_graph(tensor, tensor.device, device, super().copy)
@@ -214,10 +224,10 @@ def _copy_in_graph(
 
 
 class _ConnectCopies(torch.autograd.Function):
-    """Hang each replica's copy of one tensor on the master's; gradients are summed in order.
+    """Connect the replicas' copies of one tensor to the master's; backward adds their gradients.
 
-    A node for every tensor, not one for all: a backward pass that uses none of a tensor's
-    copies must not reach it, or its hooks would run without a gradient.
+    There is one node per tensor: a backward pass that uses none of a tensor's copies must not reach
+    its node, or its hooks would run without a gradient.
     """
 
     @staticmethod
@@ -227,20 +237,20 @@ class _ConnectCopies(torch.autograd.Function):
         ctx.device_ids = device_ids
         ctx.streams = current_streams()
         ctx.set_materialize_grads(False)
-        # An alias for every replica, so that each has a gradient of its own, and no view: a
+        # An alias per replica, so that each has a separate gradient. It is not a view, because a
         # forward pass may exchange its storage (``set_``, ``flatten_parameters``).
         return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = [{} if gradient is None else {0: gradient} for gradient in gradients]
+        by_replica = [{} if gradient is None else {0: gradient} for gradient in gradients]
         with use_device(ctx.device_ids[0], ctx.streams):
-            total = sum_in_order(found, ctx.device_ids, Transfers(), in_place=False)
+            total = sum_in_order(by_replica, ctx.device_ids, Transfers(), in_place=False)
         return (None, total.get(0), *(None for _ in gradients))
 
 
 class _CopyInGraph(torch.autograd.Function):
-    """A copy from one memory to another, and its gradient's way back."""
+    """A copy from one memory to another. The backward pass copies the gradient back."""
 
     @staticmethod
     def forward(
@@ -258,8 +268,8 @@ class _CopyInGraph(torch.autograd.Function):
 
 
 def _take_class(original: Tensor, copy: Tensor) -> None:
-    """Give a copy inside a graph the original's class, where that is the user's own parameter."""
+    """Give a copy in the graph the class of the original, if that is a subclass of Parameter."""
     kind = type(original)
     if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-        with contextlib.suppress(TypeError):  # it has a layout of its own, such as ``__slots__``
+        with contextlib.suppress(TypeError):  # the class has its own layout, such as ``__slots__``
             copy.__class__ = kind

@@ -1,8 +1,8 @@
-"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay where they are made.
+"""DataParallelModel, DataParallelCriterion, gather: outputs and losses stay on their devices.
 
-The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``): the model returns a
-tuple with one entry per replica, and the criterion computes each entry's loss on the device
-that holds it, so that no device has to hold the outputs of all.
+The pair follows Hang Zhang's PyTorch-Encoding (``encoding.parallel``). The model returns a tuple
+with one entry per replica. The criterion computes each entry's loss on the device of that entry, so
+no device has to hold all outputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["DataParallelCriterion", "DataParallelModel", "gather"]
 
 
 class DataParallelModel(Wrapper):
-    """Run a module on all devices and leave each output on the device that made it.
+    """Run a module on all devices and leave each output on the device that computed it.
 
     Args:
         module: any ``nn.Module`` on ``device_ids[0]``.
@@ -58,9 +58,9 @@ class DataParallelModel(Wrapper):
         dim: the dimension that holds the rows.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Module`` or wrapped in another one that makes replicas,
-            ``device_ids`` no list.
-        ValueError: a device that is not here, a parameter that is not on ``device_ids[0]``.
+        TypeError: ``module`` is no ``nn.Module``, or is wrapped in another one that makes replicas;
+            ``device_ids`` is no list.
+        ValueError: a device that does not exist, or a parameter that is not on ``device_ids[0]``.
 
     Example:
         >>> import torch
@@ -107,19 +107,19 @@ class DataParallelModel(Wrapper):
         Args:
             inputs: positional arguments of the module, nested at will. Tensors are split
                 along ``dim``; 0-dim tensors and everything else go to every replica.
-            kwargs: its keyword arguments, likewise.
+            kwargs: keyword arguments of the module, handled in the same way.
 
         Returns:
-            The outputs, with buffers as replica 0 left them in the module. Inputs that
-            require grad, and the module's parameters, get their gradients by ``backward()``.
+            The outputs. The module gets the buffers of replica 0. Inputs that require grad and the
+            module's parameters get their gradients by ``backward()``.
 
         Raises:
-            ValueError: no rows, or tensors that disagree in them; a forward pass that writes
-                parameters.
-            RuntimeError: a call from inside another, a lazy module never called before, or copies
-                between the devices that bring other bytes through the host's memory too.
+            ValueError: no rows, tensors with different numbers of rows, or a forward pass that
+                writes parameters.
+            RuntimeError: a call from inside another, a lazy module that was never called, or copies
+                between the devices that arrive corrupted even through host memory.
 
-            What the module raises arrives as it is, with a note of the replica.
+            Exceptions of the module are raised unchanged, with a note that names the replica.
         """
         rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim, data=False)
         plan = make_plan(rows, self.device_ids)
@@ -140,13 +140,13 @@ class DataParallelCriterion(Wrapper):
     """Compute the loss of each replica's outputs on the device that holds them.
 
     Args:
-        criterion: any callable ``criterion(output, targets)`` that gives a 0-dim loss. A
-            module's parameters and buffers are replicated, and trained, like the model's.
+        criterion: any callable ``criterion(output, targets)`` that returns a 0-dim loss. If it is a
+            module, its parameters and buffers are replicated and trained like those of the model.
         device_ids: one entry per replica; by default the devices of the outputs.
         dim: the dimension that holds the rows.
 
     Raises:
-        TypeError: a criterion that cannot be called or is a class, ``device_ids`` no list.
+        TypeError: ``criterion`` is a class or cannot be called, or ``device_ids`` is no list.
         ValueError: a device that is not here.
 
     Example:
@@ -188,21 +188,21 @@ class DataParallelCriterion(Wrapper):
         """The loss of the whole batch, 0-dim, on the master; ``loss.backward()`` does the rest.
 
         Args:
-            outputs: what ``DataParallelModel`` returned, one entry per replica used.
-            targets: the whole batch's, nested at will, with the rows of all the outputs.
+            outputs: the tuple that ``DataParallelModel`` returned, with one entry per replica used.
+            targets: the targets of the whole batch, nested at will, with the rows of all outputs.
                 0-dim tensors and everything else go to every replica.
             reduction: as in ``ScatterOnceParallel.forward_backward``.
             count: ``count(output, targets)`` gives the number of terms that the mean loss
                 of one replica averages over; by default as in ``forward_backward``.
 
         Raises:
-            TypeError: outputs that are not a tuple or list, a loss that is no tensor, a
-                ``count`` that cannot be called.
-            ValueError: outputs and targets that do not belong together, a loss that is not
-                0-dim or not real, ``reduction="none"``.
+            TypeError: ``outputs`` is no tuple or list, the loss is no tensor, or ``count`` cannot
+                be called.
+            ValueError: outputs and targets do not belong together, the loss is not 0-dim or not
+                real, or ``reduction="none"``.
             RuntimeError: a call from inside another.
 
-            What the criterion raises arrives as it is, with a note of the replica.
+            Exceptions of the criterion are raised unchanged, with a note that names the replica.
         """
         _require_entries(outputs)
         if count is not None:
@@ -222,9 +222,9 @@ class DataParallelCriterion(Wrapper):
                 replicate(owner, devices, self._proven) if owner else ([], nullcontext())
             )
             criteria = [replica.of(self.module) for replica in replicas]
-            turns = {physical(device): make_criterion_lock() for device in devices}
+            locks = {physical(device): make_criterion_lock() for device in devices}
             functions = [
-                partial(_loss, criteria[i] if criteria else self.module, turns[physical(device)])
+                partial(_loss, criteria[i] if criteria else self.module, locks[physical(device)])
                 for i, device in enumerate(devices)
             ]
             losses = run_each(self._workers, plan, functions, [(call, {}) for call in calls], guard)
@@ -233,11 +233,14 @@ class DataParallelCriterion(Wrapper):
         return combine(losses, [weight for (weight,) in weights.by_share], devices)
 
     def _plan(self, outputs: Sequence[Any], targets: Any) -> Plan:
-        """The shares of the targets, once it is sure that they are those of the outputs."""
-        here = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
+        """The plan of the targets.
+
+        Raises ``ValueError`` if it does not match the shares of the outputs.
+        """
+        locations = [_first_tensor(output, k).device for k, output in enumerate(outputs)]
         each = [_sizes(output, self.dim) for output in outputs]
-        devices = here if self.device_ids is None else self.device_ids
-        known = sum(own[0] for own in each) if all(each) else None  # for one label for all, say
+        devices = locations if self.device_ids is None else self.device_ids
+        known = sum(sizes[0] for sizes in each) if all(each) else None  # for one label for all, say
         rows = count_rows({"targets": targets}, self.dim, data=False, known=known)
         plan = make_plan(rows, devices) if devices else None
         if plan is None or len(plan.shares) != len(outputs):
@@ -246,15 +249,15 @@ class DataParallelCriterion(Wrapper):
                 f"{len(devices)} devices make {len(plan.shares) if plan else 0}; pass the tuple "
                 f"that the model returned for this batch"
             )
-        for share, own, device in zip(plan.shares, each, here, strict=True):
+        for share, sizes, device in zip(plan.shares, each, locations, strict=True):
             if physical(share.device) != device:
                 raise ValueError(
                     f"output {share.replica} is on {device}, but device_ids[{share.replica}] is "
                     f"{share.device}; give the criterion the model's device_ids, or none"
                 )
-            if own and share.rows not in own:
+            if sizes and share.rows not in sizes:
                 raise ValueError(
-                    f"output {share.replica} has {own[0]} rows along dim={self.dim}, but its "
+                    f"output {share.replica} has {sizes[0]} rows along dim={self.dim}, but its "
                     f"share of the targets has {share.rows}: outputs and targets are not of one "
                     f"batch"
                 )
@@ -287,8 +290,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
         the rows of their entry.
 
     Raises:
-        TypeError: outputs that are not a tuple or list.
-        ValueError: no outputs, or a device that is not here.
+        TypeError: ``outputs`` is no tuple or list.
+        ValueError: there are no outputs, or the device does not exist.
 
     Example:
         >>> import torch
@@ -299,18 +302,18 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     if not outputs:
         raise ValueError("there are no outputs to gather")
     (target,) = map(physical, resolve([device]))
-    here = [nested.map_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
+    moved = [nested.map_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
-    return join_rows(here, dim, rows)
+    return join_rows(moved, dim, rows)
 
 
 def _sizes(output: Any, dim: int) -> list[int]:
-    """The sizes along ``dim`` of the tensors that have it."""
+    """The sizes along ``dim`` of the tensors that have this dimension."""
     return [t.size(dim) for t in nested.tensors(output) if -t.ndim <= dim < t.ndim]
 
 
 def _require_entries(outputs: Any) -> None:
-    """Refuse what is not a tuple or list with one entry per replica."""
+    """Refuse outputs that are not a tuple or list with one entry per replica."""
     if not isinstance(outputs, (tuple, list)) or hasattr(outputs, "_fields"):
         raise TypeError(
             f"outputs must be the tuple that DataParallelModel returns, with one entry per "

@@ -12,6 +12,7 @@ once. After torchgpipe's DeferredBatchNorm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -122,6 +123,31 @@ class BufferWriter:
             copy_lists(self._pairs)
         for place, name, value in self.anew:
             place[name] = value
+
+
+@dataclass(frozen=True)
+class BufferPolicy:
+    """Which buffers a step leaves: the engine's ``buffers=``.
+
+    Attributes:
+        name: the user's word.
+        combine: makes one of the replicas' floating-point buffers, given the weights of their
+            rows. ``None``: buffers are replica 0's.
+        pools_batch_norms: running statistics of batch normalisation move once per step.
+    """
+
+    name: str
+    combine: Callable[[Sequence[Tensor], Sequence[float]], Tensor] | None = None
+    pools_batch_norms: bool = False
+
+    @classmethod
+    def named(cls, name: Any) -> BufferPolicy:
+        """The policy that ``buffers=name`` asks for. Raises ``ValueError`` if there is none."""
+        policies = cls("master"), cls("mean", combine=mean_of), cls("batch", pools_batch_norms=True)
+        for policy in policies:
+            if policy.name == name:
+                return policy
+        raise ValueError(f'buffers must be "master", "mean" or "batch", got {name!r}')
 
 
 def _can_be_written(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
+    BufferPolicy,
     BufferRegistration,
     Buffers,
     BufferValue,
@@ -51,7 +52,7 @@ class ReplicaSet:
         device_ids: one entry per replica; the module lives on the first, the master.
         wide: gradients add up in this dtype, where their own is narrower.
         how: all of the module is to be compiled so.
-        pools: running statistics of batch normalisation move once a step.
+        buffer_policy: which buffers a step leaves.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class ReplicaSet:
         device_ids: Sequence[torch.device],
         wide: torch.dtype | None = None,
         how: CompileFn | None = None,
-        pools: bool = False,
+        buffer_policy: BufferPolicy | None = None,
     ) -> None:
         self._wide = wide
-        self._pools = pools
+        self.buffer_policy = buffer_policy or BufferPolicy.named("master")
         self.criteria: list[Any] = []  # of each replica
         self.compiler = Compiler(how)
         self.changes = 0  # how often the modules changed in more than the values of tensors
@@ -84,7 +85,7 @@ class ReplicaSet:
 
     @cached_property
     def _of_criterion(self) -> ReplicaSet:
-        return ReplicaSet(self.device_ids, self._wide, None, self._pools)
+        return ReplicaSet(self.device_ids, self._wide, None, self.buffer_policy)
 
     @property
     def replica_sets(self) -> list[ReplicaSet]:
@@ -233,7 +234,7 @@ class ReplicaSet:
         self.tensors = list(survey.tensors.values())
         self._survey = survey
         self.registered = [buffers_of(module) for module in modules]
-        self.batch_norms = batch_norms(modules) if self._pools else {}
+        self.batch_norms = batch_norms(modules) if self.buffer_policy.pools_batch_norms else {}
         if not self._broadcast.is_of(self.tensors, self.device_ids):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
         common = survey, self.compiler, self.batch_norms
@@ -253,10 +254,9 @@ class ReplicaSet:
         first = self.replicas[0]
         registered = [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
-        writing = BufferWriter(
-            (place, name, value) for _, place, name, value in self.buffers_after()
-        )
-        self._writing = None if writing.anew else writing
+        values = ((place, name, value) for _, place, name, value in self.buffers_after())
+        writer = BufferWriter(values)
+        self._buffer_writer = None if writer.anew else writer
 
     def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
         """What the master's buffers are after a step of replica 0's; see ``values_after``.
@@ -267,14 +267,17 @@ class ReplicaSet:
         after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
 
+    def note_places(self) -> None:
+        """Note which replicas have all tensors in place, so that the next refresh trusts that."""
+        for replica in self.replicas:
+            is_checked = self.shared.storages_unchanged and replica.state_is_canonical()
+            replica.checked_places = self._broadcast.places if is_checked else None
+
+    @property
     def buffer_writer(self) -> BufferWriter | None:
-        """What brings all buffers of replica 0 to the master, unless any is another tensor now."""
-        home = [replica.state_is_canonical() for replica in self.replicas]
-        for replica, is_home in zip(self.replicas, home, strict=True):
-            replica.checked_places = (
-                self._broadcast.places if is_home and self.shared.storages_unchanged else None
-            )
-        return self._writing if home[0] and self._registered.unchanged() else None
+        """The prepared writer of replica 0's buffers; ``None`` if a forward pass rebound one."""
+        is_valid = self.replicas[0].state_is_canonical() and self._registered.unchanged()
+        return self._buffer_writer if is_valid else None
 
     def _training(self) -> list[Any] | None:
         """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""

@@ -36,15 +36,15 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
-    unplanned = moments if outcome.writings else [*outcome.buffers, *moments]
-    writings = [*outcome.writings, BufferWriter(unplanned)]
+    unplanned = moments if outcome.buffer_writers else [*outcome.buffers, *moments]
+    writers = [*outcome.buffer_writers, BufferWriter(unplanned)]
     if deferred:
         loss = _attach(outcome.returned, pairs, outcome.scale)
         outcome.attempt.generators.commit()
     else:
         loss = outcome.returned()
         _add(pairs, outcome.attempt)
-    for write in writings:
+    for write in writers:
         write()
     return loss
 

@@ -191,7 +191,6 @@ def infer(
     copies: ReplicaSet,
     module: nn.Module,
     request: Request,
-    buffers_from: str,
     checks: Checks,
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
@@ -219,7 +218,7 @@ def infer(
     output = gather_to_master(outputs, plan, dim, transfers, lists=lists, layout=layout)
     transfers.synchronize()
     if any(part.training for part in module.modules()):
-        buffers = reduce_buffers(parts, plan.shares, buffers_from, transfers)
+        buffers = reduce_buffers(parts, plan.shares, transfers)
         for layer in reduce_moments(parts, len(outputs), transfers):
             buffers += running(layer)
         BufferWriter(buffers)()

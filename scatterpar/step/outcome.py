@@ -67,7 +67,7 @@ class Outcome:
     buffers: list[BufferValue]
     layers: list[BatchNormUpdate]  # batch normalisations whose statistics move once a step
     attempt: Attempt
-    writings: Sequence[BufferWriter] = ()  # of these very buffers, where that is known already
+    buffer_writers: Sequence[BufferWriter] = ()  # of these buffers, if prepared before the step
     retries: int = 0  # tries before it that ran out of memory
 
     def noise(self) -> GradientNoise:

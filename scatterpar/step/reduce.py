@@ -29,7 +29,7 @@ from scatterpar.devices.coalescing import (
 )
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, Moments, mean_of, pooled
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.loss_weights import LossWeights, has_known_term_count
@@ -46,21 +46,21 @@ def reduce(
     parts: Sequence[ReplicaSet],
     computed: Computed,
     weights: LossWeights,
-    policy: str,
     measures_noise: bool,
 ) -> Outcome:
-    """What the step computed, in the master's memory; ``policy`` says whose buffers."""
+    """Returns what the step computed, in the master's memory."""
     plan, transfers, (results, past, moved) = attempt.plan, attempt.transfers, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, past)
-    kept = [part.buffer_writer() for part in parts] if policy != "mean" else [None]
-    writings = [writing for writing in kept if writing is not None]
-    if moved or None in kept:
-        writings, buffers = [], reduce_buffers(parts, plan.shares, policy, transfers)
-        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
+    for part in parts:
+        part.note_places()
+    prepared = [writer for part in parts if (writer := part.buffer_writer) is not None]
+    if parts[0].buffer_policy.combine is None and not moved and len(prepared) == len(parts):
+        buffers = [value for writer in prepared for value in writer.buffers]
     else:
-        buffers = [value for writing in writings for value in writing.buffers]
+        prepared, buffers = [], reduce_buffers(parts, plan.shares, transfers)
+        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
     return Outcome(
         plan=plan,
         loss=sum(result.loss for result in results),
@@ -77,7 +77,7 @@ def reduce(
         if request.backward
         else [],
         buffers=buffers,
-        writings=writings,
+        buffer_writers=prepared,
         layers=reduce_moments(parts, len(results), transfers),
         attempt=attempt,
     )
@@ -132,16 +132,16 @@ def reduce_gradients(
 
 
 def reduce_buffers(
-    parts: Sequence[ReplicaSet], shares: Sequence[Share], policy: str, transfers: Transfers
+    parts: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
 ) -> list[BufferValue]:
     """Where each buffer of the master's is, its name, and its value after the step."""
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
         own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
-        means = mean_buffers(replicas, own, transfers) if policy == "mean" else {}
+        combined = combined_buffers(replicas, own, transfers, part.buffer_policy)
         values += [
-            (place, name, means.get((m, name), value))
+            (place, name, combined.get((m, name), value))
             for m, place, name, value in part.buffers_after()
         ]
     return values
@@ -225,35 +225,41 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def mean_buffers(
-    replicas: Sequence[Replica], shares: Sequence[Share], transfers: Transfers
+def combined_buffers(
+    replicas: Sequence[Replica],
+    shares: Sequence[Share],
+    transfers: Transfers,
+    policy: BufferPolicy,
 ) -> dict[tuple[int, str], Tensor]:
-    """Floating-point buffers, by (module, name), averaged over the replicas, weighted by rows.
+    """The floating-point buffers that the policy combines over replicas, by (module, name).
 
-    Of those that have it in the first replica's shape.
+    Replicas whose buffer does not have the first replica's shape are left out.
     """
+    if policy.combine is None:
+        return {}
     first, *others = replicas
-    rows = sum(share.rows for share in shares)
-    own = {
+    total = sum(share.rows for share in shares)
+    buffers = {
         (m, name): buffer.detach()
-        for m, (buffers, _) in enumerate(first.registered)
-        for name, buffer in buffers.items()
+        for m, (registered, _) in enumerate(first.registered)
+        for name, buffer in registered.items()
         if buffer is not None and buffer.is_floating_point() and buffer.layout == torch.strided
     }
-    values, weights = [[buffer] for buffer in own.values()], [[0.0] for _ in own]
+    values = [[buffer] for buffer in buffers.values()]
+    weights = [[shares[0].rows / total] for _ in buffers]
     for replica, share in zip(others, shares[1:], strict=True):
-        found = {
-            number: buffer.detach()
-            for number, ((m, name), mine) in enumerate(own.items())
-            if (buffer := replica.registered[m].buffers.get(name)) is not None
-            and buffer.shape == mine.shape
+        copies = {
+            number: other.detach()
+            for number, ((m, name), buffer) in enumerate(buffers.items())
+            if (other := replica.registered[m].buffers.get(name)) is not None
+            and other.shape == buffer.shape
         }
         if replica.device != first.device:
-            found = copy_coalesced(found, first.device, transfers, "reduce")
-        for number, buffer in found.items():
-            values[number].append(buffer)
-            weights[number].append(share.rows / rows)
-    return dict(zip(own, map(mean_of, values, weights), strict=True))
+            copies = copy_coalesced(copies, first.device, transfers, "reduce")
+        for number, other in copies.items():
+            values[number].append(other)
+            weights[number].append(share.rows / total)
+    return dict(zip(buffers, map(policy.combine, values, weights), strict=True))
 
 
 def gather_to_master(

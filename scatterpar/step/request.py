@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.recorder import can_record
 from scatterpar.devices.runtime import physical
+from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
@@ -192,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def check_options(
-    module: Any, accum: Any, micro_batch_size: Any, dim: Any, buffers: Any, accumulate_dtype: Any
+    module: Any, accum: Any, micro_batch_size: Any, dim: Any, accumulate_dtype: Any
 ) -> None:
     """Refuse what an engine cannot be made of."""
     check_module(module)
@@ -206,8 +207,6 @@ def check_options(
             f"cut; pass one of them"
         )
     check_int("dim", dim)
-    if buffers not in ("master", "mean", "batch"):
-        raise ValueError(f'buffers must be "master", "mean" or "batch", got {buffers!r}')
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
@@ -224,7 +223,7 @@ def _require_positive(name: str, value: Any, also: str = "") -> None:
 
 
 def check_graphs(
-    graphs: Any, devices: Sequence[torch.device], buffers: str, *, compiled: bool
+    graphs: Any, devices: Sequence[torch.device], policy: BufferPolicy, *, compiled: bool
 ) -> None:
     """Refuse ``graphs=True`` beside what does not go with it."""
     if not isinstance(graphs, bool):
@@ -236,7 +235,7 @@ def check_graphs(
             "graphs=True and a compiled module: torch.compile captures graphs of its own, with "
             'compile={"mode": "reduce-overhead"}; pass one of them'
         )
-    if buffers == "batch":
+    if policy.pools_batch_norms:
         raise ValueError(
             'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
             "which a captured sub-step does not run; pass one of them"

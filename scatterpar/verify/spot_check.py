@@ -289,7 +289,8 @@ class SpotCheck:
                 loss(parts[-1], wide=True)
                 loss = partial(loss, wide=True)  # a criterion in half precision rounds, too
             except Exception:  # a criterion that is in half precision
-                self._restore()
+                pass
+            self._restore()
         compare = partial(self._compare, loss, [*leaves, *_small(own)])
         finding, gradients = compare(parts)
         if finding or len(rows) <= 9:
@@ -413,8 +414,8 @@ class SpotCheck:
         request, batch = self._request, (self._request.inputs, self._request.targets)
         if not request.is_mean:
             return [1.0] * len(parts)
-        each = [unwrap_markers(select_rows(batch, rows, request.dim), copy=True) for rows in parts]
-        targets = select_rows(request.targets, [*chain(*parts)], request.dim)
+        each = [unwrap_markers(_select(batch, rows, request.dim), copy=True) for rows in parts]
+        targets = _select(request.targets, [*chain(*parts)], request.dim)
         spans = [*pairwise([0, *accumulate(map(len, parts))])]
         counts = term_counts(replace(request, targets=targets, batches=()), spans, each)
         self._restore()
@@ -434,9 +435,8 @@ class SpotCheck:
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch on the replica's device; nobody else has them."""
         move = partial(LeafMover(Transfers()).move, self._task.share.device)  # not counted
-        return unwrap_markers(
-            nested.map_leaves(move, select_rows(value, rows, self._request.dim)), copy=True
-        )
+        few = nested.map_leaves(move, _select(value, rows, self._request.dim))
+        return unwrap_markers(few, copy=True)
 
 
 _SUM = (
@@ -499,6 +499,17 @@ class SameNumbers(TorchDispatchMode):
         own[k] = [1] * len(size) if sizes else own[k].new_empty([1] * len(size))
         number = call(*own).expand(size)
         return args[0].copy_(number) if name[-1] == "_" else number.contiguous()
+
+
+def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
+    """These rows; no index tensor is made, which would be in the replica's memory."""
+
+    def select(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return torch.cat([leaf.detach().narrow(dim, row, 1) for row in rows], dim)
+        return select_rows(leaf, rows, dim)
+
+    return nested.map_leaves(select, value)
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:

@@ -42,7 +42,7 @@ from scatterpar.report import StepReport
 from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
-from scatterpar.step.costs import check_budget, plan_by_cost
+from scatterpar.step.costs import check_budget, has_costs_argument, plan_by_cost
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
@@ -434,7 +434,8 @@ class ScatterOnceParallel(Wrapper):
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments. With ``micro_batch_cost``, ``costs`` is the engine's.
+            kwargs: its keyword arguments, and the engine's ``costs``. Without ``micro_batch_cost``
+                a module whose ``forward`` takes an argument ``costs`` gets it.
 
         Returns:
             The module's output for the whole batch, in the same nested types, on the
@@ -442,7 +443,8 @@ class ScatterOnceParallel(Wrapper):
             inputs have ``Rows``, lists in it with one entry per row stay that.
 
         Raises:
-            ValueError: outputs that cannot be joined, several batches.
+            ValueError: outputs that cannot be joined, several batches; ``costs`` without
+                ``micro_batch_cost``, or the other way round.
             RuntimeError: in training mode with grad enabled, where ``forward_backward`` is
                 what is wanted.
 
@@ -458,7 +460,9 @@ class ScatterOnceParallel(Wrapper):
                 "engine.eval() first or use torch.no_grad()"
             )
         with self._workers.exclusive():
-            costs = kwargs.pop("costs", None) if self.micro_batch_cost is not None else None
+            costs = None
+            if "costs" in kwargs and (self.micro_batch_cost or not has_costs_argument(self.module)):
+                costs = kwargs.pop("costs")
             rows = count_rows({"inputs": inputs, "keyword inputs": kwargs}, self.dim)
             plan = self.plan(rows, costs)
             request = self._request((inputs, kwargs)).in_order(plan.order)

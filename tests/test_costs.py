@@ -210,6 +210,12 @@ def test_inference_puts_back_whatever_goes_by_row(devices):
             assert torch.equal(found["b"], model.book)
 
 
+def test_costs_of_inference_without_a_budget_are_refused(devices):
+    refused = pytest.raises(ValueError, match="make the engine with micro_batch_cost=")
+    with ScatterOnceParallel(mlp(), 2, devices(2)).eval() as engine, refused:
+        engine(randn(4, FEATURES), costs=[1] * 4)
+
+
 def test_a_module_may_have_costs_of_its_own(devices):
     class Scaled(nn.Linear):
         def forward(self, rows, costs):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scatterpar.integrations.loop import Additions, as_rows, copy_of, each_call, rows_of
+from scatterpar.integrations.loop import Additions, as_rows, copy_of, each_call, num_rows
 from scatterpar.step.markers import Rows
 
 IMAGES = torch.zeros(3, 5)
@@ -31,7 +31,7 @@ TEXTS = ["a", "b", "c"]
     ],
 )
 def test_rows_are_those_of_the_outermost_tensor_else_of_the_longest_list(batch, rows):
-    assert rows_of(batch) == rows
+    assert num_rows(batch) == rows
 
 
 @pytest.mark.parametrize("entries", [TEXTS, tuple(TEXTS), [1, 2, 3], BOXES], ids=repr)

@@ -186,6 +186,47 @@ def test_ten_steps_are_those_of_one_device(tmp_path, case):
     assert_same_evaluation(*trainers)
 
 
+def unequal(count):
+    """Sentences of one to eight words."""
+    rows = sentences(count)
+    return [row | {"input_ids": row["input_ids"][: 1 + row["number"] % 8]} for row in rows]
+
+
+@pytest.mark.parametrize("case", [LANGUAGE, CLASSIFIER, "token classifier"])
+def test_micro_batches_by_cost_are_those_of_one_device(tmp_path, case):
+    """Cut by length, and collated by themselves: parameters and logs are the stock Trainer's."""
+    padded = []
+
+    def collate(rows):
+        padded[-1].append(len(rows) * max(len(row["input_ids"]) for row in rows))
+        return CASES[case][2](rows)
+
+    cut = partial(ScatterOnceTrainer, micro_batch_cost=20)
+    mine, theirs = beside(
+        tmp_path,
+        (CASES[case][0], unequal, collate),
+        classes=(cut, transformers.Trainer),
+        prepare=lambda trainer: padded.append([]),
+        max_steps=6,
+        include_num_input_tokens_seen="non_padding",
+    )
+    assert_same(mine, theirs)
+    assert_same_evaluation(mine, theirs)
+    assert mine.state.total_flos < theirs.state.total_flos, "less padding"
+    assert len(padded[0]) > 6
+    assert max(padded[0]) <= 20
+
+
+def test_rows_without_a_length_cannot_be_cut_by_cost(tmp_path):
+    refused = pytest.raises(ValueError, match="length of each row's 'input_ids', the model's main")
+    case = CASES[CLASSIFIER][0], lambda count: [{"text": "a"}] * count, padded
+    trainer = build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 9})
+    with refused:
+        quietly(trainer.train)
+    with pytest.raises(ValueError, match="micro_batch_cost must be positive and finite, got 0"):
+        build(ScatterOnceTrainer, tmp_path, case, extra={"micro_batch_cost": 0})
+
+
 def test_epochs_callbacks_and_metrics(tmp_path):
     """With windows that are full: stock Trainers add up the others' means."""
     heard = []

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import metrics
-from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, rows_of
+from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, num_rows
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 
@@ -194,7 +194,7 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         how = {"step": step, "rest": list(rest), "count": self._count}
         with metrics.placed(module, dict.fromkeys(own, metrics.ABSENT)):
             empty = {path: metrics.emptied(metric) for path, metric in own.items()}
-            rows = {"batch": as_rows(batch), "rows": Rows(range(rows_of(batch)))}
+            rows = {"batch": as_rows(batch), "rows": Rows(range(num_rows(batch)))}
             yield {"work": _call, "own_metrics": empty, **rows, **how}
 
     def _finish(self, outputs: Any) -> Any:

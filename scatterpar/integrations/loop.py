@@ -101,7 +101,7 @@ def each_call(outputs: Any) -> list[Any]:
     return list(chain.from_iterable(map(each_call, outputs)))
 
 
-def rows_of(batch: Any) -> int:
+def num_rows(batch: Any) -> int:
     """The number of rows: the size of the outermost tensor, or else of the longest list."""
     level, longest = [batch], 0
     while level:
@@ -118,7 +118,7 @@ def as_rows(batch: Any) -> Any:
 
     A list of columns is not marked: everything in it that has a size has as many rows as the batch.
     """
-    rows = rows_of(batch)
+    rows = num_rows(batch)
 
     def is_rows(value: Any) -> bool:
         if not _is_list(value) or len(value) != rows:

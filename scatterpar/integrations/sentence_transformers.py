@@ -18,8 +18,8 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.runtime import DeviceLike
-from scatterpar.integrations.loop import rows_of
-from scatterpar.integrations.trainer_base import ROWS, answering
+from scatterpar.integrations.loop import num_rows
+from scatterpar.integrations.trainer_base import ROWS, override_methods
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
@@ -51,8 +51,7 @@ class _WholeBatch(ScatterOnceMixin):
     """What both trainers have in common."""
 
     _output = "sentence_embedding"
-    _whole = False
-    _now_asked: _Asked | None = None
+    _recorded_model: _RecordedModel | None = None
     accum_loss_components: dict[str, Any]
 
     def __init__(
@@ -62,6 +61,11 @@ class _WholeBatch(ScatterOnceMixin):
         whole_batch: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("micro_batch_cost") is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not go together with micro_batch_cost: its loss may "
+                f"compare all rows of a batch; leave micro_batch_cost out"
+            )
         super().__init__(*args, device_ids=device_ids, **kwargs)
         for loss in self._losses():
             for module in loss.modules():
@@ -72,7 +76,7 @@ class _WholeBatch(ScatterOnceMixin):
                         f"use the stock trainer on one device"
                     )
         self._whole = self._needs_whole() if whole_batch is None else whole_batch
-        self._tell()
+        self._set_single_device_args()
 
     def _losses(self) -> list[nn.Module]:
         loss: Any = vars(self)["loss"]
@@ -88,15 +92,8 @@ class _WholeBatch(ScatterOnceMixin):
 
     # One batch with the rows of a step, where a whole batch is wanted.
 
-    def _of_all_replicas(self, asked: dict[str, Any], n: int) -> dict[str, Any]:
-        told = super()._of_all_replicas(asked, n)
-        if self._whole:
-            told["per_device_train_batch_size"] *= told["gradient_accumulation_steps"]
-            told["gradient_accumulation_steps"] = 1
-        return told
-
-    def _held(self) -> dict[str, Any]:
-        return {"model": self.model} if self._whole else super()._held()
+    def _module_attributes(self) -> dict[str, Any]:
+        return {"model": self.model} if self._whole else super()._module_attributes()
 
     def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
         return ROWS
@@ -105,10 +102,10 @@ class _WholeBatch(ScatterOnceMixin):
         if not self._whole:
             return super()._step_of(window, items)
         (batch,) = window
-        asked = _Asked(self._module(), self._output)
+        asked = _RecordedModel(self._module(), self._output)
         its = self._prepare_inputs(dict(batch))
         columns, state = self._columns(batch, its, asked)
-        asked.sizes = [rows_of(column) for column in columns]
+        asked.sizes = [num_rows(column) for column in columns]
         inputs: Any = {"work": self._answers, "columns": columns}
         if len(set(asked.sizes)) > 1:
             each = [{"work": self._answers, "columns": [column]} for column in columns]
@@ -122,12 +119,14 @@ class _WholeBatch(ScatterOnceMixin):
                     random.setstate(state[1])
                 return self._loss_with(asked, its)
 
-        loss = self._step_of_all_rows(inputs, self._asked["gradient_accumulation_steps"], criterion)
+        loss = self._step_of_all_rows(
+            inputs, self._user_args["gradient_accumulation_steps"], criterion
+        )
         if not asked.was_asked:
             raise ValueError(_UNASKED.format(type(self).__name__))
         return loss
 
-    def _columns(self, batch: Any, its: Any, asked: _Asked) -> tuple[list[Any], Any]:
+    def _columns(self, batch: Any, its: Any, asked: _RecordedModel) -> tuple[list[Any], Any]:
         """What the model is to be asked: the batch's columns; no random state to go back to."""
         features, _ = self.collect_features(dict(batch))
         return [_divisible(column) for column in features], None
@@ -136,21 +135,21 @@ class _WholeBatch(ScatterOnceMixin):
         model = work.parts[0]
         return tuple(model(dict(column))[self._output] for column in columns)
 
-    def _loss_with(self, asked: _Asked, batch: Any) -> Any:
+    def _loss_with(self, asked: _RecordedModel, batch: Any) -> Any:
         """The user's loss, whose model gives the answers that there are while it runs."""
         model = self._module()
-        with answering(model, forward=asked.forward, preprocess=asked.preprocess):
-            self._now_asked = asked
+        with override_methods(model, forward=asked.forward, preprocess=asked.preprocess):
+            self._recorded_model = asked
             try:
                 return self.compute_loss(model, dict(batch))
             finally:
-                self._now_asked = None
+                self._recorded_model = None
 
     def collect_features(self, inputs: Any) -> Any:
         """The trainer's own; while answers are given, with what says which of them are meant."""
         features, labels = super().collect_features(inputs)  # type: ignore[misc]
-        if self._now_asked is not None and self._output == "sentence_embedding":
-            for column, rows in zip(features, self._now_asked.rows(), strict=True):
+        if self._recorded_model is not None and self._output == "sentence_embedding":
+            for column, rows in zip(features, self._recorded_model.rows(), strict=True):
                 column["answer"] = rows
         return features, labels
 
@@ -203,7 +202,7 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     _output = "scores"
 
-    def _columns(self, batch: Any, its: Any, asked: _Asked) -> tuple[list[Any], Any]:
+    def _columns(self, batch: Any, its: Any, asked: _RecordedModel) -> tuple[list[Any], Any]:
         """The pairs that the loss makes of the batch, and the random state in which it began."""
         components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()
@@ -213,7 +212,7 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
         return asked.columns, state
 
 
-class _Asked:
+class _RecordedModel:
     """What a loss asks its model, and the answers that the replicas have computed for it.
 
     ``answers`` are those of all ``columns``, one after the other, of ``sizes`` rows each. Before
@@ -244,7 +243,7 @@ class _Asked:
                 )
             self._numbers[key] = len(self.columns)
             self.columns.append(dict(self._preprocess(inputs, **options)))
-            self.sizes.append(rows_of(self.columns[-1]))
+            self.sizes.append(num_rows(self.columns[-1]))
         return {"answer": self.rows()[self._numbers[key]]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:

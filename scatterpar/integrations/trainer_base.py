@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
-from scatterpar.integrations.loop import Additions, Modules, as_rows, copy_of, modules_in, rows_of
+from scatterpar.integrations.loop import Additions, Modules, as_rows, copy_of, modules_in, num_rows
 from scatterpar.replicas.compiled import compile_fn_from
 from scatterpar.sharded import ShardedOptimizer
+from scatterpar.step.costs import check_budget, plan_by_cost
 from scatterpar.step.markers import Rows
 from scatterpar.verify.verifier import difference
 
@@ -37,9 +38,8 @@ _IGNORED = -100
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# The prepared model is the model; reward models judge what is generated, before a step. Data sets
-# may be long lists.
-_NOT_HELD = ("_engine", "_parts", "model_wrapped", "reward_funcs", "train_dataset", "eval_dataset")
+# Not replicated: "model_wrapped" is the model, "reward_funcs" run before a step.
+_NOT_REPLICATED = "_engine _parts model_wrapped reward_funcs train_dataset eval_dataset".split()  # noqa: SIM905
 
 # TRL's trainers whose losses of batches make up that of all; but not those of these loss types.
 _OF_TRL: dict[str, tuple[str, ...]] = {
@@ -68,13 +68,14 @@ else:
     _Base = object
 
 
-class AllReplicas(_Base):
+class TrainerBase(_Base):
     """Lets a Trainer work as on one device, which accumulates the batches of all replicas.
 
     The arguments of the Trainer are a copy of the user's, changed accordingly. ``compute_loss`` is
     called on copies of the Trainer that have the replicas' modules.
     """
 
+    data_collator: Any
     _engine: ScatterOnceParallel | None = None
     _kinds: Sequence[str] = (LABELS, SHIFTED, ROWS, SUM)  # those that may be; none: nothing fits
     _looked: Sequence[int] = ()  # in which steps
@@ -83,14 +84,18 @@ class AllReplicas(_Base):
     _window_size = 1
     _parts: Sequence[nn.Module] = ()
     _sharded: ShardedOptimizer | None = None
+    _whole = False  # a batch of the loader has the rows of a step
 
     def __init__(
         self,
         *args: Any,
         device_ids: Sequence[DeviceLike] | None = None,
         shard_optimizer: bool = False,
+        micro_batch_cost: float | None = None,
         **kwargs: Any,
     ) -> None:
+        check_budget(micro_batch_cost, 1, None, False)
+        self._micro_batch_cost, self._whole = micro_batch_cost, micro_batch_cost is not None
         self._device_ids = device_ids
         self._shard_optimizer = shard_optimizer
         super().__init__(*map(_own, args), **{name: _own(v) for name, v in kwargs.items()})
@@ -100,22 +105,22 @@ class AllReplicas(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, for one process that, to its knowledge, has one device."""
         _refuse(self.args, self.model)
-        self._asked = {
+        self._user_args = {
             name: getattr(self.args, name) for name in _SIZES if hasattr(self.args, name)
         }
-        self._tell()
+        self._set_single_device_args()
         self.args._n_gpu = min(self.args.n_gpu, 1)  # so that it does not wrap in nn.DataParallel
         super().create_accelerator_and_postprocess()
 
     def _hp_search_setup(self, trial: Any) -> None:
         """The Trainer's own, in which a trial sets some arguments anew, as for one replica."""
-        vars(self.args).update(self._asked)
+        vars(self.args).update(self._user_args)
         super()._hp_search_setup(trial)
-        self._tell()
+        self._set_single_device_args()
 
-    def _tell(self) -> None:
+    def _set_single_device_args(self) -> None:
         """Let the arguments say what one device with the batches of all replicas has."""
-        told = self._of_all_replicas(self._asked, len(self._replicas()))
+        told = self._of_all_replicas(self._user_args, len(self._replicas()))
         vars(self.args).update(told)
         self._train_batch_size = self.args.train_batch_size
 
@@ -124,7 +129,11 @@ class AllReplicas(_Base):
         kept = ["per_device_train_batch_size"]
         if not self._evaluates_on_all():
             kept.append("per_device_eval_batch_size")
-        return {k: v if k in kept or v is None else v * n for k, v in asked.items()}
+        told = {k: v if k in kept or v is None else v * n for k, v in asked.items()}
+        if self._whole:
+            told["per_device_train_batch_size"] *= told["gradient_accumulation_steps"]
+            told["gradient_accumulation_steps"] = 1
+        return told
 
     def _evaluates_on_all(self) -> bool:
         """Whether the replicas evaluate together: other trainers compute more than outputs."""
@@ -147,11 +156,15 @@ class AllReplicas(_Base):
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, with batches left on the host, from where they are scattered."""
-        placing, self.accelerator.device_placement = self.accelerator.device_placement, False
+        placing, collate = self.accelerator.device_placement, self.data_collator
+        self.accelerator.device_placement = False
+        if self._micro_batch_cost is not None:
+            name = getattr(self.model, "main_input_name", "input_ids")
+            self.data_collator = _CutByCost(collate, name, self._micro_batch_cost, self._replicas())
         try:
             return super().get_train_dataloader(*args, **kwargs)
         finally:
-            self.accelerator.device_placement = placing
+            self.accelerator.device_placement, self.data_collator = placing, collate
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
         """The Trainer's own. With ``dataloader_drop_last`` the last step of an epoch is whole.
@@ -160,7 +173,7 @@ class AllReplicas(_Base):
         """
         if args.dataloader_drop_last and isinstance(dataloader, Sized):
             k = args.gradient_accumulation_steps
-            dataloader = _Like(dataloader, _length=len(dataloader) // k * k)
+            dataloader = _Proxy(dataloader, _length=len(dataloader) // k * k)
         return super().set_initial_training_values(args, dataloader, *more)
 
     # The engine, and the modules that it replicates.
@@ -176,10 +189,10 @@ class AllReplicas(_Base):
         return self.optimizer
 
     def _engine_of_the_model(self) -> ScatterOnceParallel:
-        others = chain.from_iterable(map(modules_in, self._held().values()))
+        others = chain.from_iterable(map(modules_in, self._module_attributes().values()))
         parts = list(dict.fromkeys([self._module(), *others]))
         if self._engine is not None and list(map(id, parts)) != list(map(id, self._parts)):
-            self._let_go()
+            self._close_engine()
         if self._engine is None:
             self._parts = parts
             work = Modules([self._compiled(parts[0]), *parts[1:]])
@@ -189,9 +202,9 @@ class AllReplicas(_Base):
                 self._sharded.engine = self._engine
         return self._engine
 
-    def _held(self) -> dict[str, Any]:
+    def _module_attributes(self) -> dict[str, Any]:
         """The Trainer's modules by its attributes' names, where they stand alone, or together."""
-        held = {name: value for name, value in vars(self).items() if name not in _NOT_HELD}
+        held = {name: value for name, value in vars(self).items() if name not in _NOT_REPLICATED}
         return {name: value for name, value in held.items() if modules_in(value)}
 
     def _compiled(self, model: nn.Module) -> Any:
@@ -201,20 +214,21 @@ class AllReplicas(_Base):
         how = compile_fn_from(options if args.torch_compile else None)
         return model if how is None else how(model)
 
-    def _let_go(self) -> None:
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
 
-    def _twin(self, work: Modules) -> Self:
+    def _trainer_copy(self, work: Modules) -> Self:
         """A copy of the Trainer that holds a replica's modules, and what it collects itself."""
         replicas = dict(zip(map(id, self._parts), work.parts, strict=True))
-        twin, model = copy_of(self, replicas, _NOT_HELD), work.parts[0]
+        trainer, model = copy_of(self, replicas, _NOT_REPLICATED), work.parts[0]
         device = next((p.device for p in model.parameters()), self.args.device)
-        vars(twin).update(model_wrapped=model, accelerator=_Like(self.accelerator, device=device))
+        accelerator = _Proxy(self.accelerator, device=device)
+        vars(trainer).update(model_wrapped=model, accelerator=accelerator)
         if "_metrics" in vars(self):  # what TRL's trainers collect in compute_loss
-            vars(twin)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
-        return twin
+            vars(trainer)["_metrics"] = {mode: defaultdict(list) for mode in vars(self)["_metrics"]}
+        return trainer
 
     def _loss_of(self, work: Modules, batch: Any, items: Any) -> dict[str, Any]:
         """The loss of one batch by the Trainer's own ``compute_loss``, and what that collected.
@@ -222,10 +236,10 @@ class AllReplicas(_Base):
         ``items`` is the window's number of them, for a sum, or ``True``: the batch's own, with
         which it is the batch's mean, whatever it does with the number.
         """
-        twin, items = self._twin(work), self._terms(batch) if items is True else items
-        collected = Collected(twin)
-        loss: Any = twin.compute_loss(twin._module(), _plain(batch), num_items_in_batch=items)
-        return {"loss": loss, "collected": collected.end(twin)}
+        trainer, items = self._trainer_copy(work), self._terms(batch) if items is True else items
+        collected = Collected(trainer)
+        loss: Any = trainer.compute_loss(trainer._module(), _plain(batch), num_items_in_batch=items)
+        return {"loss": loss, "collected": collected.end(trainer)}
 
     def _collect(self, collected: Sequence[Collected], weights: Sequence[float]) -> None:
         """What the calls of ``compute_loss`` counted and measured, as if it had been one call."""
@@ -281,7 +295,7 @@ class AllReplicas(_Base):
         batch = next((b for b in window if self._is_open(each_row(b))), window[0])
         # With twice the number of items, a loss that divides by it is half of it.
         twice = {"work": self._halved, "batch": Rows([batch] * 2), "row": torch.arange(2)}
-        divides, rows = items is not None and self._off(twice, SUM) == 0, rows_of(batch)
+        divides, rows = items is not None and self._off(twice, SUM) == 0, num_rows(batch)
         if rows > 1:
             own = {"work": self._loss_of, "items": None if items is None else True}
             inputs: dict[str, Any] = {**own, "batch": as_rows(_plain(batch))}
@@ -301,8 +315,8 @@ class AllReplicas(_Base):
 
     def _halved(self, work: Modules, batch: Sequence[Any], row: Tensor) -> Any:
         """The loss of a batch for two rows, and for one of them that with twice the items."""
-        twin, items = self._twin(work), 2 // row.unique().numel() * self._terms(batch[0])
-        return twin.compute_loss(twin._module(), _plain(batch[0]), num_items_in_batch=items)
+        trainer, items = self._trainer_copy(work), 2 // row.unique().numel() * self._terms(batch[0])
+        return trainer.compute_loss(trainer._module(), _plain(batch[0]), num_items_in_batch=items)
 
     def _off(self, inputs: dict[str, Any], kind: str) -> float | None:
         """How far a handful of rows are from combining so; ``None`` where they do not tell."""
@@ -328,7 +342,7 @@ def _own(value: Any) -> Any:
 
 def _warn_of_overrides(cls: type) -> None:
     bases = cls.__mro__
-    for base in bases[bases.index(AllReplicas) + 1 : bases.index(transformers.Trainer)]:
+    for base in bases[bases.index(TrainerBase) + 1 : bases.index(transformers.Trainer)]:
         # TRL's overrides do nothing else than the mixin does, too.
         if "training_step" in vars(base) and not base.__module__.startswith("trl."):
             warnings.warn(
@@ -387,7 +401,32 @@ def _refuse_losses(trainer: Any) -> None:
             raise ValueError(_refusal(trainer, why))
 
 
-class _Like:
+class _CutByCost:
+    """A collator that cuts the rows of a step into micro-batches, and collates each of these.
+
+    A row costs the length of its entry ``name``. Returns the micro-batches, replica by replica.
+    """
+
+    def __init__(
+        self, collate: Callable[[Any], Any], name: str, budget: float, devices: Sequence[Any]
+    ) -> None:
+        self._collate, self._name, self._budget, self._devices = collate, name, budget, devices
+
+    def __call__(self, rows: Sequence[Any]) -> list[Any]:
+        try:
+            costs = [len(row[self._name]) for row in rows]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"micro_batch_cost needs the length of each row's {self._name!r}, the model's main "
+                f"input, and a row is {_shown(rows[0])}; leave micro_batch_cost out"
+            ) from None
+        equal = [1.0] * len(self._devices)
+        plan = plan_by_cost(len(rows), costs, self._devices, self._budget, equal)
+        pieces = chain.from_iterable(share.row_numbers for share in plan.shares)
+        return [self._collate([rows[row] for row in piece]) for piece in pieces]
+
+
+class _Proxy:
     """Another object with attributes of its own: an accelerator elsewhere, a shorter loader."""
 
     def __init__(self, other: Any, **own: Any) -> None:
@@ -427,7 +466,7 @@ def _joined(name: str, values: Sequence[tuple[float, float]]) -> float:
 
 
 @contextlib.contextmanager
-def answering(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+def override_methods(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
     """A module with other methods, such as ``forward``, and without hooks, while it lasts."""
     own = vars(module)
     before = {name: own[name] for name in (*methods, *_HOOKS) if name in own}
@@ -438,6 +477,10 @@ def answering(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None
         for name in methods:
             own.pop(name, None)
         own.update(before)
+
+
+def _shown(row: Any) -> str:
+    return f"a dict of {[*row]}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
 
 
 def _plain(batch: Any) -> Any:
@@ -470,14 +513,14 @@ def weight_of(inputs: Mapping[str, Any], _: Any = None, *, kind: str, shifts: bo
     if not isinstance(labels, Tensor):
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or not labels.ndim:
-            return rows_of(batch)
+            return num_rows(batch)
         labels = labels[..., 1:] if shifts or kind == SHIFTED else labels
-    return rows_of(batch) if kind == ROWS else labels.ne(_IGNORED).sum()
+    return num_rows(batch) if kind == ROWS else labels.ne(_IGNORED).sum()
 
 
 def each_row(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What of each row tells how much it counts."""
-    rows = rows_of(batch)
+    rows = num_rows(batch)
     named = {n: batch[n] for n in ("shift_labels", "labels") if isinstance(batch.get(n), Tensor)}
     if any(labels.ndim == 0 or len(labels) != rows for labels in named.values()):
         return []

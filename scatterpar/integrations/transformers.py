@@ -18,15 +18,15 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from scatterpar.integrations.loop import each_call, rows_of
+from scatterpar.integrations.loop import each_call, num_rows
 from scatterpar.integrations.trainer_base import (
     DIVIDED,
     ROWS,
     SUM,
-    AllReplicas,
     Collected,
-    answering,
+    TrainerBase,
     each_row,
+    override_methods,
 )
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.step.markers import Rows
@@ -34,7 +34,7 @@ from scatterpar.step.markers import Rows
 __all__ = ["ScatterOnceMixin", "ScatterOnceTrainer"]
 
 
-class ScatterOnceMixin(AllReplicas):
+class ScatterOnceMixin(TrainerBase):
     """Makes a Trainer that trains as ``ScatterOnceTrainer`` out of another: first in the bases.
 
     ``class MyTrainer(ScatterOnceMixin, DPOTrainer): pass``. The other's ``compute_loss`` is called
@@ -46,7 +46,7 @@ class ScatterOnceMixin(AllReplicas):
     Args:
         args: those of the Trainer. Its ``TrainingArguments`` are copied: ``trainer.args`` are those
             of one device that accumulates the batches of all replicas.
-        device_ids: as in ``ScatterOnceTrainer``, and so is ``shard_optimizer``.
+        device_ids: as in ``ScatterOnceTrainer``, like ``shard_optimizer`` and ``micro_batch_cost``.
         kwargs: those of the Trainer.
 
     Raises:
@@ -62,14 +62,25 @@ class ScatterOnceMixin(AllReplicas):
         """The Trainer's own window of batches, of which the last one will make the step."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window, self._window_size = (), len(batches)
+        if self._micro_batch_cost is not None and batches:
+            items = self._get_num_items_in_batch(batches[0], device)
         return batches, items
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The Trainer's own, summed over the micro-batches of a step that is cut by cost."""
+        counted = super().floating_point_ops
+        return sum(map(counted, inputs)) if isinstance(inputs, list) else counted(inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for batch in inputs if isinstance(inputs, list) else [inputs]:
+            super()._track_num_input_tokens(batch)  # type: ignore[no-untyped-call]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own; the replicas are let go at the end."""
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._let_go()
+            self._close_engine()
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
@@ -80,10 +91,11 @@ class ScatterOnceMixin(AllReplicas):
             The window's loss, or zero, so that the sum that the Trainer logs is the window's.
         """
         model.train()
-        self._window = [*self._window, self._prepared(inputs)]
+        is_cut = self._micro_batch_cost is not None
+        self._window = [*self._window, *map(self._prepared, inputs if is_cut else [inputs])]
         if hasattr(self, "_step"):
             self._step += 1  # which of their batches TRL's GRPO and RLOO prepare next
-        if len(self._window) < self._window_size:
+        if len(self._window) < self._window_size and not is_cut:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, ()
         switch = getattr(self.optimizer, "train", None)  # of schedule-free optimizers
@@ -135,7 +147,9 @@ class ScatterOnceMixin(AllReplicas):
             with contextlib.ExitStack() as stack:
                 for tower, parts in zip(_towers(model), zip(*found, strict=True), strict=True):
                     pooled = BaseModelOutputWithPooling(pooler_output=torch.cat(parts))
-                    stack.enter_context(answering(tower, forward=lambda *_, it=pooled, **__: it))
+                    stack.enter_context(
+                        override_methods(tower, forward=lambda *_, it=pooled, **__: it)
+                    )
                 return self.compute_loss(model, dict(window[0]))
 
         inputs = {"work": _pooled, "batch": Rows(window, operator.itemgetter(0))}
@@ -177,7 +191,7 @@ class ScatterOnceMixin(AllReplicas):
             and not inputs.get("return_loss")  # it compares rows
             and unwrapped(model)[0] is self.model  # the Trainer compiles it, too
             and len(self._replicas()) > 1
-            and rows_of(inputs) > 1
+            and num_rows(inputs) > 1
         )
         found = self._predict(alone, inputs) if together else None
         return alone(self, model, inputs) if found is None else found
@@ -188,7 +202,7 @@ class ScatterOnceMixin(AllReplicas):
             return super().evaluation_loop(*args, **kwargs)
         finally:
             if not self.is_in_train:
-                self._let_go()
+                self._close_engine()
 
     def _predict(self, alone: Callable[..., Any], inputs: Any) -> Any:
         """Loss, outputs and labels of all rows; ``None`` where micro-batches do not tell them."""
@@ -201,15 +215,15 @@ class ScatterOnceMixin(AllReplicas):
                 return None
 
         def part(work: Any, batch: dict[str, Any]) -> Any:
-            twin = self._twin(work)
-            collected = Collected(twin)
-            vars(twin)["_prepare_inputs"] = dict  # which they are
+            trainer = self._trainer_copy(work)
+            collected = Collected(trainer)
+            vars(trainer)["_prepare_inputs"] = dict  # which they are
             weight = torch.as_tensor(1.0 if kind == SUM else self._count_of(kind)({"batch": batch}))
-            loss, outputs, labels = alone(twin, twin._module(), batch)
+            loss, outputs, labels = alone(trainer, trainer._module(), batch)
             if loss is not None:
-                weight = weight.to(loss.device) / rows_of(batch)  # as parts count with their rows
+                weight = weight.to(loss.device) / num_rows(batch)  # as parts count with their rows
                 loss = torch.where(weight > 0, loss * weight, 0)
-            return loss, weight, outputs, labels, collected.end(twin)
+            return loss, weight, outputs, labels, collected.end(trainer)
 
         engine = self._engine_of_the_model()
         engine.accum = 1
@@ -218,12 +232,12 @@ class ScatterOnceMixin(AllReplicas):
                 loss, weight, outputs, labels, collected = engine(part, batch=batch)
         except ValueError:  # such as outputs without rows
             self._predicts_alone = True
-            self._let_go()
+            self._close_engine()
             return None
         parts = each_call(collected)
         self._collect(parts, [1.0] * len(parts))
         if loss is not None:
-            loss = loss * rows_of(batch) if kind == SUM else loss / weight
+            loss = loss * num_rows(batch) if kind == SUM else loss / weight
         return loss, outputs, labels
 
     def _prepared(self, inputs: Any) -> Any:
@@ -246,6 +260,9 @@ class ScatterOnceTrainer(ScatterOnceMixin, transformers.Trainer):
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the Trainer's
             own device. By default every visible accelerator, or one CPU replica.
         shard_optimizer: the optimizer's state lies on all of these devices (``ShardedOptimizer``).
+        micro_batch_cost: for rows of unequal length: the rows of a step are cut into micro-batches
+            of similar lengths, of at most so many entries of the model's main input (tokens) with
+            padding, and each is collated by itself. The result is the same up to rounding.
         kwargs: as in ``transformers.Trainer``.
 
     Raises:

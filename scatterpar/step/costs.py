@@ -6,16 +6,24 @@ longest one.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from scatterpar.plan import Plan, Share, make_plan
 
 _HALVINGS = 20  # steps of the bisection for the smallest limit
+
+
+def has_costs_argument(module: nn.Module) -> bool:
+    """Whether the module's ``forward`` takes an argument ``costs``."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def check_budget(budget: Any, accum: Any, micro_batch_size: Any, graphs: Any) -> None:

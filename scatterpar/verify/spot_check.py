@@ -117,10 +117,6 @@ class SpotCheck:
         with self._hook_state, self._criterion_state, uncompiled(), here[0], here[1]:
             try:
                 yield
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise Inconclusive("memory ran out", lasting=True) from None
-                raise
             finally:
                 self._restore()
 
@@ -139,28 +135,38 @@ class SpotCheck:
         Raises:
             Inconclusive: the rows say neither.
         """
-        with self._isolated():
-            self._few = [*range(min(2, self._request.rows))]
-            self._probe = self._output(self._few)
-            self._note_shared()
-            self._restore()
-            wrong, doubt = None, Inconclusive("there are no rows")
-            for parts in choose(min(max_rows, self._most_rows())):
-                try:
-                    finding = self._check(parts)
-                except Inconclusive as error:
-                    if error.lasting:
-                        raise
-                    doubt = error
-                    continue
-                if finding is None and wrong is not None:
-                    raise Inconclusive("other rows say something else")
-                if finding is None:
-                    return None
-                wrong = wrong or finding
-            if wrong is None:
-                raise doubt
-            return wrong
+        try:
+            with self._isolated():
+                return self._decide(choose, max_rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        if max_rows > 2:
+            return self.run(choose, 2)
+        raise Inconclusive("memory ran out", lasting=True)
+
+    def _decide(self, choose: Callable[[int], Sequence[Parts]], max_rows: int) -> Finding | None:
+        self._few = [*range(min(2, self._request.rows))]
+        self._probe = self._output(self._few)
+        self._note_shared()
+        self._restore()
+        wrong, doubt = None, Inconclusive("there are no rows")
+        for parts in choose(min(max_rows, self._most_rows())):
+            try:
+                finding = self._check(parts)
+            except Inconclusive as error:
+                if error.lasting:
+                    raise
+                doubt = error
+                continue
+            if finding is None and wrong is not None:
+                raise Inconclusive("other rows say something else")
+            if finding is None:
+                return None
+            wrong = wrong or finding
+        if wrong is None:
+            raise doubt
+        return wrong
 
     def _most_rows(self) -> int:
         """As many as have few elements of outputs; three, unless these are very large."""
@@ -214,7 +220,7 @@ class SpotCheck:
             scale = max(abs(one), abs(other), _SMALLEST_LOSS)
             return abs(one - other) > scale * max(_TOLERANCES.get(d, 1.0) for d in dtypes)
 
-        with contextlib.suppress(Inconclusive), self._isolated():
+        with self._isolated():
             try:
                 first = both()
                 if not differ(*first) or any(map(differ, first, both())):

@@ -1,6 +1,6 @@
 """ScatterOnceParallel: one step of a very large batch, scattered once and reduced once.
 
-The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``::
+The path of one step. Comments in ``_step``, ``_fit`` and ``_compute`` have the same numbers::
 
     1 plan  2 scatter       3 replicate  4 compute              5 reduce  6 commit
 
@@ -9,9 +9,9 @@ The path of one step. The numbers stand in ``_step``, ``_fit`` and ``_compute``:
             +-- share 2 ----- replica 2 -- sub-step 0 ... 15 --+
             +-- share 3 ----- replica 3 -- sub-step 0 ... 15 --+
 
-If the step fails before 6, everything of the user's that was written is restored. If memory runs
-out in 2 to 5, ``accum="auto"`` begins again at 1. Several machines sum up between 5 and 6. In 6,
-``forward_backward`` adds to ``.grad``; ``loss`` leaves that to the backward pass of the loss.
+If the step fails before 6, all user state that was written is restored. If memory runs out in 2 to
+5, ``accum="auto"`` starts again at 1. Ranks exchange their sums between 5 and 6. In 6,
+``forward_backward`` adds to ``.grad``; with ``loss`` the backward pass of the loss does that.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from scatterpar.replicas.compiled import compile_fn_from, unwrapped
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
@@ -58,13 +59,13 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
 from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
-_MOST_REPLICAS = 2**16  # of one rank: how far its random numbers are from the next one's
+_MOST_REPLICAS = 2**16  # per rank: rank r counts its replicas from r * this, for their seeds
 
 
 class ScatterOnceParallel(Wrapper):
@@ -76,50 +77,50 @@ class ScatterOnceParallel(Wrapper):
         loss = criterion(module(inputs), targets)
         loss.backward()
 
-    but with the rows divided over replicas of ``module``, each of which works through its
-    share in ``accum`` sub-steps of its own. The batch is scattered once, parameters go out
-    once, gradients come back once.
+    but with the rows divided over replicas of ``module``, each of which computes its share in
+    ``accum`` sub-steps. The batch is scattered once, parameters are sent once, and gradients are
+    reduced once.
 
     Args:
-        module: any ``nn.Module`` on ``device_ids[0]``. It stays the user's: optimizers,
-            schedulers and checkpoints see it alone.
-        accum: sub-steps per replica, or ``"auto"``: start with one and, when memory runs out,
-            plan the same batch anew with the fewest sub-steps that fit; remembered for
-            later steps. Attempts that ran out of memory do not affect the result.
+        module: any ``nn.Module`` on ``device_ids[0]``. Optimizers, schedulers and checkpoints use
+            this module as before.
+        accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs out, plan
+            the same batch again with the fewest sub-steps that fit. Later steps use the same
+            number. Attempts that ran out of memory do not affect the result.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
-            ``torch.device``; entries may repeat, and replicas with equal entries share one
-            memory. ``["cpu"] * 4`` are four replicas in the host's memory, ``["cpu:0",
-            "cpu:1"]`` are two virtual devices with memories of their own. Default: every
-            visible accelerator, or a single CPU replica without any.
-        micro_batch_size: most rows per sub-step, instead of ``accum``.
-        micro_batch_cost: the most that a sub-step may cost, instead of ``accum``, for rows of
-            unequal length. A sub-step costs its number of rows times the largest of their
-            ``costs``, which each call passes. Rows of similar cost share a sub-step, whatever
-            their order in the batch. Outputs keep the order of the batch.
-        dim: the dimension that holds the rows.
-        buffers: ``"master"`` keeps replica 0's buffers, ``"mean"`` averages floating-point
-            buffers over the replicas, weighted by rows. ``"batch"`` moves running statistics
-            of batch normalisations once a step, with the mean and unbiased variance over all its
-            rows (other buffers are replica 0's): else they move at every sub-step.
+            ``torch.device``. Entries may repeat; replicas with equal entries share one memory.
+            ``["cpu"] * 4`` are four replicas in host memory, ``["cpu:0", "cpu:1"]`` are two virtual
+            devices with separate memories. Default: every visible accelerator, or a single CPU
+            replica if there is none.
+        micro_batch_size: maximal number of rows per sub-step, instead of ``accum``.
+        micro_batch_cost: maximal cost of a sub-step, instead of ``accum``, for rows of unequal
+            length. The cost of a sub-step is its number of rows times the largest of their
+            ``costs``, which each call passes. Rows of similar cost share a sub-step, in whatever
+            order they are in the batch. Outputs keep the order of the batch.
+        dim: the dimension along which the batch is split into rows.
+        buffers: ``"master"`` keeps the buffers of replica 0. ``"mean"`` averages floating-point
+            buffers over the replicas, weighted by rows. ``"batch"`` updates running statistics of
+            batch normalisation once per step, with the mean and unbiased variance over all rows,
+            and keeps other buffers of replica 0. Otherwise every sub-step updates them.
         check_finite: raise ``FloatingPointError`` for a loss that is NaN or infinite.
-        process_group: train together with other processes, one a machine. Each rank passes
-            its own rows; loss and gradients are those of all ranks' batches together, and a
-            rank that fails makes every rank raise in that step. Rank 0's parameters and
-            buffers win at construction. Inference stays each rank's own.
+        process_group: train together with other processes, one per machine. Each rank passes its
+            own rows; loss and gradients are those of all ranks' batches together. If a rank fails,
+            every rank raises an error in that step. At construction all ranks get the parameters
+            and buffers of rank 0. Inference is separate on each rank.
         shares: relative sizes of the replicas' shares, such as ``[3, 1]`` for a device that is
-            three times as fast as the other, or ``"auto"``: learned from the pace of each
-            device in the steps so far. A larger share is more sub-steps, not larger ones.
-            Loss and gradient are exact whatever the shares are; what is learned differs from
-            run to run, and with it the rounding. Each rank learns its own.
-        accumulate_dtype: sub-steps, replicas and ranks add up in this floating-point dtype, such
-            as ``torch.float32`` for parameters in bfloat16, whose sums lose half their digits
-            otherwise. The sum is rounded once, into ``.grad``'s own dtype. Gradients that are
-            wider already keep their dtype.
-        measure_noise: compare the replicas' gradients: ``last_step.noise`` tells how large a
-            batch is worth it (:class:`GradientNoise`).
+            three times as fast as the other, or ``"auto"``: learned from the speed of each device
+            in previous steps. A larger share has more sub-steps, not larger ones. Loss and gradient
+            are exact for any shares. Learned shares, and so the rounding, differ from run to run.
+            Each rank learns its own shares.
+        accumulate_dtype: gradients of sub-steps, replicas and ranks are added in this
+            floating-point dtype, such as ``torch.float32`` for parameters in bfloat16, whose sums
+            would otherwise lose half their digits. The sum is rounded once, to the dtype of
+            ``.grad``. Gradients with a wider dtype keep it.
+        measure_noise: compare the replicas' gradients: ``last_step.noise`` estimates the batch size
+            beyond which more rows gain little (:class:`GradientNoise`).
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
-            module itself stays as it is. A module made by ``torch.compile``, or one that was
-            compiled by ``.compile()``, as a whole or in parts, means the same without it.
+            module itself is not changed. Replicas also run compiled if the module was made by
+            ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
         verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
             combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
             give the loss that a replica gives. If not, a ``ValueError`` before anything changes,
@@ -127,17 +128,17 @@ class ScatterOnceParallel(Wrapper):
             a kind of criterion and batch, when labels go beyond the range that was verified, and
             whenever checks have taken less than 1 % of the time. State that sub-steps move is told
             once, by name.
-        graphs: capture a sub-step (forward, criterion and backward) once for each shape of
-            micro-batch, as a CUDA graph, and launch it as one for every micro-batch: for small
-            sub-steps, which a device has done before the host has launched them. Python then runs
-            while a sub-step is captured and not again, so numbers that change must be tensors; a
-            change of the module, or another criterion, is captured anew. Not seen are changes of
-            global variables, and of objects that are no modules. What cannot be captured runs as
-            without it, and that is told once. On the CPU nothing is captured.
+        graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
+            of micro-batch, and replay it for every micro-batch. This is for small sub-steps, which
+            a device finishes before the host has launched them. Python runs only while a sub-step
+            is captured, so numbers that change must be tensors. If the module or the criterion
+            changes, the sub-step is captured again. Changes of global variables, and of objects
+            that are not modules, are not detected. A sub-step that cannot be captured runs without
+            graphs, and a warning says so once. On the CPU nothing is captured.
 
     Attributes:
         module: the user's module.
-        last_step: what the last step did, a :class:`StepReport`; ``None`` before the first one.
+        last_step: a :class:`StepReport` of the last step; ``None`` before the first step.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -238,52 +239,52 @@ class ScatterOnceParallel(Wrapper):
         """One step: adds the gradient of the whole batch's loss to the parameters' ``.grad``.
 
         Args:
-            inputs: a tensor or list (one positional argument of the module), a tuple
-                (positional arguments) or a mapping (keyword arguments), nested at will.
-                Tensors have the batch's rows along ``dim``; 0-dim tensors and everything
-                else go to every replica as they are. ``Replicated`` marks what has no rows,
-                ``Rows`` a list with one entry per row, ``Rows.from_batches`` several batches.
-            targets: what the criterion takes, with the same rows.
-            criterion: ``criterion(output, targets)`` gives a 0-dim loss. ``None``: the
+            inputs: a tensor or list (one positional argument of the module), a tuple (positional
+                arguments) or a mapping (keyword arguments), nested at will. Tensors have the
+                batch's rows along ``dim``; 0-dim tensors and everything else go to every replica
+                unchanged. ``Replicated`` marks values without rows, ``Rows`` a list with one entry
+                per row, ``Rows.from_batches`` several batches.
+            targets: the targets for the criterion, with the same rows.
+            criterion: ``criterion(output, targets)`` returns a 0-dim loss. With ``None`` the
                 module's output is the loss, or has it as ``.loss`` or ``["loss"]``.
-            reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by
-                default its own ``.reduction``, else ``"mean"``.
-            count: ``count(inputs, targets)`` gives the number of terms, as a number or
-                0-dim tensor, that a mean loss averages over in what it is given. By
-                default the rows, and for ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (or
-                their functions, also as a ``functools.partial``) what their ``ignore_index``
-                and ``weight`` make of the targets. ``scatterpar.count_labels`` makes one for
-                labels of which some are ignored.
+            reduction: how the criterion combines its terms, ``"mean"`` or ``"sum"``; by default the
+                criterion's attribute ``.reduction``, else ``"mean"``.
+            count: ``count(inputs, targets)`` returns the number of terms that a mean loss of these
+                inputs and targets averages over, as a number or 0-dim tensor. By default the number
+                of rows. For ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` (or their functions, also as
+                a ``functools.partial``) the default follows their ``ignore_index`` and ``weight``.
+                ``scatterpar.count_labels`` returns such a function for labels of which some are
+                ignored.
             scaler: its scale multiplies the gradients, for ``scaler.step(optimizer)``.
-            return_outputs: return the module's outputs too; or a function, for what it makes
-                of each micro-batch's output, detached, at once.
-            whole_batch: the criterion sees the outputs and targets of all rows at once, joined
-                in row order on the master, for losses that compare rows with each other. It is
-                called once, where this is called. Every micro-batch but a replica's last one is
+            return_outputs: ``True`` to return the module's outputs too, or a function that is
+                applied to the detached output of each micro-batch, to return its results.
+            whole_batch: the criterion sees the outputs and targets of all rows at once, joined in
+                row order on the master, for losses that compare rows with each other. It is called
+                once, in the caller's thread. Every micro-batch except a replica's last one is
                 computed twice, with the same random numbers and from the same state.
-            costs: with ``micro_batch_cost``, what each row costs, such as its length: a list,
+            costs: with ``micro_batch_cost``, the cost of each row, such as its length: a list,
                 tuple, array or 1-D tensor with one number per row.
 
         Returns:
-            The whole batch's loss, 0-dim, detached, on the master; with
-            ``return_outputs`` a pair of it and the outputs, a tuple with one entry per
-            replica used, detached, each on its replica's device. With ``costs`` the tuple has
-            one entry, on the master, with all rows in the order of the batch.
+            The loss of the whole batch, 0-dim, detached, on the master. With ``return_outputs`` a
+            pair of the loss and the outputs: a tuple with one entry per replica used, detached,
+            each on its replica's device. With ``costs`` the tuple has one entry, on the master,
+            with all rows in the order of the batch.
 
         Raises:
-            ValueError: an empty batch, tensors that disagree in their rows or require
-                grad, outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``;
-                with ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; with
-                ``verify``, losses that do not combine as these say.
+            ValueError: an empty batch, tensors with different numbers of rows or that require grad,
+                outputs that cannot be joined, a loss that is not 0-dim, ``reduction="none"``; with
+                ``whole_batch`` no criterion, or ``reduction=`` or ``count=``; with ``verify``,
+                losses that do not combine as ``reduction`` and ``count`` say.
             RuntimeError: a step inside a step, after ``close()``, or in a forked child; with
-                ``whole_batch``, a module that computes something else the second time.
+                ``whole_batch``, a module whose second pass gives other outputs.
             FloatingPointError: with ``check_finite``, a loss that is not finite.
 
-            What the module or the criterion raises arrives as it is, with a note of the
-            replica and sub-step. Then nothing has changed.
+            Exceptions of the module or the criterion are raised unchanged, with a note that names
+            the replica and sub-step. After any exception, nothing has changed.
         """
-        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        return self._step(self._request(*asked, costs=costs), deferred=False)
+        args = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        return self._step(self._request(*args, costs=costs), deferred=False)
 
     def loss(
         self,
@@ -339,8 +340,8 @@ class ScatterOnceParallel(Wrapper):
             >>> model.weight.grad.shape
             torch.Size([2, 4])
         """
-        asked = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
-        request = self._request(*asked, costs=costs, backward=torch.is_grad_enabled())
+        args = inputs, targets, criterion, reduction, count, scaler, return_outputs, whole_batch
+        request = self._request(*args, costs=costs, backward=torch.is_grad_enabled())
         return self._step(request, deferred=True)
 
     def _step(self, request: Request, *, deferred: bool) -> Any:
@@ -356,7 +357,7 @@ class ScatterOnceParallel(Wrapper):
         return (loss, outcome.outputs) if request.return_outputs else loss
 
     def _fit(self, request: Request) -> Outcome:
-        """The outcome with as many sub-steps as were asked for, or as the memory asks for."""
+        """The outcome with ``accum`` sub-steps; with ``"auto"`` the fewest that fit into memory."""
         request = request.checked(self.device_ids[0])
         if self.accum == "auto":
             plan = partial(self._plan, request.sizes)  # 1
@@ -365,11 +366,11 @@ class ScatterOnceParallel(Wrapper):
         else:
             outcome = self._compute(request, self.plan(request.sizes, request.costs))  # 1
         with outcome.attempt:
-            self._workers.interrupts.deliver()  # later ones wait until all is written everywhere
+            self._workers.interrupts.deliver()  # later ones wait until every rank has committed
         return outcome
 
     def _compute(self, request: Request, plan: Plan) -> Outcome:
-        """All of the step but the commit."""
+        """Steps 2 to 5: the whole step except the commit."""
         with self._attempt(plan) as attempt:
             phase, copies = attempt.clock.phase, self._replica_set
             self._latest = request.sizes, plan, attempt.generators
@@ -384,8 +385,8 @@ class ScatterOnceParallel(Wrapper):
                     self.module, request.criterion, attempt.transfers, request.whole_batch
                 )
             with phase("compute"):  # 4
-                checks, ranks = self._verifier, self._ranks
-                results = compute(attempt, request, copies, loaders, weights, checks, ranks)
+                others = self._verifier, self._ranks, self._graphs
+                results = compute(attempt, request, copies, loaders, weights, *others)
             with phase("reduce"):  # 5
                 sets, noisy = copies.replica_sets, self.measure_noise
                 return reduce(attempt, request, sets, results, weights, noisy)
@@ -413,8 +414,8 @@ class ScatterOnceParallel(Wrapper):
     def plan(self, rows: int | Sequence[int], costs: Any = None) -> Plan:
         """The shares and micro-batches for a batch of ``rows``; ``print`` shows a table.
 
-        Several batches in one, as ``Rows.from_batches`` makes them, have a tuple or list of row
-        counts. With ``micro_batch_cost`` pass ``costs``, one number per row.
+        For several batches (``Rows.from_batches``) pass a tuple or list of row counts. With
+        ``micro_batch_cost`` pass ``costs``, one number per row.
         """
         if self.micro_batch_cost is not None or costs is not None:
             budget = self.micro_batch_cost
@@ -424,29 +425,28 @@ class ScatterOnceParallel(Wrapper):
     def _plan(self, rows: int | Sequence[int], accum: int) -> Plan:
         return make_plan(rows, self.device_ids, accum, self.micro_batch_size, self.shares)
 
-    def _request(self, *asked: Any, **options: Any) -> Request:
-        """What the user asked of one step, with what the engine was told at construction."""
-        told = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
-        return replace(Request(*asked), graphs=self._graphs, **told | options)
+    def _request(self, *args: Any, **options: Any) -> Request:
+        """The arguments of one call, with the engine's options."""
+        names = "dim", "check_finite", "verify", "graphs"
+        return replace(Request(*args), **{name: getattr(self, name) for name in names} | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.
 
         Args:
             inputs: positional arguments of the module, with rows along ``dim``.
-            kwargs: its keyword arguments, and the engine's ``costs``. Without ``micro_batch_cost``
-                a module whose ``forward`` takes an argument ``costs`` gets it.
+            kwargs: keyword arguments of the module, and the engine's ``costs``. Without
+                ``micro_batch_cost``, a module whose ``forward`` has an argument ``costs`` gets it.
 
         Returns:
-            The module's output for the whole batch, in the same nested types, on the
-            master, rows in order. 0-dim tensors in it are averaged over the rows. Where the
-            inputs have ``Rows``, lists in it with one entry per row stay that.
+            The module's output for the whole batch, in the same nested types, on the master, in row
+            order. 0-dim tensors are averaged over the rows. If the inputs have ``Rows``, lists with
+            one entry per row are joined to such lists.
 
         Raises:
-            ValueError: outputs that cannot be joined, several batches; ``costs`` without
-                ``micro_batch_cost``, or the other way round.
-            RuntimeError: in training mode with grad enabled, where ``forward_backward`` is
-                what is wanted.
+            ValueError: outputs that cannot be joined, several batches, ``costs`` without
+                ``micro_batch_cost``, or ``micro_batch_cost`` without ``costs``.
+            RuntimeError: a call in training mode with grad enabled; use ``forward_backward`` there.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), device_ids=["cpu"] * 2).eval()
@@ -481,11 +481,11 @@ class ScatterOnceParallel(Wrapper):
         whole_batch: bool = False,
         costs: Any = None,
     ) -> GradientCheck:
-        """The gradient of one batch beside that of a plain whole-batch backward on the master.
+        """Compare the gradient of one batch with that of a plain backward pass on the master.
 
-        The batch must fit there; a small one tells as much. Nothing is changed: parameters,
-        ``.grad``, buffers, random state and ``last_step`` stay as they are, and no hook on a
-        parameter runs. With a process group each rank compares its own rows.
+        The batch must fit on the master; a small batch is sufficient. Nothing is changed:
+        parameters, ``.grad``, buffers, random state and ``last_step`` stay the same, and no hook on
+        a parameter runs. With a process group each rank compares its own rows.
 
         Args:
             inputs: as in ``forward_backward``, and so are the others.
@@ -498,11 +498,11 @@ class ScatterOnceParallel(Wrapper):
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
-            ``.parameter``, its name, and ``.passed``, whether that is only rounding. It prints
-            as a sentence, which says what a difference may come from.
+            ``.parameter``, its name, and ``.passed``, whether the difference is only rounding. It
+            prints as a sentence, which names possible reasons of a difference.
 
         Raises:
-            ValueError: as ``forward_backward``; several batches in one.
+            ValueError: as ``forward_backward``, or several batches.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
@@ -510,11 +510,11 @@ class ScatterOnceParallel(Wrapper):
             >>> report.passed
             True
         """
-        asked = inputs, targets, criterion, reduction, count
-        request = self._request(*asked, whole_batch=whole_batch, verify=False, costs=costs)
+        args = inputs, targets, criterion, reduction, count
+        request = self._request(*args, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
-            request = replace(request, most=request.rows)  # all of them, and of this process alone
+            request = replace(request, most=request.rows)  # all sub-steps, of this process only
             plan = self.plan(request.sizes, request.costs)
             attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
@@ -527,9 +527,9 @@ class ScatterOnceParallel(Wrapper):
         Failed steps are recorded too. Inference is not.
 
         Returns:
-            A context manager that gives a :class:`Trace`. ``print(trace)`` shows a table and a
-            sentence that says what to pass. A notebook shows a picture. ``save("step.json")``
-            writes a file for Perfetto.
+            A context manager that yields a :class:`Trace`. ``print(trace)`` shows a table and a
+            sentence that says what to pass. A notebook shows a chart. ``save("step.json")`` writes
+            a file for Perfetto.
 
         Raises:
             RuntimeError: inside another trace of this engine.
@@ -601,7 +601,7 @@ class ScatterOnceParallel(Wrapper):
         Raises:
             ValueError: as ``forward_backward``, or if there is no such replica or sub-step.
 
-            What the module or the criterion raises arrives as it is.
+            Exceptions of the module or the criterion are raised unchanged.
 
         Example:
             >>> engine = ScatterOnceParallel(nn.Linear(4, 2), 2, ["cpu"] * 2)
@@ -630,24 +630,25 @@ class ScatterOnceParallel(Wrapper):
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The relative sizes of the replicas' shares, one number each.
+        """The relative sizes of the replicas' shares, one number per replica.
 
-        With ``shares="auto"`` what was learned so far; the same numbers, passed as ``shares=``
-        to another engine, make the same plans.
+        With ``shares="auto"`` these are the shares learned so far. Another engine makes the same
+        plans if the numbers are passed to it as ``shares=``.
         """
         return self._share_balancer.shares
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
-        """The replica modules, equal to the master's as of now; for inspection."""
+        """The replica modules, updated to match the module; for inspection."""
         with self.replicas_for_update() as copies:
             return tuple(replica.roots[0] for replica in copies.replicas)
 
     @contextlib.contextmanager
     def replicas_for_update(self) -> Iterator[ReplicaSet]:
-        """The replicas, equal to the master's as of now, for who writes to their parameters.
+        """Yields the replicas, updated to match the module, for code that writes their parameters.
 
-        ``broadcast_updates`` copies the writes to the master. They are undone if the body fails.
+        ``broadcast_updates`` copies the new values to the master. If the body fails, the next
+        refresh sends the master's values again.
         """
         with self._workers.exclusive():
             self._replica_set.refresh(self.module, None, Transfers())
@@ -658,9 +659,9 @@ class ScatterOnceParallel(Wrapper):
                 raise
 
     def close(self) -> None:
-        """Stop the workers, let go of the process group. Forgetting to is fine.
+        """Stop the workers and drop the process group. A later step is a ``RuntimeError``.
 
-        A step after it is a ``RuntimeError``.
+        Calling it is optional: workers also stop when the engine is collected.
         """
         self._workers.close()
         self._ranks = None

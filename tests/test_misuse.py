@@ -12,7 +12,7 @@ import torch
 from faults.bad_inputs import PAGE, PASSED_ON, TRIED, attempt, page
 from faults.forked import run_forked
 from faults.state import capture, differences
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.models import CLASSES, FEATURES, Classifier, Returns, mlp
 from helpers.oracle import assert_step, build, randint, randn
 from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
@@ -53,10 +53,6 @@ def test_bad_input_is_refused_and_changes_nothing(tried):
             return
         engine.train()
         assert_step(engine, x, y, loss, relative=1e-5)
-
-
-def test_no_row_is_there_twice():
-    assert len(set(TRIED + PASSED_ON)) == len(TRIED + PASSED_ON)
 
 
 # --- a step inside a step ---
@@ -168,6 +164,82 @@ def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(devic
         assert_arrives_from_everywhere(
             lambda: engine.forward_backward(batch["inputs"], batch["targets"], nn.MSELoss())
         )
+
+
+# --- what modules return and have ---
+
+RETURNED = {
+    "several losses": (
+        lambda found: {"box": found.abs().mean(), "class": (found**2).mean()},
+        r"; pass criterion=lambda losses, _: sum\(losses\.v",
+        lambda losses, _: sum(losses.values()),
+    ),
+    "no loss": (
+        lambda found: {"logits": found},
+        r"the module must give the loss.*got dict; pass a criterion, such",
+        lambda output, _: output["logits"].mean(),
+    ),
+    "logits and a loss": (
+        lambda found: (found, found.mean()),
+        r"got tuple; pass a criterion, such as lambda output, _: output\[1\]",
+        lambda output, _: output[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_module_that_returns(devices, case):
+    """The error says what to pass, and with that it is exact."""
+    returned, words, criterion = RETURNED[case]
+    model = build(lambda: Returns(lambda logits, _: returned(logits)))
+    with ScatterOnceParallel(model, 2, devices(2)) as engine:
+        with pytest.raises(TypeError, match=words):
+            engine.forward_backward(data(6)[0])
+        assert_step(engine, data(6)[0], None, criterion)
+
+
+def test_a_module_with_nothing_to_train(devices):
+    model = mlp().requires_grad_(False)
+    with ScatterOnceParallel(model, 1, devices(2)) as engine:
+        words = r"has no parameter that requires grad: there is nothing to train; call .requires"
+        with pytest.raises(ValueError, match=words):
+            engine.forward_backward(data(6)[0], None, lambda output, _: output.sum())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta"])
+def test_devices_that_are_not_here(device):
+    with pytest.raises(ValueError, match=f"device_ids: {device} is not here"):
+        ScatterOnceParallel(mlp(), 1, [device])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_ordinals_without_an_accelerator_say_how_to_ask_for_the_cpu():
+    with pytest.raises(ValueError, match=r'none is visible here.*\["cpu"\] \* 2'):
+        ScatterOnceParallel(mlp(), 1, [0, 1])
+
+
+def test_a_buffer_elsewhere_is_named_too(devices):
+    model = build(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES)))
+    model[0].running_var = model[0].running_var.to("meta")
+    with pytest.raises(
+        ValueError, match=r"its buffer '0.running_var' is on meta; call \.to\('cpu'\)"
+    ):
+        ScatterOnceParallel(model, 1, devices(2))
+
+
+def test_a_list_is_one_argument_and_a_tuple_several(devices):
+    class Pair(Classifier):
+        def forward(self, first, second=None):
+            first, second = first if second is None else (first, second)
+            return self.linear(first * second)
+
+    with ScatterOnceParallel(build(Pair), 2, devices(3)) as engine:
+        rows, labels = data(6)
+        by_tuple, by_list, by_dict = (
+            engine.forward_backward(inputs, labels, nn.CrossEntropyLoss())
+            for inputs in ((rows, rows), [rows, rows], {"first": rows, "second": rows})
+        )
+    assert by_tuple == by_list == by_dict
 
 
 # --- other processes ---

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import pytest
 from faults.forked import run_forked
 
 HERE = Path(__file__).parent
 
-OFFENDERS = """
+# What a test leaves behind, and what the police says of it.
+OFFENDERS = {
+    "threading.Thread(target=release.wait, daemon=True, name='a').start()": "leaked threads: ['a'",
+    "engines.append(ScatterOnceParallel(nn.Identity(), device_ids=['cpu'] * 2).eval())\n"
+    "    engines[0](torch.ones(4, 1))": "leaked threads: ['scatterpar replica 0, cpu', 's",
+    "torch.set_num_threads(torch.get_num_threads() + 1)": "changed globals: {'num_threads'",
+    "torch.set_default_dtype(torch.float64)": "changed globals: {'default dtype'",
+    "torch.set_default_device('meta')": "changed globals: {'default device'",
+    "torch.set_grad_enabled(False)": "changed globals: {'grad mode'",
+    "torch.set_autocast_enabled('cpu', True)": "changed globals: {'autocast enabled'",
+    "torch.set_autocast_dtype('cpu', torch.float16)": "changed globals: {'autocast dtype'",
+    "torch.set_autocast_cache_enabled(False)": "changed globals: {'autocast cache'",
+    "torch.use_deterministic_algorithms(True, warn_only=True)": "changed globals: {'determinist",
+    "torch.random.default_generator = torch.Generator()": "{'torch.random.default_generator'",
+    "torch.rand(1)": "moved random generators: ['torch']",
+}
+FILE = """
 import threading
 import pytest
 import torch
@@ -18,61 +34,8 @@ from torch import nn
 from scatterpar import ScatterOnceParallel
 
 police.GRACE_SECONDS = 0.3
-release = threading.Event()
-
-
-def test_thread():
-    threading.Thread(target=release.wait, daemon=True, name="left-behind").start()
-
-
-engines = []
-
-
-def test_engine_that_lives_on():
-    engine = ScatterOnceParallel(nn.Identity(), device_ids=["cpu"] * 2).eval()
-    engine(torch.ones(4, 1))
-    engines.append(engine)
-
-
-def test_num_threads():
-    torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-def test_default_dtype():
-    torch.set_default_dtype(torch.float64)
-
-
-def test_default_device():
-    torch.set_default_device("meta")
-
-
-def test_grad_mode():
-    torch.set_grad_enabled(False)
-
-
-def test_autocast():
-    torch.set_autocast_enabled("cpu", True)
-
-
-def test_autocast_dtype():
-    torch.set_autocast_dtype("cpu", torch.float16)
-
-
-def test_autocast_cache():
-    torch.set_autocast_cache_enabled(False)
-
-
-def test_deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def test_generator_identity():
-    torch.random.default_generator = torch.Generator()
-
-
-def test_random_numbers():
-    torch.rand(1)
-
+release, engines = threading.Event(), []
+{tests}
 
 @pytest.mark.draws
 def test_random_numbers_on_purpose():
@@ -88,43 +51,20 @@ def test_everything_was_put_back():
     assert not torch.is_autocast_enabled("cpu")
 """
 
-EXPECTED = {
-    "test_thread": "leaked threads: ['left-behind']",
-    "test_engine_that_lives_on": "leaked threads: ['scatterpar replica 0, cpu', 's",
-    "test_num_threads": "changed globals: {'num_threads'",
-    "test_default_dtype": "changed globals: {'default dtype'",
-    "test_default_device": "changed globals: {'default device'",
-    "test_grad_mode": "changed globals: {'grad mode'",
-    "test_autocast": "changed globals: {'autocast enabled'",
-    "test_autocast_dtype": "changed globals: {'autocast dtype'",
-    "test_autocast_cache": "changed globals: {'autocast cache'",
-    "test_deterministic": "changed globals: {'deterministic'",
-    "test_generator_identity": "changed globals: {'torch.random.default_generator'",
-    "test_random_numbers": "moved random generators: ['torch']",
-}
 
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def test_offenders_are_caught_and_named_and_the_others_pass(tmp_path):
     """What pytest says of tests that misbehave, each under this suite's own conftest."""
-    folder = tmp_path_factory.mktemp("offenders")
-    (folder / "test_offenders.py").write_text(OFFENDERS)
-    (folder / "conftest.py").write_text((HERE / "conftest.py").read_text())
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    tests = "".join(f"\ndef test_{i}():\n    {line}\n" for i, line in enumerate(OFFENDERS))
+    (tmp_path / "test_offenders.py").write_text(FILE.replace("{tests}", tests))
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     options = ["-q", "-rA", "--tb=short", "-p", "no:cacheprovider"]
-    return run_forked("-m", "pytest", *options, str(folder)).out
-
-
-@pytest.mark.parametrize("offender", EXPECTED)
-def test_offenders_are_caught(report, offender):
+    report = run_forked("-m", "pytest", *options, str(tmp_path)).out
     errors = [line.split(" - ")[0] for line in report.splitlines() if line.startswith("ERROR ")]
-    assert any(error.endswith(f"test_offenders.py::{offender}") for error in errors)
-    assert EXPECTED[offender] in report
-
-
-@pytest.mark.parametrize(
-    "citizen", ["test_random_numbers_on_purpose", "test_everything_was_put_back"]
-)
-def test_the_others_pass(report, citizen):
-    lines = [line.split(" ")[0] for line in report.splitlines() if line.endswith(f"::{citizen}")]
-    assert lines == ["PASSED"]
+    assert len(errors) == len(OFFENDERS)
+    for number, words in enumerate(OFFENDERS.values()):
+        assert any(error.endswith(f"test_offenders.py::test_{number}") for error in errors), number
+        assert words in report
+    for name in ("random_numbers_on_purpose", "everything_was_put_back"):
+        assert f"::test_{name}" not in "".join(errors)
+        assert re.search(rf"PASSED .*::test_{name}$", report, re.MULTILINE)

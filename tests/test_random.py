@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, Classifier, mlp
-from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal, step
-from helpers.oracle import assert_close, build
+from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
+from helpers.oracle import assert_close, assert_gradients, build, gradients
+from pair.common import Pair
 from torch import nn
 
 from scatterpar import ScatterOnceParallel
 from scatterpar.threads import generators
 
 pytestmark = pytest.mark.draws
+LABELS = BATCH[1]
+by_both = pytest.mark.parametrize("runner", ["engine", "pair"])
 
 
 @pytest.fixture(autouse=True)
@@ -23,56 +28,70 @@ def _forget_masks():
     Masks.replay = False
 
 
+@contextlib.contextmanager
+def training(runner, model, device_ids, accum=2, criterion=None):
+    """``step(inputs, targets, seed)``: the loss of a step that begins without gradients."""
+    criterion = criterion or nn.CrossEntropyLoss()
+
+    def by_pair(*batch):
+        loss = pair.loss(*batch)
+        between = torch.rand(3)  # others draw before backward, and get what they would get
+        assert between.unique().numel() == 3
+        state = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        return loss.detach()
+
+    def step(inputs=BATCH[0], targets=LABELS, seed=None):
+        model.zero_grad()
+        if seed is not None:
+            torch.manual_seed(seed)
+        loss = run(inputs, targets)
+        return [loss, *(p.grad.clone() for p in model.parameters())]
+
+    with contextlib.ExitStack() as stack:
+        if runner == "pair":
+            pair = Pair(model, criterion, device_ids)
+            run = by_pair
+        else:
+            engine = stack.enter_context(ScatterOnceParallel(model, accum, device_ids))
+            run = lambda *batch: engine.forward_backward(*batch, criterion)  # noqa: E731
+        yield step
+
+
+@by_both
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant):
+def test_gradients_are_those_of_the_masks_that_were_drawn(devices, variant, runner):
     """Replay the very masks on one device: a recomputation with others would show here."""
-    model = build(lambda: Noisy(VARIANTS[variant]))
-    twin = build(Noisy)
-    with ScatterOnceParallel(model, 3, devices(4)) as engine:
-        for seed in range(5):
+    model, twin = build(lambda: Noisy(VARIANTS[variant])), build(Noisy)
+    with training(runner, model, devices(4), 3) as step:
+        for seed in range(3):
             Masks.drawn.clear()
             Masks.replay = False
-            torch.manual_seed(seed)
-            model.zero_grad()
-            loss = engine.forward_backward(NUMBERED, BATCH[1], nn.CrossEntropyLoss())
-            assert len(Masks.drawn) == ROWS
+            loss = step(NUMBERED, seed=seed)[0]
+            masks = {tuple(mask.tolist()) for mask in Masks.drawn.values()}
+            assert len(Masks.drawn) == len(masks) == ROWS, "another one for each row"
             Masks.replay = True
             twin.zero_grad()
-            expected = nn.CrossEntropyLoss()(twin(NUMBERED), BATCH[1])
+            expected = nn.CrossEntropyLoss()(twin(NUMBERED), LABELS)
             expected.backward()
             assert_close(loss, expected.detach(), "loss")
-            for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
-                assert_close(mine.grad, its.grad, name)
+            assert_gradients(model, gradients(twin))
 
 
-def test_replicas_draw_different_masks(devices):
-    model = build(Noisy)
-    with ScatterOnceParallel(model, 2, devices(4)) as engine:
-        torch.manual_seed(0)
-        engine.forward_backward(NUMBERED, BATCH[1], nn.CrossEntropyLoss())
-        masks = [tuple(mask.tolist()) for mask in Masks.drawn.values()]
-        assert len(set(masks)) == ROWS
-
-
-def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices):
-    with ScatterOnceParallel(dropout_model(), 2, devices(3)) as engine:
-        first = step(engine, seed=7)
-        other = step(engine, seed=8)
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-        engine.forward_backward(BATCH[0][:5], BATCH[1][:5], nn.CrossEntropyLoss())
-        again = step(engine, seed=7)
-    assert equal(first, again)
-    assert not equal(first, other)
-
-
-def test_steps_without_a_new_seed_differ(devices):
-    with ScatterOnceParallel(dropout_model(), 2, devices(3)) as engine:
+@by_both
+def test_the_seed_decides_the_step_on_an_engine_that_ran_before(devices, runner):
+    with training(runner, dropout_model(), devices(3)) as step:
+        first, other = step(seed=7), step(seed=8)
+        step(BATCH[0][:5], LABELS[:5])
+        assert equal(first, step(seed=7))
+        assert not equal(first, other)
         torch.manual_seed(1)
-        losses = {engine.forward_backward(*BATCH, nn.CrossEntropyLoss()).item() for _ in range(6)}
-    assert len(losses) == 6
+        assert len({step()[0].item() for _ in range(6)}) == 6, "without a new seed they differ"
 
 
-def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices):
+@by_both
+def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices, runner):
     """If only replica 1 drew, the next step must not draw the same again."""
 
     class OnlyLast(Classifier):
@@ -80,20 +99,19 @@ def test_a_replica_other_than_the_first_drawing_moves_the_generator(devices):
             outputs = self.linear(numbered[:, 1:])
             return outputs * torch.rand_like(outputs) if numbered[-1, 0] == ROWS - 1 else outputs
 
-    with ScatterOnceParallel(build(OnlyLast), 1, devices(2)) as engine:
-        torch.manual_seed(1)
-        losses = [engine.forward_backward(NUMBERED, BATCH[1], nn.CrossEntropyLoss()) for _ in "ab"]
-    assert losses[0] != losses[1]
+    with training(runner, build(OnlyLast), devices(2), 1) as step:
+        assert step(NUMBERED, seed=1)[0] != step(NUMBERED)[0]
 
 
 @pytest.mark.parametrize("model", [mlp, lambda: dropout_model().eval()])
 def test_a_model_that_draws_nothing_leaves_the_generator_untouched(devices, model):
+    before = torch.get_rng_state()
     with ScatterOnceParallel(model(), 2, devices(3)) as engine:
-        before = torch.get_rng_state()
         engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
         engine.eval()
         engine(BATCH[0])
-        assert torch.equal(torch.get_rng_state(), before)
+    Pair(model(), nn.CrossEntropyLoss(), devices(3)).check(*BATCH)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("accum", [1, 3])
@@ -109,26 +127,22 @@ def test_one_replica_is_the_plain_loop_bit_for_bit(devices, accum):
     for _ in range(3):
         twin_gradients = [p.grad for p in plain.parameters()]
         plain.zero_grad()
-        for inputs, targets in zip(BATCH[0].chunk(accum), BATCH[1].chunk(accum), strict=True):
+        for inputs, targets in zip(BATCH[0].chunk(accum), LABELS.chunk(accum), strict=True):
             (criterion(plain(inputs), targets) * (len(inputs) / ROWS)).backward()
         for parameter, before in zip(plain.parameters(), twin_gradients, strict=True):
             if before is not None:
                 parameter.grad = before + parameter.grad
     assert torch.equal(torch.rand(3), following)
-    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
+    assert equal(*([p.grad for p in one.parameters()] for one in (ours, plain)))
 
 
 def test_replica_0_continues_the_caller_s_stream(devices):
     """Its masks are those that a plain call with the same seed draws."""
-    with ScatterOnceParallel(build(Noisy), 1, devices(3)) as engine:
-        torch.manual_seed(11)
-        engine.forward_backward(NUMBERED, BATCH[1], nn.CrossEntropyLoss())
-    share = {row: Masks.drawn[row] for row in range(8)}
-    Masks.drawn.clear()
+    with training("engine", build(Noisy), devices(3), 1) as step:
+        step(NUMBERED, seed=11)
     torch.manual_seed(11)
     expected = torch.bernoulli(torch.full((8, 32), 0.5).double()) * 2
-    assert torch.equal(torch.stack([share[row] for row in range(8)]), expected)
+    assert torch.equal(torch.stack([Masks.drawn[row] for row in range(8)]), expected)
 
 
 ELSEWHERE = {
@@ -155,9 +169,100 @@ def test_what_draws_on_another_device_uses_that_device_s_generator(devices, draw
             draw()
             return super().forward(inputs)
 
-    model = build(lambda: Draws(FEATURES, CLASSES))
     before = torch.get_rng_state()
-    with ScatterOnceParallel(model, 2, devices(3)) as engine:
-        engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
+    with training("engine", build(lambda: Draws(FEATURES, CLASSES)), devices(3)) as step:
+        step()
     assert not asked
     assert torch.equal(torch.get_rng_state(), before)
+
+
+WAYS = [
+    torch.rand_like,
+    torch.randn_like,
+    lambda x: torch.rand(x.shape, dtype=x.dtype),
+    lambda x: torch.randn(x.shape, dtype=x.dtype),
+    lambda x: torch.normal(x.detach(), 1.0),
+    lambda x: torch.empty_like(x).uniform_(),
+    lambda x: torch.empty_like(x).normal_(),
+    lambda x: torch.empty_like(x).exponential_(),
+    lambda x: torch.randperm(x.numel()).view(x.shape),
+    lambda x: torch.randint(9, x.shape),
+    lambda x: torch.multinomial(torch.ones(x.shape), x.shape[1]),
+    lambda x: nn.functional.dropout(torch.ones_like(x)),
+    lambda x: nn.functional.rrelu(-torch.ones_like(x), training=True),
+    lambda x: nn.functional.gumbel_softmax(x.detach()),
+    lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
+    lambda x: nn.init.xavier_uniform_(torch.empty_like(x)),
+    lambda x: nn.functional.scaled_dot_product_attention(*[x.detach()[None]] * 3, dropout_p=0.5)[0],
+]
+
+
+def forks(x):
+    """``fork_rng``, and a seed, in a forward pass: they stay in that replica's stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(99)
+        fixed = torch.rand(())
+    return fixed * torch.rand(()) * torch.ones_like(x)
+
+
+@pytest.mark.parametrize("draw", [*WAYS, forks])
+def test_every_way_to_draw(devices, draw):
+    """Same seed same bits, another seed other bits, other rows other numbers in each replica."""
+
+    class Draws(Classifier):
+        def forward(self, inputs):
+            outputs = self.linear(inputs)
+            return outputs * draw(outputs).to(outputs.dtype)
+
+    with training("engine", build(Draws), devices(3)) as step:
+        runs = [step(seed=seed) for seed in (1, 1, 2, 1)]
+    assert equal(runs[0], runs[1])
+    assert equal(runs[0], runs[3])
+    assert not equal(runs[0], runs[2])
+
+
+def test_a_generator_of_the_user_s_own_is_respected(devices):
+    """An explicit generator is the user's: it is not exchanged for the replica's."""
+    own = torch.Generator()
+
+    class Own(Classifier):
+        def forward(self, inputs):
+            outputs = self.linear(inputs)
+            return outputs * torch.rand(CLASSES, generator=own, dtype=outputs.dtype)
+
+    before = torch.get_rng_state()
+    with training("engine", build(Own), devices(1), 1) as step:
+        own.manual_seed(4)
+        first = step()
+        own.manual_seed(4)
+        assert equal(first, step())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@by_both
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_failed_step_leaves_the_generator_as_it_was(devices, replicas, runner):
+    """One replica draws from the process's own generator, several from theirs."""
+
+    class Fails(Classifier):
+        def forward(self, inputs):
+            torch.rand(3)
+            if (inputs == BATCH[0][-1]).all(1).any():
+                raise ArithmeticError("after drawing")
+            return self.linear(inputs)
+
+    with training(runner, build(Fails), devices(replicas)) as step:
+        before = torch.get_rng_state()
+        with pytest.raises(ArithmeticError):
+            step()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@by_both
+def test_a_criterion_that_draws(devices, runner):
+    def criterion(output, targets):
+        return nn.functional.cross_entropy(nn.functional.dropout(output, 0.5), targets)
+
+    with training(runner, mlp(), devices(3), criterion=criterion) as step:
+        found = [step(seed=seed)[0] for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]

@@ -1,8 +1,7 @@
-"""Losses that average over something else than rows, against several independent oracles."""
+"""Losses that average over something else than rows, beside plain torch and calculus by hand."""
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
@@ -10,18 +9,14 @@ import torch
 from helpers.models import CLASSES, FEATURES, mlp, token_classifier
 from helpers.oracle import (
     assert_close,
-    assert_gradients,
     assert_step,
     build,
-    gradients,
     randint,
     randn,
 )
 from helpers.weighted import (
     CASES,
     CLASS_WEIGHTS,
-    IGNORED,
-    by_hand,
     classes,
     gradient_by_hand,
     padded,
@@ -89,22 +84,6 @@ def test_probabilities_for_every_position(devices, runner):
     step(runner, devices, token_classifier(), batch, nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
-@pytest.mark.parametrize(("targets", "ignored"), [(padded, -100), (classes, IGNORED)])
-def test_oracle_from_the_definition(devices, targets, ignored, weight, smoothing):
-    model = mlp()
-    inputs, wanted = randn(23, FEATURES), targets(23)
-    criterion = nn.CrossEntropyLoss(weight, ignore_index=ignored, label_smoothing=smoothing)
-    twin = copy.deepcopy(model)
-    expected = by_hand(twin(inputs), wanted, weight, ignored, smoothing)
-    expected.backward()
-    with ScatterOnceParallel(model, 2, devices(4)) as engine:
-        loss = engine.forward_backward(inputs, wanted, criterion)
-    assert_close(loss, expected.detach(), "loss")
-    assert_gradients(model, gradients(twin))
-
-
 @pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
 def test_oracle_without_autograd(devices, weight):
     model = build(lambda: nn.Linear(FEATURES, CLASSES))
@@ -115,22 +94,6 @@ def test_oracle_without_autograd(devices, weight):
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
     assert_close(model.weight.grad, expected[0], "weight")
     assert_close(model.bias.grad, expected[1], "bias")
-
-
-@pytest.mark.parametrize("weight", [None, CLASS_WEIGHTS])
-def test_oracle_of_one_row_at_a_time(devices, weight):
-    """Sum the rows' gradients in a loop, then divide by the terms that counted."""
-    model = mlp()
-    inputs, targets = randn(23, FEATURES), padded(23)
-    twin = copy.deepcopy(model)
-    divisor = 0.0
-    for row, target in zip(inputs, targets, strict=True):
-        if target != -100:
-            F.cross_entropy(twin(row), target, weight, reduction="sum").backward()
-            divisor += 1.0 if weight is None else weight[target].item()
-    with ScatterOnceParallel(model, 2, devices(4)) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss(weight))
-    assert_gradients(model, {name: g / divisor for name, g in gradients(twin).items()})
 
 
 def masked_mean(output, targets):
@@ -228,16 +191,3 @@ def test_a_batch_without_terms_moves_nothing_and_is_never_nan(devices):
     assert loss == 0
     for name, parameter in model.named_parameters():
         assert parameter.grad is None or not parameter.grad.any(), name
-
-
-@pytest.mark.parametrize(
-    ("count", "error", "words"),
-    [
-        (lambda *_: "3", TypeError, "count must return a number or a 0-dim tensor, got '3'"),
-        (lambda *_: torch.ones(2), TypeError, "count must return a number or a 0-dim tensor"),
-        (lambda *_: float("inf"), ValueError, "finite number that is not negative, got inf"),
-    ],
-)
-def test_counts_that_are_none(devices, count, error, words):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine, pytest.raises(error, match=words):
-        engine.forward_backward(randn(6, FEATURES), classes(6), nn.CrossEntropyLoss(), count=count)

@@ -17,7 +17,7 @@ MORE_SUBSTEPS_CANNOT_HELP = (
     "more sub-steps do not help"  # in a note on an error, this ends the search
 )
 
-# What allocators and libraries say in a plain RuntimeError.
+# Texts of allocators and libraries in a plain RuntimeError. --
 _WORDS = (
     "out of memory",
     "can't allocate memory",
@@ -30,7 +30,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, in any of the known forms.
+    """Whether ``error`` says that memory ran out, in any known form.
 
     >>> is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     True
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class AutoAccum:
-    """What fitted last: ``accum`` sub-steps."""
+    """Searches the number of sub-steps; ``accum`` is the number that fitted last."""
 
     def __init__(self) -> None:
         self.accum = 1
@@ -55,17 +55,17 @@ class AutoAccum:
         compute: Callable[[Request, Plan], Outcome],
         release: Callable[[], None],
     ) -> Outcome:
-        """The outcome with the fewest sub-steps that fit, from those that fitted last on.
+        """The outcome with the fewest sub-steps that fit.
 
-        What fitted last is computed without a trial. Where it runs out of memory, the number is
-        doubled until a trial, the first sub-steps alone, fits, then bisected.
+        First run the whole step with the number that fitted last. If memory runs out, double the
+        number until a trial of two sub-steps fits, then bisect.
         """
-        most = -(-max(request.sizes) // len(devices))  # then a sub-step is down to one row
+        max_accum = -(-max(request.sizes) // len(devices))  # with so many, a sub-step has one row
         lean, retries = replace(request, retain_rows=False), 0
-        start, failed, fits = self.accum, self.accum - 1, self.accum  # no trial fits yet: 0
+        start, failed, fits = self.accum, self.accum - 1, self.accum  # fits: 0 if no trial fits yet
         while True:
             is_whole = fits == failed + 1
-            number = (failed + fits + 1) // 2 if fits else min(2 * failed, most)
+            number = (failed + fits + 1) // 2 if fits else min(2 * failed, max_accum)
             cut = plan(number)
             has_two_passes = request.whole_batch and any(
                 len(share.micro_batches) > 1 for share in cut.shares
@@ -81,7 +81,7 @@ class AutoAccum:
                 if not is_out_of_memory(error):
                     if is_whole:
                         raise
-                    fits = number  # too small, as for batch normalisation: the whole will tell
+                    fits = number  # sub-steps are too small, as for batch normalisation
                 else:
                     retries += 1
                     self._retain_rows = self._retain_rows and not retain_rows
@@ -90,7 +90,7 @@ class AutoAccum:
                         for note in getattr(error, "__notes__", ())
                     ):
                         raise
-                    if not retain_rows and number >= most:
+                    if not retain_rows and number >= max_accum:
                         error.add_note(
                             f'accum="auto" has nothing left to try: with {number} sub-steps a '
                             f"sub-step is one row, and that does not fit ({retries} tries ran "
@@ -103,7 +103,7 @@ class AutoAccum:
             release()
         self.accum = number
         if number != start:
-            with outcome.attempt:  # the user may make errors of warnings
+            with outcome.attempt:  # warnings may be errors
                 warn(
                     f'accum="auto": {request.rows} rows with accum={start} ran out of memory; '
                     f"accum={number} is the smallest that fits, and is kept"

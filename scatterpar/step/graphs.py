@@ -1,13 +1,13 @@
-"""graphs=True: a sub-step is captured once, and replayed as one launch for each micro-batch::
+"""graphs=True: a sub-step is captured once and replayed for every micro-batch::
 
-    rows, and the weight of their loss      copied into tensors that stay
+    rows, and the weight of their loss      copied to static tensors
     forward, criterion, backward            the graph
-    loss, output                            copied out of tensors that stay
-    gradients                               add up in tensors that stay; copied out after the last
+    loss, output                            copied from static tensors
+    gradients                               added to static tensors; copied out after the last
 
-Python runs while a sub-step is captured, and not again: launching costs the same whatever the size
-of the model. A graph belongs to one replica and one shape of micro-batch. It is valid as long as
-module, criterion and autocast do not change and parameters keep their memory. What cannot be
+Python runs only while a sub-step is captured, so a launch costs the same whatever the size of the
+model. A graph belongs to one replica and one shape of micro-batch. It is valid as long as module,
+criterion and autocast do not change and parameters keep their memory. A sub-step that cannot be
 captured runs without graphs, and a warning says so once. On the CPU nothing is captured: the same
 code is called again, on the same tensors.
 """
@@ -31,20 +31,20 @@ from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import is_out_of_memory
 from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output, forward
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
-from scatterpar.threads.workers import Attempt
 
-_SHAPES = 8  # graphs of one replica; micro-batches of further shapes run without
-_CAPTURES = 32  # of one replica in all: more, and something changes from step to step
-_WARM_UPS = 2  # the second one adds to gradients, as a graph does
+_SHAPES = 8  # graphs per replica; micro-batches of further shapes run without graphs
+_CAPTURES = 32  # per replica; if there are more, something changes from step to step
+_WARM_UPS = 2  # the second one accumulates gradients, as a graph does
 _BEYOND = "the criterion reaches parameters beside those of the module"
 _PLAIN = (bool, int, float, str, type(None))
-_PRECISIONS = (  # also where ``allow_tf32`` or ``set_float32_matmul_precision`` was set
+_PRECISIONS = (  # ``allow_tf32`` and ``set_float32_matmul_precision`` change these, too
     torch.backends.cuda.matmul,
     *(getattr(torch.backends.cudnn, kind) for kind in ("conv", "rnn")),
     torch.backends,
@@ -52,12 +52,12 @@ _PRECISIONS = (  # also where ``allow_tf32`` or ``set_float32_matmul_precision``
 
 
 class _Refused(Exception):
-    """Why a sub-step cannot be captured."""
+    """The reason why a sub-step cannot be captured."""
 
 
 @dataclass
 class _Graph:
-    """A sub-step of one shape: the tensors that stay, and what computes with them."""
+    """A sub-step of one shape: its static tensors, and the function that replays it."""
 
     rows: Any
     factor: Tensor
@@ -67,7 +67,7 @@ class _Graph:
     replay: Callable[..., None] | None = None
 
     def compute(self, task: ReplicaTask, keep: bool, number: int = 0) -> None:
-        """The sub-step itself: what is captured, or on the CPU called again."""
+        """The sub-step itself, which is captured, or on the CPU called again."""
         output, loss = forward(task, self.rows, number)
         self.output = detached_output(output, keep=True) if keep else None
         del output
@@ -76,11 +76,11 @@ class _Graph:
 
 
 @dataclass
-class _Kept:
-    """The graphs of one replica, and what they depend on."""
+class _ReplicaGraphs:
+    """The graphs of one replica, and the state that they depend on."""
 
     recorder: Recorder
-    untold: threading.Lock  # shared by all replicas; the one that warns of a refusal keeps it
+    warning_lock: threading.Lock  # shared by all replicas; the first to warn never releases it
     state: list[Any] = field(default_factory=list)
     graphs: dict[Hashable, _Graph] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Kept:
     is_refused: bool = False
 
     def forget(self) -> None:
-        """Drop everything that was captured."""
+        """Drop all graphs and static gradients."""
         self.state, self.graphs, self.gradients = [], {}, {}
         self.recorder.forget()
 
@@ -96,11 +96,11 @@ class _Kept:
         """Capture nothing from now on, and warn once."""
         self.is_refused = True
         self.forget()
-        if self.untold.acquire(blocking=False):
+        if self.warning_lock.acquire(blocking=False):
             warn(f"graphs=True: sub-steps run as without graphs, because {why}")
 
     def may_capture(self) -> bool:
-        """Whether to capture another one, which counts it."""
+        """Whether another sub-step may be captured; counts it."""
         if self.is_refused or len(self.graphs) >= _SHAPES:
             return False
         self.captures += 1
@@ -117,46 +117,52 @@ class Graphs:
     """The captured sub-steps of an engine's replicas."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self._untold = threading.Lock()
+        self._by_replica: dict[int, _ReplicaGraphs] = {}
+        self._warning_lock = threading.Lock()
 
     def of(
         self, task: ReplicaTask, request: Request, parts: Sequence[ReplicaSet], attempt: Attempt
     ) -> GraphedSubsteps:
-        """What computes the sub-steps of one replica in one step."""
+        """The sub-steps of one replica in one step."""
         number, state = task.share.replica, _state_of(task, parts)
-        if number not in self._kept:
-            self._kept[number] = _Kept(Recorder(task.share.device), self._untold)
-        own = self._kept[number]
-        if own.state != state:
-            own.forget()
-            own.state = state
-        return GraphedSubsteps(own, task, request, attempt)
+        if number not in self._by_replica:
+            self._by_replica[number] = _ReplicaGraphs(
+                Recorder(task.share.device), self._warning_lock
+            )
+        replica_graphs = self._by_replica[number]
+        if replica_graphs.state != state:
+            replica_graphs.forget()
+            replica_graphs.state = state
+        return GraphedSubsteps(replica_graphs, task, request, attempt)
 
 
 class GraphedSubsteps(EagerSubsteps):
-    """Sub-steps of one replica in one step, by its ``own`` graphs where there are any."""
+    """Sub-steps of one replica in one step, replayed from its graphs if there are any."""
 
-    def __init__(self, own: _Kept, task: ReplicaTask, request: Request, attempt: Attempt) -> None:
+    def __init__(
+        self, replica_graphs: _ReplicaGraphs, task: ReplicaTask, request: Request, attempt: Attempt
+    ) -> None:
         super().__init__(task, request)
-        self._own, self._attempt = own, attempt
+        self._captured_graphs, self._attempt = replica_graphs, attempt
         self._in_place: dict[int, Tensor] = {}  # leaves whose gradients are those that stay
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and what is kept of its output; gradients are added."""
-        task, own = self._task, self._own
+        """The loss of a micro-batch, and the part of its output to return; adds gradients."""
+        task, replica_graphs = self._task, self._captured_graphs
         source = task.loader.source_rows(number)
         key = _shape_of(source) if weight else None
-        graph = own.graphs.get(key)
-        if graph is not None:  # rows from elsewhere arrive while the graph reads those before
-            came = source if task.loader.is_local else task.rows_of(number)
-            copy_each([*nested.tensors(graph.rows)], [*nested.tensors(came)])
-        elif key is not None and own.may_capture():
+        graph = replica_graphs.graphs.get(key)
+        if graph is not None:  # rows are copied while the graph reads the previous ones
+            rows_now = source if task.loader.is_local else task.rows_of(number)
+            copy_each([*nested.tensors(graph.rows)], [*nested.tensors(rows_now)])
+        elif key is not None and replica_graphs.may_capture():
             rows = task.rows_of(number)
             try:
-                graph = own.graphs[key] = self._captured(unwrap_markers(rows, copy=True), number)
+                graph = replica_graphs.graphs[key] = self._captured(
+                    unwrap_markers(rows, copy=True), number
+                )
             except _Refused as error:
-                own.refuse(str(error))
+                replica_graphs.refuse(str(error))
         if graph is None or graph.replay is None:
             return super().run(number, weight, rows)
         self._put_in_place(graph.gradients)
@@ -171,22 +177,22 @@ class GraphedSubsteps(EagerSubsteps):
         return graph.loss.clone(), output
 
     def finish(self) -> None:
-        """Gradients leave the tensors that stay, which later steps write."""
+        """Copy gradients out of the static tensors, which later steps write."""
         copies = [torch.empty_like(gradient) for gradient in self._in_place.values()]
         copy_each(copies, list(self._in_place.values()))
         for i, gradient in zip(self._in_place, copies, strict=True):
             self._task.leaves[i].grad = gradient
 
     def _put_in_place(self, gradients: dict[int, Tensor]) -> None:
-        """From here on these leaves' gradients add up where the graph adds to them."""
+        """From now on, gradients of these leaves are added to the static tensors of the graph."""
         leaves = self._task.leaves
         new = {i: gradient for i, gradient in gradients.items() if i not in self._in_place}
         if fresh := [gradient for i, gradient in new.items() if leaves[i].grad is None]:
             torch._foreach_zero_(fresh)
         for i, gradient in new.items():
-            came = leaves[i].grad
-            if came is not None:  # of a sub-step without a graph
-                gradient.copy_(came)
+            earlier = leaves[i].grad
+            if earlier is not None:  # the gradient of a sub-step without a graph
+                gradient.copy_(earlier)
             leaves[i].grad = self._in_place[i] = gradient
 
     def _captured(self, rows: Any, number: int) -> _Graph:
@@ -195,29 +201,29 @@ class GraphedSubsteps(EagerSubsteps):
         Raises:
             _Refused: the sub-step cannot be captured.
         """
-        task, own = replace(self._task, clock=SILENT), self._own
-        came = [leaf.grad for leaf in task.leaves]
+        task, replica_graphs = replace(self._task, clock=SILENT), self._captured_graphs
+        saved = [leaf.grad for leaf in task.leaves]
         try:
             span = self._task.span("capture", number)
-            with span, own.recorder.session(), self._attempt.isolated(task):
-                with own.recorder.warming_up():
+            with span, replica_graphs.recorder.session(), self._attempt.isolated(task):
+                with replica_graphs.recorder.warming_up():
                     graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
                 self._capture(task, graph)
         except Exception as error:
             if is_out_of_memory(error):
-                own.forget()  # their memory may be what is missing
+                replica_graphs.forget()  # frees the memory of the graphs
             raise
         finally:
-            for leaf, earlier in zip(task.leaves, came, strict=True):
+            for leaf, earlier in zip(task.leaves, saved, strict=True):
                 leaf.grad = earlier
         return graph
 
     def _capture(self, task: ReplicaTask, graph: _Graph) -> None:
         keep = bool(self._keep)
         try:
-            graph.replay = self._own.recorder.record(graph.compute, task, keep)
+            graph.replay = self._captured_graphs.recorder.record(graph.compute, task, keep)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -231,7 +237,13 @@ class GraphedSubsteps(EagerSubsteps):
             ) from error
 
     def _warmed_up(self, task: ReplicaTask, rows: Any) -> _Graph:
-        """What stays, after sub-steps that allocate and choose what later ones find."""
+        """Run sub-steps that allocate the static tensors and choose kernels.
+
+        Returns the graph's tensors.
+
+        Raises:
+            _Refused: the sub-step cannot be captured.
+        """
         leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
         assert stash is not None
@@ -255,22 +267,24 @@ class GraphedSubsteps(EagerSubsteps):
             )
         if runtime.is_async(task.share.device) and host[-1] != host[-2]:
             raise _Refused(f"{name} or the criterion draws random numbers on the host")
-        found = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
-        if any(g.layout != torch.strided for g in found.values()):
+        gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
+        if any(g.layout != torch.strided for g in gradients.values()):
             raise _Refused(f"{name} has sparse gradients")
-        stay = self._own.gradients
-        stays = {i: stay.setdefault(i, torch.zeros_like(g)) for i, g in found.items()}
-        return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), stays)
+        static = self._captured_graphs.gradients
+        static_gradients = {
+            i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()
+        }
+        return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), static_gradients)
 
 
 def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:
-    """What the graphs of a replica depend on; objects by their identity, and kept."""
+    """The state on which a replica's graphs depend; objects are compared by identity and kept."""
     cells = getattr(task.criterion, "__closure__", None) or ()
-    found: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
+    objects: list[Any] = [task.module, *task.replicas, *map(contents, cells)]
     return [
         task.criterion,
         [part.changes for part in parts],
-        [value if isinstance(value, _PLAIN) else (id(value), value) for value in found],
+        [value if isinstance(value, _PLAIN) else (id(value), value) for value in objects],
         [tensor.data_ptr() for replica in task.replicas for tensor in replica.tensors],
         [(kind, torch.get_autocast_dtype(kind)) for kind in autocast_types()],
         torch.is_grad_enabled(),
@@ -282,7 +296,7 @@ def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:
 
 
 def _shape_of(rows: Any) -> Hashable:
-    """What micro-batches have alike that one graph takes; ``None`` for what none takes."""
+    """A key of the shapes that one graph accepts; ``None`` if no graph can."""
     try:
         return repr(nested.map_leaves(_leaf_shape, rows))
     except _Refused:

@@ -1,9 +1,9 @@
 """How the losses of micro-batches combine into the loss of the whole batch.
 
-A mean over the batch is the mean of the micro-batches' means, weighted by the number of
-terms that each of them averages over; a sum is their sum. Counting rows is right for most
-losses, but not where terms are left out (``ignore_index``) or weighted (class weights), nor
-where a row holds a varying number of terms (padded tokens).
+A mean over the batch is the mean of the micro-batches' means, weighted by the number of terms that
+each of them averages over. A sum is the sum of their sums. For most losses the terms are the rows.
+They are not if terms are ignored (``ignore_index``) or weighted (class weights), or if a row has a
+varying number of terms (padded tokens).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from scatterpar.step.request import Count, Request, option_of
 
 
 class LossWeights(NamedTuple):
-    """The factor of each micro-batch's loss, share by share, in the loss of the whole batch.
+    """The factor of each micro-batch's loss in the loss of the whole batch, share by share.
 
-    That is a mean of so many ``terms``; of one, where it is a sum.
+    The loss of the batch is a mean of ``terms`` terms; for a sum, ``terms`` is 1.
     """
 
     by_share: list[list[float]]
@@ -37,12 +37,12 @@ class LossWeights(NamedTuple):
 def compute_loss_weights(
     request: Request, plan: Plan, pieces: Iterable[tuple[Any, Any]]
 ) -> LossWeights:
-    """How the losses of this plan's micro-batches combine."""
+    """The factors with which the losses of this plan's micro-batches combine."""
     spans = [span for share in plan.shares for span in share.micro_batches]
     factors, total = [1.0] * len(spans), 1.0
     if request.is_mean:
         counts = term_counts(request, spans, pieces)
-        total = sum(counts)  # where nothing counts, all factors are zero
+        total = sum(counts)  # if it is zero, all factors are zero
         factors = [count / total if count else 0.0 for count in counts]
     remaining = iter(factors)
     return LossWeights(
@@ -53,10 +53,10 @@ def compute_loss_weights(
 def term_counts(
     request: Request, spans: Sequence[tuple[int, int]], pieces: Iterable[tuple[Any, Any]]
 ) -> list[float]:
-    """How many terms the loss of each micro-batch is a mean of."""
+    """The number of terms that the loss of each micro-batch averages over."""
     if request.count is not None:
-        asked = [request.count(*piece) for piece in pieces]
-        return [_as_number(count) for count in _fetched(asked)]
+        counts = [request.count(*piece) for piece in pieces]
+        return [_as_number(count) for count in _fetched(counts)]
     if not averages_classes(request.criterion):
         return [float(stop - start) for start, stop in spans]
     labels = [targets for _, targets in request.batches] or [request.targets]
@@ -70,14 +70,14 @@ def term_counts(
     rows = torch.cat([each.double() for each in terms])
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
     sums = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
-    found = dict(zip(sorted(spans), sums, strict=True))
-    return [found[span] for span in spans]
+    sums_by_span = dict(zip(sorted(spans), sums, strict=True))
+    return [sums_by_span[span] for span in spans]
 
 
 def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-    """Those that are 0-dim tensors on the host; anything else as it is."""
-    asked = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
-    arrived = dict(zip(asked, to_host([*asked.values()]), strict=True))
+    """The counts, with 0-dim tensors copied to the host."""
+    on_device = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
+    arrived = dict(zip(on_device, to_host([*on_device.values()]), strict=True))
     return [arrived.get(i, count) for i, count in enumerate(counts)]
 
 
@@ -95,7 +95,10 @@ def _as_number(count: Any) -> float:
 
 
 def has_known_term_count(criterion: Any, reduction: str | None) -> bool:
-    """Whether ``criterion`` is torch's own cross entropy, unchanged: its counts are known."""
+    """Whether the weights are right without a check: ``criterion`` is torch's own cross entropy.
+
+    It must have its own reduction, and no hooks or overridden methods.
+    """
     own = option_of(criterion, "reduction", None) or "mean"
     if not averages_classes(criterion) or reduction != own:
         return False
@@ -108,15 +111,15 @@ def has_known_term_count(criterion: Any, reduction: str | None) -> bool:
 
 
 def averages_classes(criterion: Any) -> bool:
-    """Whether ``criterion`` is one of torch's that can ignore targets or weight classes."""
+    """Whether ``criterion`` is a loss of torch that can ignore targets or weight classes."""
     function = criterion.func if isinstance(criterion, partial) else criterion
-    owner, _ = unwrapped(module_of(function))
+    loss, _ = unwrapped(module_of(function))
     of_torch = (F.cross_entropy, F.nll_loss)
-    return isinstance(owner, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
+    return isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in of_torch
 
 
 def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
-    """The divisor of torch's mean cross entropies, row by row.
+    """The number of terms of torch's mean cross entropy in each row.
 
     Computed on the device of the targets, and not in float64, which some accelerators lack.
     """
@@ -125,7 +128,7 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
             f"cross entropy takes a tensor of targets, got {type(targets).__name__}; "
             "forward_backward(inputs, targets, criterion) takes them apart from the inputs"
         )
-    if targets.is_floating_point():  # probabilities: every position is a term
+    if targets.is_floating_point():  # class probabilities: every position is a term
         rows, classes = targets.size(dim), targets.size(min(1, targets.ndim - 1))
         return torch.full((rows,), targets.numel() / rows / classes, device="cpu")
     terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
@@ -141,17 +144,17 @@ def count_labels(ignore_index: int = -100, *, shifted: bool = False, key: str = 
     """A ``count=`` for losses that average over the labels that are not ``ignore_index``.
 
     Args:
-        ignore_index: the value of labels that are left out, such as padding.
-        shifted: the first position of each row is no label, as in causal language models:
-            a position predicts the label of the next one, and none predicts the first.
-        key: where the labels are, if the targets are no tensor: ``targets[key]``, else
+        ignore_index: the value of labels that are ignored, such as padding.
+        shifted: ignore the first position of each row, as causal language models do: no position
+            predicts the first label.
+        key: the key of the labels if the targets are no tensor: ``targets[key]``, else
             ``inputs[key]``.
 
     Returns:
         ``count(inputs, targets)``, the number of labels as a 0-dim tensor. It can be pickled.
 
-    The counter raises ``TypeError`` where there are no labels, and ``ValueError`` where they
-    are to be shifted and have no dimension 1.
+    The returned function raises ``TypeError`` if there are no labels, and ``ValueError`` if
+    ``shifted`` labels have no dimension 1.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What has rows in a batch, how many there are, and the markers that say what tensors cannot."""
+"""The rows of a batch, their number, and markers for values whose rows tensors cannot show."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from scatterpar.step import nested
 
 
 class Marker:
-    """A value in a batch whose rows tensors cannot show; by itself one without rows.
+    """A marked value in a batch. This base class is for values without rows.
 
-    All other code calls these methods: another kind of marker is another subclass. It is not a
+    All other code calls these methods, so another kind of marker is another subclass. It is not a
     dataclass, because ``nested`` would descend into its fields.
     """
 
@@ -59,11 +59,12 @@ class Marker:
 
 
 class Replicated(Marker):
-    """The same for every replica: a value without rows, whatever its sizes are.
+    """Marks a value without rows, whatever its sizes are: every replica gets the same.
 
-    Tensors in ``value`` go whole to every device, once each, and every sub-step gets the whole
-    value. For position ids of shape ``[1, L]``, masks of shape ``[L, L]``, anchors, a lookup
-    table, the adjacency matrix of a graph. It may stand anywhere in the inputs or targets.
+    Tensors in ``value`` are copied once to every device without being split, and every sub-step
+    gets the whole value. Use it for position ids of shape ``[1, L]``, masks of shape ``[L, L]``,
+    anchors, a lookup table, or the adjacency matrix of a graph. It may be anywhere in the inputs or
+    targets.
 
     Args:
         value: tensors, nested at will.
@@ -94,20 +95,20 @@ class Replicated(Marker):
 
 
 class Rows(Marker):
-    """A sequence with one entry per row, where rows are no slices of one tensor.
+    """Marks a sequence with one entry per row, for rows that are not slices of one tensor.
 
-    Shares and micro-batches are slices of ``entries``; the tensors in them go to the device of
-    their share. For detection targets (a list of dicts), images of different sizes, strings,
-    sequences of different lengths. It may stand anywhere in the inputs or targets.
+    Shares and micro-batches are slices of ``entries``; their tensors are copied to the device of
+    the share. Use it for detection targets (a list of dicts), images of different sizes, strings,
+    or sequences of different lengths. It may be anywhere in the inputs or targets.
 
     Args:
         entries: a list, tuple or other sequence; tensors in an entry may be of any shape.
-        collate: ``collate(entries)`` makes of a micro-batch's entries what the module or
-            criterion takes, on the replica's device and in its thread: padding is that of the
-            micro-batch. By default it takes the list of them.
+        collate: ``collate(entries)`` returns the input of the module or criterion for the entries
+            of a micro-batch. It runs on the replica's device and in its thread, so it pads each
+            micro-batch separately. Without it, the module or criterion gets the list of entries.
 
     Raises:
-        TypeError: entries that are no sequence, a collate that cannot be called.
+        TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.
 
     Example:
         >>> import torch
@@ -164,11 +165,11 @@ class Rows(Marker):
     def from_batches(cls, batches: Iterable[Any]) -> Batches:
         """Several batches that make one step, such as a window of a loader's batches.
 
-        The batches are what ``forward_backward`` takes as inputs, or as targets: tensors,
-        tuples, mappings, each with rows of its own and of other lengths, say, than the others.
-        Micro-batches end where a batch ends, and each batch is divided over all replicas, as
-        it would be alone: with ``accum=2`` a replica has two sub-steps of each batch. Inputs
-        and targets that are both given so must agree in the rows of each batch.
+        Each batch is what ``forward_backward`` takes as inputs, or as targets: tensors, tuples or
+        mappings. Batches may differ in their number of rows and in the lengths of rows. Each batch
+        is divided over all replicas as it would be alone, and no micro-batch has rows of two
+        batches: with ``accum=2`` a replica has two sub-steps of each batch. If inputs and targets
+        are both passed in this way, each batch must have the same number of rows in both.
 
         Raises:
             TypeError: one batch instead of several.
@@ -188,7 +189,7 @@ class Rows(Marker):
 
 
 class Batches:
-    """What ``Rows.from_batches`` makes: it stands for all inputs, or for all targets."""
+    """The result of ``Rows.from_batches``: it must be the whole inputs, or the whole targets."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         one = Tensor, Mapping, str, Rows, Batches
@@ -245,7 +246,7 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def slice_rows(value: Any, start: int, stop: int, dim: int) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``: views. Markers stay, with fewer rows."""
+    """Rows ``start:stop`` of every tensor in ``value``, as views. Markers stay, with fewer rows."""
     return nested.map_leaves(lambda leaf: slice_leaf(leaf, start, stop, dim), value)
 
 
@@ -263,7 +264,10 @@ def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
 
 
 def slice_leaf(leaf: Any, start: int, stop: int, dim: int) -> Any:
-    """``slice_rows`` of a leaf. 0-dim tensors are copied always: no two callers share one."""
+    """``slice_rows`` for a leaf.
+
+    0-dim tensors are always copied, so that no two callers share one.
+    """
     if isinstance(leaf, Tensor):
         return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
     return leaf.select(range(start, stop)) if isinstance(leaf, Marker) else leaf
@@ -275,7 +279,7 @@ def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
 
 
 def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
-    """``unwrap_markers`` of a leaf."""
+    """``unwrap_markers`` for a leaf."""
     if isinstance(leaf, Tensor):
         return leaf.clone() if copy else leaf
     return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf
@@ -289,41 +293,41 @@ _MARK = (
 def count_rows(
     batch: Mapping[str, Any], dim: int, *, data: bool = True, known: int | None = None
 ) -> int:
-    """The size along ``dim`` that all tensors of the batch agree on; 0-dim tensors have none.
+    """The size along ``dim`` on which all tensors of the batch agree. 0-dim tensors are ignored.
 
-    ``Rows`` count by their entries, and what is ``Replicated`` has no rows; where nothing has any,
-    they are ``known``. Parts of the batch go by what errors call them; where they are data, no
-    tensor may require grad.
+    ``Rows`` count their entries, and ``Replicated`` values have no rows. If nothing has rows, the
+    result is ``known``. The keys of ``batch`` are names for errors. With ``data``, no tensor may
+    require grad.
     """
-    found: dict[int, str] = {}
+    names_by_size: dict[int, str] = {}
     for name, part in batch.items():
         for leaf in nested.leaves(part):
             if data:
                 _require_data(name, leaf)
             size = _size(name, leaf, dim)
-            if size is not None and size not in found:
-                found[size] = f"{name} with {size} ({_shown(leaf)})"
-    if not found and known is not None:
+            if size is not None and size not in names_by_size:
+                names_by_size[size] = f"{name} with {size} ({_shown(leaf)})"
+    if not names_by_size and known is not None:
         return known
-    if not found:
+    if not names_by_size:
         raise ValueError(
             "the batch has no tensor with rows: "
             + ", ".join(f"{name} is {type(part).__name__}" for name, part in batch.items())
             + "; a list with one entry per row is passed as Rows(entries)"
         )
     for name, part in batch.items():
-        _refuse_split_in_silence(name, part, dim, found)
-    if len(found) > 1:
-        sizes = ", ".join(found.values())
+        _refuse_split_in_silence(name, part, dim, names_by_size)
+    if len(names_by_size) > 1:
+        sizes = ", ".join(names_by_size.values())
         raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}; {_MARK}")
-    (rows,) = found
+    (rows,) = names_by_size
     if rows == 0:
-        raise ValueError(f"the batch is empty: {found[rows]} along dim={dim}")
+        raise ValueError(f"the batch is empty: {names_by_size[rows]} along dim={dim}")
     return rows
 
 
 def _size(name: str, leaf: Any, dim: int) -> int | None:
-    """How many rows a leaf has; ``None`` for what goes to every replica as it is."""
+    """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
     if isinstance(leaf, Batches):
         raise ValueError(
             f"{name}: Rows.from_batches stands for all inputs, or for all targets, of "
@@ -355,7 +359,7 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
 
 
 def _refuse_foreign(name: str, leaf: Any) -> None:
-    """What holds rows, but not as tensors, would go whole to every replica."""
+    """Refuse objects of other libraries that contain rows: every replica would get them unsplit."""
     modules = [kind.__module__ for kind in type(leaf).__mro__]
     if isinstance(leaf, DataLoader):
         instead = "iterate the loader, for inputs, targets in loader: …"
@@ -382,10 +386,11 @@ def _require_data(name: str, leaf: Any) -> None:
 
 
 def _refuse_split_in_silence(name: str, value: Any, dim: int, sizes: Container[int]) -> None:
-    """What would be split along something else than rows, or not at all, and nobody would know.
+    """Refuse values that would silently be split along something other than rows, or not at all.
 
-    Of a packed sequence the tensors inside, of a list of ``[3, H, W]`` images the channels; as many
-    texts as rows, or lists of them, would go whole to every replica.
+    A packed sequence would be split inside its tensors, a list of ``[3, H, W]`` images along the
+    channels. Every replica would get the whole of a list with as many texts, or lists of texts, as
+    there are rows.
     """
     if isinstance(value, PackedSequence):
         raise ValueError(

@@ -1,8 +1,7 @@
 """Nested values: tensors inside tuples, lists, mappings and dataclasses, at any depth.
 
-Walked, merged, and joined where they are the outputs of consecutive rows. What a tensor of the
-user's own class does is never called inside a generator: its ``StopIteration`` would come out as
-another error.
+Functions to traverse, merge and join them. Methods of a user's tensor subclass are never called
+inside a generator: a ``StopIteration`` that they raise would become another error.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``; containers keep their types."""
     if isinstance(value, Tensor):
         return function(value)
-    if type(value) is dict:  # as the entries of many rows are
+    if type(value) is dict:  # fast path: a batch may have many such entries
         return {key: map_leaves(function, item) for key, item in value.items()}
     children, make = _parts(value, value)
     if make is None:
@@ -44,9 +43,9 @@ def merge(
     values: Sequence[Any],
     is_leaf: Callable[[Sequence[Any]], bool] = lambda _: False,
 ) -> Any:
-    """One value out of several of the same structure: ``function`` gets the leaves of a place.
+    """One value from several of the same structure: ``function`` gets the leaves of each position.
 
-    Where ``is_leaf(values)``, the values of a place are its leaves.
+    If ``is_leaf(values)``, the values of a position count as leaves.
 
     >>> merge(sum, [{"a": 1, "b": (2, 3)}, {"a": 10, "b": (20, 30)}])
     {'a': 11, 'b': (22, 33)}
@@ -74,9 +73,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any] | None]:
-    """What is in a container, in the order of one ``like`` it, and what makes another of others.
+    """The children of ``value``, in the order of ``like``'s keys, and a function that rebuilds it.
 
-    A leaf has nothing in it, and nothing makes one.
+    The function makes such a container from new children. For a leaf: no children, and ``None``.
     """
     if type(value) in (tuple, list):
         return value, type(value)
@@ -98,7 +97,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     def make(children: list[Any]) -> Any:
         if type(value) is dict or (put is setitem and not hasattr(value, "__setitem__")):
             return dict(zip(names, children, strict=True))
-        result = copy.copy(value)  # with whatever else it carries
+        result = copy.copy(value)  # keeps its other attributes
         for name, child in zip(names, children, strict=True):
             put(result, name, child)
         return result
@@ -107,7 +106,7 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
 
 
 def refuse_generators(output: Any) -> None:
-    """Refuse what has not been computed yet: it would run later, in no replica's context."""
+    """Refuse generators in an output: they would run later, outside of any replica's context."""
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
@@ -117,7 +116,7 @@ def refuse_generators(output: Any) -> None:
 
 
 def _alike(values: Sequence[Any]) -> bool:
-    """Whether the outermost containers have the same shape, so that they can be walked together."""
+    """Whether the outermost containers have the same structure, so that they can be merged."""
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         return False
@@ -143,19 +142,19 @@ def join_rows(
     layout: Any = None,
     order: Sequence[int] = (),
 ) -> Any:
-    """One value out of the pieces of consecutive rows, of the same nested types.
+    """One value from the pieces of consecutive rows, which have the same nested types.
 
-    Tensors are concatenated along ``dim``; 0-dim ones are averaged with ``weights`` (one a piece;
-    those with weight zero are left out). Other leaves are kept where all pieces have the same, and
-    become a list with one entry a piece otherwise.
+    Tensors are concatenated along ``dim``. 0-dim tensors are averaged with ``weights``, one per
+    piece; pieces with weight zero are ignored. Any other leaf is returned once if all pieces have
+    the same, and otherwise becomes a list with one entry per piece.
 
-    Where ``rows`` are given, tensors hold so many along ``dim``, or several entries for each. One
-    that all pieces have the same, to the bit, and whose size is not that of the rows, is kept
-    once: it has nothing to do with rows, as a codebook has not. ``layout``, nested like a piece,
-    has the measured numbers of entries per row, 0 for a codebook.
+    ``rows`` has the number of rows of each piece. A tensor then has that size along ``dim``, or a
+    multiple of it. A tensor with another size and the same bits in all pieces, such as a codebook,
+    is returned once. ``layout``, nested like a piece, has the measured numbers of entries per row,
+    0 for a codebook.
 
     If the rows of the pieces are not consecutive, ``order`` has their numbers, piece by piece, and
-    the result has the rows in rising order. A single piece has them in that order already.
+    the result has the rows in ascending order. A single piece is already in that order.
 
     >>> join_rows([{"y": torch.zeros(2)}, {"y": torch.ones(1)}], 0, [2, 1])
     {'y': tensor([0., 0., 1.])}
@@ -167,7 +166,7 @@ def join_rows(
         return _entries(pieces, order)
 
     def are_entries(values: Sequence[Any]) -> bool:
-        """Inside of an output, where a list may be one of tensors that have the rows, too."""
+        """Whether values are lists with one entry per row, and not lists of tensors with rows."""
         values = values[: len(pieces)]
         if not (lists and rows and _are_entries(values, rows)):
             return False
@@ -204,27 +203,30 @@ def needs_layout(pieces: Sequence[Any], dim: int, rows: Sequence[int]) -> bool:
 
 
 def _entries(pieces: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """The entries of all pieces, in rising ``order`` of their rows."""
+    """The entries of all pieces, in ascending ``order`` of their rows."""
     entries = [entry for piece in pieces for entry in piece]
     return [entries[i] for i in sorted(range(len(order)), key=order.__getitem__)] or entries
 
 
 def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
-    """The indices along ``dim`` that put ``joined``, whose rows have this ``order``, in order."""
+    """The indices along ``dim`` that sort the rows of ``joined`` by their numbers in ``order``."""
     each = joined.size(dim) // len(order)  # entries per row
     places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
     return places.flatten().to(joined.device)
 
 
 def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether these are lists with one entry per row."""
+    """Whether all values are lists with one entry per row."""
     return all(isinstance(v, list) and len(v) == n for v, n in zip(values, rows, strict=True))
 
 
 def _have(
     rows: Sequence[int], leaves: Sequence[Tensor], dim: int, strict: bool, measured: Any = None
 ) -> bool:
-    """Whether tensors hold the rows, and not something else that is the same for all."""
+    """Whether the tensors have rows. ``False`` for one value that all pieces share.
+
+    Raises ``ValueError`` if they have rows but cannot be joined.
+    """
     sizes = [leaf.size(dim) if -leaf.ndim <= dim < leaf.ndim else 0 for leaf in leaves]
     may_be_one = not measured and sizes != list(rows)
     if may_be_one and all(same_bits(leaves[0], other) for other in leaves[1:]):

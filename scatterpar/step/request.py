@@ -1,4 +1,4 @@
-"""The arguments of an engine and of one step, and the errors for those that are refused."""
+"""The arguments of an engine and of one step, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Request:
 
     Attributes:
         backward: whether gradients are computed; otherwise sub-steps are forward passes only.
-        graphs: the engine's graphs, if sub-steps are captured.
+        graphs: whether sub-steps are captured.
         retain_rows: whether rows that have arrived stay for a second pass.
-        most: run at most so many sub-steps, to see whether they fit into memory.
+        most: maximal number of sub-steps, for a trial whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
-        order: the row's number at each position of ``batches``, if they follow such a plan.
+        order: the number of the row at each position of ``batches``, if they are cut by cost.
         batches: the inputs and targets of each batch, one or several. This and the following
             attributes are set by ``checked``.
         sizes: the number of rows of each batch.
-        asked: the request before ``checked``.
+        asked: the request as the user made it, before ``checked``.
         scale: the scaler's factor.
     """
 
@@ -53,7 +53,7 @@ class Request:
     dim: int = 0
     check_finite: bool = False
     verify: bool = True
-    graphs: Any = None
+    graphs: bool = False
     retain_rows: bool = True
     most: int | None = None
     costs: Any = None
@@ -65,9 +65,9 @@ class Request:
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
-        """What is scattered: the first row of each batch, its inputs and its targets.
+        """The data to scatter: for each batch its first row, and its inputs and targets.
 
-        Of the latter only where the criterion sees a replica's rows.
+        With ``whole_batch`` the targets are ``None``: only the master needs them.
         """
         batches = self.batches or [(self.inputs, self.targets)]
         firsts = [0, *accumulate(self.sizes[:-1])]
@@ -78,16 +78,16 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """How many the batch has."""
+        """The number of rows in the step: the sum of ``sizes``."""
         return sum(self.sizes)
 
     @property
     def is_mean(self) -> bool:
-        """The loss is a mean of its terms, not a sum."""
+        """Whether the loss is a mean of its terms, not a sum."""
         return self.reduction == "mean"
 
     def in_order(self, order: Sequence[int]) -> Self:
-        """The request with its rows in the ``order`` of a plan by cost; itself if that is empty.
+        """The request with rows in the ``order`` of a plan by cost; unchanged if that is empty.
 
         With ``whole_batch``, targets keep the order of the batch.
         """
@@ -107,11 +107,17 @@ class Request:
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
-        """The same for the first sub-steps alone, which take the memory of a whole step."""
+        """The request as a memory trial: two sub-steps per replica.
+
+        They need as much memory as the whole step.
+        """
         return replace(self, return_outputs=False, verify=False, most=2)
 
     def checked(self, device: torch.device) -> Self:
-        """The request with its rows counted and its reduction settled, if it makes sense."""
+        """The request with its rows counted and its reduction resolved.
+
+        Raises for invalid arguments.
+        """
         self._require_functions()
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
             raise TypeError(
@@ -138,22 +144,22 @@ class Request:
 
     def replay_call(self, replica: int, sub_step: int) -> str:
         """The text of the ``engine.replay`` call for one sub-step, with the user's options."""
-        asked = self.asked or self
-        said = ["inputs"]
-        if asked.targets is not None:
-            said.append("targets")
-        if asked.criterion is not None:
-            said.append("criterion" if asked.targets is not None else "criterion=criterion")
-        said += [f"replica={replica}", f"sub_step={sub_step}"]
+        original = self.asked or self
+        args = ["inputs"]
+        if original.targets is not None:
+            args.append("targets")
+        if original.criterion is not None:
+            args.append("criterion" if original.targets is not None else "criterion=criterion")
+        args += [f"replica={replica}", f"sub_step={sub_step}"]
         for name in ("reduction", "count", "scaler", "return_outputs", "whole_batch", "costs"):
-            value = getattr(asked, name)
+            value = getattr(original, name)
             if value is not None and value is not False:
                 shown = repr(value) if isinstance(value, (str, bool)) else name
-                said.append(f"{name}={shown}")
-        return f"engine.replay({', '.join(said)})"
+                args.append(f"{name}={shown}")
+        return f"engine.replay({', '.join(args)})"
 
     def _require_functions(self) -> None:
-        """Refuse what is no function, or is one in another's place."""
+        """Refuse values that are not functions, or functions at another argument's position."""
         if callable(self.targets) or isinstance(self.criterion, Tensor):
             raise TypeError(
                 f"targets is {_shown(self.targets)} and criterion is {_shown(self.criterion)}: "
@@ -165,7 +171,7 @@ class Request:
                 check_function(name, value)
 
     def _require_whole(self) -> None:
-        if self.graphs is not None:
+        if self.graphs:
             raise ValueError(
                 "graphs=True captures forward pass, loss and backward pass of a sub-step as one, "
                 "and with whole_batch=True the loss comes after all forward passes: make another "
@@ -195,7 +201,7 @@ def _shown(value: Any) -> str:
 def check_options(
     module: Any, accum: Any, micro_batch_size: Any, dim: Any, accumulate_dtype: Any
 ) -> None:
-    """Refuse what an engine cannot be made of."""
+    """Refuse invalid options of an engine."""
     check_module(module)
     if accum != "auto":
         _require_positive("accum", accum, ' or "auto"')
@@ -225,7 +231,7 @@ def _require_positive(name: str, value: Any, also: str = "") -> None:
 def check_graphs(
     graphs: Any, devices: Sequence[torch.device], policy: BufferPolicy, *, compiled: bool
 ) -> None:
-    """Refuse ``graphs=True`` beside what does not go with it."""
+    """Refuse ``graphs=True`` with options or devices that do not support it."""
     if not isinstance(graphs, bool):
         raise TypeError(f"graphs must be True or False, got {graphs!r}")
     if not graphs:
@@ -246,7 +252,7 @@ def check_graphs(
 
 
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
-    """Refuse to compare the gradients of replicas where there is one."""
+    """Refuse ``measure_noise`` with a single replica, whose gradient cannot be compared."""
     if len(device_ids) * ranks < 2:
         only = str(device_ids[0])
         raise ValueError(
@@ -256,7 +262,7 @@ def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
 
 
 def check_module(module: Any) -> None:
-    """Refuse what cannot be replicated: no module, or one that is wrapped to be replicated."""
+    """Refuse values that are not modules, and modules that are wrapped to be replicated."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         name = module.__name__
         raise TypeError(f"module is the class {name}; pass an instance, {name}(...)")
@@ -270,20 +276,20 @@ def check_module(module: Any) -> None:
 
 
 def check_synchronised(module: nn.Module) -> None:
-    """Say what becomes of ``nn.SyncBatchNorm``, and refuse it where it would wait for ever."""
+    """Warn of ``nn.SyncBatchNorm``; refuse it if it would wait for other processes forever."""
     kind = nn.SyncBatchNorm
-    found = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
+    sync_norms = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
     is_distributed = dist.is_available() and dist.is_initialized()
-    for name, child in found.items():
+    for name, child in sync_norms.items():
         if is_distributed and dist.get_world_size(child.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, which exchanges its statistics between "
                 f"processes in every forward pass: the replicas of one process would do so in "
                 f"no order, and wait for ever; {_PLAIN}"
             )
-    if found:
+    if sync_norms:
         warn(
-            f"{next(iter(found))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
+            f"{next(iter(sync_norms))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
             f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
         )
 
@@ -295,7 +301,7 @@ _PLAIN = (
 
 
 def check_function(name: str, value: Any) -> None:
-    """Refuse what is no function, for ``criterion`` or ``count``."""
+    """Refuse values that are not functions, for ``criterion`` or ``count``."""
     if isinstance(value, type):
         raise TypeError(
             f"{name} is the class {value.__name__}; pass an instance, {value.__name__}()"
@@ -305,13 +311,13 @@ def check_function(name: str, value: Any) -> None:
 
 
 def check_int(name: str, value: Any, also: str = "") -> None:
-    """Refuse what is no int, where it is not what ``also`` says."""
+    """Refuse values that are not ints; ``also`` names other allowed values in the error."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int{also}, got {value!r}")
 
 
 def _refuse_splits(criterion: Any) -> None:
-    """Refuse what cuts its rows into versions of the same pictures, as timm's JsdCrossEntropy."""
+    """Refuse losses that split rows into versions of the same images, as timm's JsdCrossEntropy."""
     splits = getattr(criterion, "num_splits", 1)
     if isinstance(splits, int) and splits > 1:
         raise ValueError(
@@ -322,10 +328,10 @@ def _refuse_splits(criterion: Any) -> None:
 
 
 def resolve_reduction(criterion: Any, reduction: str | None) -> str:
-    """``"mean"`` or ``"sum"``: as given, else as the criterion says of itself, else a mean."""
-    own = option_of(criterion, "reduction", None)
-    if reduction is None and isinstance(own, str):
-        reduction = "mean" if own == "batchmean" else own
+    """``"mean"`` or ``"sum"``: as passed, else the criterion's own attribute, else a mean."""
+    option = option_of(criterion, "reduction", None)
+    if reduction is None and isinstance(option, str):
+        reduction = "mean" if option == "batchmean" else option
     if reduction is None:
         return "mean"
     if reduction == "none":

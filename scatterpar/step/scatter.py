@@ -1,9 +1,9 @@
-"""A batch to the devices, every byte once: micro-batch by micro-batch, one ahead::
+"""Copy a batch to the devices, every byte once: micro-batch by micro-batch, one ahead::
 
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
 
-Every worker brings its own rows. What has no rows goes once to each memory, at the start.
+Every worker copies its own rows. Values without rows are copied once to each memory, at the start.
 """
 
 from __future__ import annotations
@@ -28,43 +28,46 @@ from scatterpar.step.markers import (
     unwrap_markers,
 )
 
-Batch = Sequence[tuple[int, Any]]  # of each of several batches the first row, inputs and targets
+Batch = Sequence[tuple[int, Any]]  # per batch: its first row, and its (inputs, targets)
 
 _COPIED = partial(unwrap_marker, copy=True)
-_SMALL = 2**16  # bytes: above, a copy of its own costs less than being packed
+_SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than packing
 
 
 def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
-    """What each micro-batch is, share by share in order; tensors are views of ``batch``'s."""
+    """Every micro-batch, share by share in order; tensors are views of the tensors in ``batch``."""
     for share in plan.shares:
-        here = ShareLoader(batch, share, dim)
+        loader = ShareLoader(batch, share, dim)
         for number in range(len(share.micro_batches)):
-            yield here.source_rows(number)
+            yield loader.source_rows(number)
 
 
 def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
-    """Each share's rows, which have not left yet. What has no rows is where it is needed."""
+    """A loader per share, which has not copied any row yet.
+
+    Values without rows are copied already.
+    """
     sources = {tensor.device for tensor in [*all_tensors(batch)]}
-    delivery, loaders = LeafMover(transfers), []
+    mover, loaders = LeafMover(transfers), []
     for share in plan.shares:
         if sources <= {share.device}:
             loaders.append(ShareLoader(batch, share, dim))
             continue
         ahead = Prefetcher(share.device, sources)
         transfers.follow(ahead)
-        here = nested.map_leaves(partial(delivery.move_rowless, share.device), batch)
+        moved = nested.map_leaves(partial(mover.move_rowless, share.device), batch)
         copies = share.device in sources or has_markers(batch)
-        loaders.append(ShareLoader(here, share, dim, ahead, copies=copies))
+        loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
     return loaders
 
 
 class ShareLoader:
-    """The rows of one share, which come to its device as they are asked for.
+    """The rows of one share, copied to its device when they are requested.
 
-    Each micro-batch is the sub-step's own: it begins where its memory does, and may be written.
-    With ``copies`` it is copied for that, and opened: some of it was here before, or has markers,
-    or entries that travelled together begin anywhere in one memory. Without ``ahead`` all of it is
-    here.
+    Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
+    boundary. ``copies`` says that this needs another copy on the device, after markers are
+    unwrapped: some rows were on the device before, are in markers, or were packed with others for
+    the transfer. Without ``ahead`` all rows are on the device.
     """
 
     def __init__(
@@ -81,15 +84,15 @@ class ShareLoader:
 
     @property
     def is_local(self) -> bool:
-        """Whether the caller has all rows in the share's memory."""
+        """Whether the caller's rows are already in the share's memory."""
         return self._ahead is None
 
     def source_rows(self, number: int) -> Any:
-        """The rows of one micro-batch as ``rows_of``, where the caller has them: views."""
+        """The rows of one micro-batch, without markers: views of the caller's tensors."""
         return self._walk(number, partial(unwrap_marker, copy=False))
 
     def _walk(self, number: int, function: Callable[[Any], Any]) -> Any:
-        """What ``function`` makes of each leaf of a micro-batch's rows, in one walk."""
+        """The rows of one micro-batch, with ``function`` applied to each leaf."""
         start, stop = self._share.micro_batches[number]
         which = -1
         while self._batch[which][0] > start:
@@ -99,16 +102,17 @@ class ShareLoader:
         return nested.map_leaves(lambda leaf: function(slice_leaf(leaf, start, stop, dim)), value)
 
     def load(self, number: int, *, keep: bool = False) -> Any:
-        """The rows of one micro-batch as module and criterion see them; the next ones set out.
+        """The rows of one micro-batch, as module and criterion see them.
 
-        With ``keep`` they will be asked for again, and stay.
+        Also starts copying the next micro-batch. With ``keep`` the rows stay on the device for a
+        later call.
         """
         if self._ahead is None:
             return self._walk(number, _COPIED)
         for coming in (number, number + 1):
             if coming not in self._arrived and coming < len(self._share.micro_batches):
-                bring = partial(move_rows, self._ahead, self._share.device)
-                self._arrived[coming] = self._walk(coming, bring)
+                move = partial(move_rows, self._ahead, self._share.device)
+                self._arrived[coming] = self._walk(coming, move)
                 self._ahead.issue(coming)
             if coming == number:
                 self._ahead.wait_on_stream(number)
@@ -116,12 +120,12 @@ class ShareLoader:
         return unwrap_markers(rows, copy=True) if keep or self._copies else rows
 
     def drop_rows(self) -> None:
-        """Keep no rows; they come again if they are asked for."""
+        """Drop all rows on the device; ``load`` copies them again."""
         self._arrived.clear()
 
 
 class LeafMover:
-    """Brings values to devices, what has no rows once to each of them."""
+    """Copies leaves to devices; each value without rows only once per device."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._ledger = transfers
@@ -132,7 +136,7 @@ class LeafMover:
         return move_rows(self._ledger, device, self.move_rowless(device, leaf))
 
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
-        """``leaf`` in the memory of ``device``, unless it has rows."""
+        """``leaf`` in the memory of ``device`` if it has no rows, else ``leaf`` itself."""
         if isinstance(leaf, Marker):
             if leaf.num_rows is not None:
                 return leaf
@@ -149,7 +153,7 @@ class LeafMover:
 
 
 def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
-    """``leaf`` in the memory of ``device``, if it has rows."""
+    """``leaf`` in the memory of ``device`` if it has rows, else ``leaf`` itself."""
     if isinstance(leaf, Marker) and leaf.num_rows is not None:
         return leaf.around(_move_entries(leaf.contents, device, transfers))
     if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
@@ -158,7 +162,7 @@ def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
 
 
 def _move_entries(entries: list[Any], device: torch.device, transfers: Transfers) -> Any:
-    """Entries on ``device``; small tensors of one dtype travel together."""
+    """The entries on ``device``. Small tensors of one dtype are copied together."""
     away = {id(t): t for t in nested.tensors(entries) if t.device != device}
     small = {key: t for key, t in away.items() if _is_small(t)}
     arrived: dict[int, Tensor] = {}

@@ -27,6 +27,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
     closure_tensors_and_modules,
     describe,
@@ -36,7 +37,7 @@ from scatterpar.step.loss_weights import has_known_term_count
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, prepare_autograd
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.verify.layout import measure_layout
 from scatterpar.verify.moving_state import StateWatch, warning_about
 from scatterpar.verify.row_choice import choose_rows, informative_tensors, value_ranges

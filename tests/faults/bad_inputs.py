@@ -14,14 +14,16 @@ import torch
 from helpers.oracle import seeded
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
+from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 
 PAGE = Path(__file__).parent.parent / "bad_inputs.md"
 HEAD = """# Bad inputs
 
 What was tried, and what it says. `model` is `nn.Linear(4, 2)`, `engine` has two replicas on the
-CPU, `x` holds 6 rows of 4 features, `y` 6 classes, `loss` is `nn.CrossEntropyLoss()`. After each of
-them the model is bit for bit what it was, and the engine's next step is exact.
+CPU, `x` holds 6 rows of 4 features, `y` 6 classes, `loss` is `nn.CrossEntropyLoss()`. `pair` is
+`Pair(model)` (`DataParallelModel`) on the same replicas, `judge` is `Judge(loss)`
+(`DataParallelCriterion`), `outputs` is `pair(x)`. After each of them the model is bit for bit what
+it was, and the engine's next step is exact.
 
 A test tries every row of this page and fails when one says anything else.
 
@@ -39,10 +41,17 @@ def world() -> dict[str, Any]:
         model.weight.copy_(torch.randn(2, 4, generator=generator))
         model.bias.zero_()
     model.weight.grad = torch.ones(2, 4)
+    inputs = torch.randn(6, 4, generator=generator)
+    pair = DataParallelModel(model, ["cpu"] * 2)
     return {
         "model": model,
+        "pair": pair,
+        "outputs": pair(inputs),
+        "judge": DataParallelCriterion(nn.CrossEntropyLoss(), ["cpu"] * 2),
+        "Pair": DataParallelModel,
+        "Judge": DataParallelCriterion,
         "engine": ScatterOnceParallel(model, 2, ["cpu"] * 2),
-        "x": torch.randn(6, 4, generator=generator),
+        "x": inputs,
         "y": torch.randint(2, (6,), generator=generator),
         "loss": nn.CrossEntropyLoss(),
         "none_loss": nn.CrossEntropyLoss(reduction="none"),
@@ -67,15 +76,18 @@ TRIED = [
     "Engine(model, accum=None)",
     "Engine(model, accum='automatic')",
     "Engine(model, micro_batch_size=0)",
+    "Engine(model, micro_batch_size=2.0)",
     "Engine(model, accum=2, micro_batch_size=8)",
     "Engine(model, accum='auto', micro_batch_size=8)",
     "Engine(model, dim='rows')",
+    "Engine(model, dim=0.0)",
     "Engine(model, buffers='average')",
     "Engine(model, device_ids=[])",
     "Engine(model, device_ids=2)",
     "Engine(model, device_ids='cpu')",
     "Engine(model, device_ids=['cpu', None])",
     "Engine(model, device_ids=['cpu', 1.5])",
+    "Engine(model, device_ids=[True])",
     "Engine(model.to('meta'), device_ids=['cpu'])",
     # what is planned
     "engine.plan(0)",
@@ -84,6 +96,7 @@ TRIED = [
     # what a step is given
     "engine.forward_backward(x[:0], y[:0], loss)",
     "engine.forward_backward(x, y[:5], loss)",
+    "Engine(model, 2, ['cpu'] * 2, dim=1).forward_backward(x, y, loss)",
     "engine.forward_backward((x, x[:3]), y, loss)",
     "engine.forward_backward({'input': x, 'other': y[:2]}, y, loss)",
     "engine.forward_backward([], None, loss)",
@@ -109,7 +122,10 @@ TRIED = [
     "engine.forward_backward(x, y, lambda o, t: 0.5)",
     "engine.forward_backward(x, y, lambda o, t: None)",
     "engine.forward_backward(x, y, lambda o, t: (loss(o, t), o))",
+    "engine.forward_backward(x, None, lambda o, t: {'box': o.sum(), 'class': o.mean()})",
     "engine.forward_backward(x, y, loss, count=lambda i, t: -1)",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: float('inf'))",
+    "engine.forward_backward(x, y, loss, count=lambda i, t: '3')",
     "engine.forward_backward(x, y, loss, count=lambda i, t: float('nan'))",
     "engine.forward_backward(x, y, loss, count=lambda i, t: None)",
     "engine.forward_backward(x, y, loss, count=lambda i, t: t)",
@@ -126,6 +142,42 @@ TRIED = [
     "engine.close() or engine.forward_backward(x, y, loss)",
     "engine.close() or engine.eval()(x)",
     "engine.close() or engine.replicas",
+    # the pair
+    "Pair(lambda x: x)",
+    "Pair(engine)",
+    "Pair(pair)",
+    "Engine(pair)",
+    "Pair(model, 'cpu')",
+    "Pair(nn.Sequential(model, nn.Linear(2, 2, device='meta')), ['cpu'])",
+    "pair(x[:0])",
+    "pair(x, mask=y[:4])",
+    "pair()",
+    "pair(torch.tensor(1.0))",
+    "Judge('mse')",
+    "Judge(nn.MSELoss)",
+    "Judge(loss, [])",
+    "judge(outputs[:1], y)",
+    "judge(outputs, y[:1])",
+    "judge((), y)",
+    "Judge(loss)((), y)",
+    "judge(outputs, torch.zeros(8).long())",
+    "Judge(loss)(outputs, torch.zeros(8).long())",
+    "judge(Pair(model, ['cpu'] * 2)(x[:5])[::-1], y[:5])",
+    "judge(outputs, (y, y[:5]))",
+    "judge(outputs, y[:0])",
+    "judge(torch.cat(outputs), y)",
+    "judge({'a': outputs}, y)",
+    "judge(None, y)",
+    "judge((outputs[0], 'text'), y)",
+    "judge(tuple(o.to('meta') for o in outputs), y)",
+    "Judge(none_loss)(outputs, y)",
+    "Judge(lambda o, t: o)(outputs, y)",
+    "Judge(lambda o, t: o.mean() * 1j)(outputs, y)",
+    "Judge(lambda o, t: 1.0)(outputs, y)",
+    "judge(outputs, y, reduction='median')",
+    "judge(outputs, y, count=lambda o, t: 'many')",
+    "judge(outputs, y, count=lambda o, t: -1)",
+    "judge(outputs, y, count=3)",
 ]
 
 

@@ -16,7 +16,7 @@ from scatterpar import ScatterOnceParallel
 pytestmark = pytest.mark.draws
 
 PLACE = PLACES["backward of a Function"]
-LAST = {"positions": [(2, 2)]}
+kept = []
 
 
 @pytest.fixture
@@ -25,11 +25,12 @@ def bench():
     with bench.engine:
         bench.back_to_start(bench.subject, accumulate=True)
         yield bench
+    kept.clear()
     gc.collect()
 
 
-def sabotage(monkeypatch, before=lambda engine: None, after=lambda engine, error: error):
-    """Make every step do ``before`` first, and raise what ``after`` makes of its error."""
+def sabotaged(monkeypatch, bench, before=lambda engine: None, after=lambda engine, error: error):
+    """What the grid says of a step that does ``before`` first, and raises ``after``'s error."""
     honest = ScatterOnceParallel.forward_backward
 
     def step(self, *args, **kwargs):
@@ -38,61 +39,44 @@ def sabotage(monkeypatch, before=lambda engine: None, after=lambda engine, error
             return honest(self, *args, **kwargs)
         except BaseException as error:
             made = after(self, error)
+            if made is None:
+                return None
             try:
                 raise made from None
             finally:
                 del made  # the traceback holds this frame
 
-    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
-
-
-def test_an_honest_engine_passes(bench):
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == []
-    assert bench.good_step(PLACE, True) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(ScatterOnceParallel, "forward_backward", step)
+        return bench.bad_step(PLACE, "ValueError", positions=[(2, 2)])
 
 
 def exchange(engine):
     engine.module.leave.bias.grad = engine.module.leave.bias.grad.clone()
 
 
+def fill(engine):
+    engine.module.unused.bias.grad = torch.zeros(2, dtype=torch.float64)
+
+
 CHANGES = {
     "norm._buffers['running_mean']": lambda engine: engine.module.norm.running_mean.add_(1),
     "leave.bias.grad": lambda engine: engine.module.leave.bias.grad.add_(1),
     "leave.bias.grad (another object)": exchange,
+    "unused.bias.grad (another object)": fill,
     "torch's generator": lambda engine: torch.rand(()),
     "root.calls (another object)": lambda engine: setattr(engine.module, "calls", 99),
+    "norm._forward_hooks": lambda engine: engine.module.norm.register_forward_hook(print),
+    "torch: num_threads": lambda engine: torch.set_num_threads(torch.get_num_threads() + 1),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_a_failed_step_changes_is_named(bench, monkeypatch, what):
-    sabotage(monkeypatch, CHANGES[what])
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == [f"changed: {what}"]
-
-
-def test_a_gradient_from_nothing(bench, monkeypatch):
-    def fill(engine):
-        engine.module.unused.bias.grad = torch.zeros(2, dtype=torch.float64)
-
-    sabotage(monkeypatch, fill)
-    assert "changed: unused.bias.grad (another object)" in bench.bad_step(
-        PLACE, "ValueError", **LAST
-    )
-
-
-def test_a_hook_left_behind(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: engine.module.norm.register_forward_hook(print))
-    assert any(
-        wrong.startswith("changed: norm._forward_hooks")
-        for wrong in bench.bad_step(PLACE, "ValueError", **LAST)
-    )
-
-
-def test_a_global_left_behind(bench, monkeypatch):
-    sabotage(monkeypatch, lambda engine: torch.set_num_threads(torch.get_num_threads() + 1))
     threads = torch.get_num_threads()
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["changed: torch: num_threads"]
+    wrong = sabotaged(monkeypatch, bench, CHANGES[what])
     torch.set_num_threads(threads)
+    assert any(word.startswith(f"changed: {what}") for word in wrong), wrong
 
 
 def another(engine, error):
@@ -108,47 +92,29 @@ def forget(engine, error):
     return error
 
 
-@pytest.mark.parametrize(
-    ("after", "words"),
-    [
-        (another, "another error: ValueError"),
-        (cut, "the traceback ends in cut"),
-        (forget, "notes: []"),
-    ],
-)
-def test_what_becomes_of_the_error_is_said(bench, monkeypatch, after, words):
-    sabotage(monkeypatch, after=after)
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == [words]
+def keep(engine, error):
+    kept.append(error)
+    return error
 
 
-def test_activations_kept(bench, monkeypatch):
-    kept = []
+ERRORS = {
+    "another error: ValueError": another,
+    "the traceback ends in cut": cut,
+    "notes: []": forget,
+    "nothing was raised": lambda engine, error: None,
+    "activations alive": keep,
+}
 
-    def keep(engine, error):
-        kept.append(error)
-        return error
 
+@pytest.mark.parametrize("words", ERRORS)
+def test_what_becomes_of_the_error_is_said(bench, monkeypatch, words):
     monkeypatch.setattr(grid, "LEAK_SECONDS", 1)  # of which nobody else needs to be sure
-    sabotage(monkeypatch, after=keep)
-    assert any(
-        wrong.endswith("activations alive") for wrong in bench.bad_step(PLACE, "ValueError", **LAST)
-    )
+    (wrong,) = sabotaged(monkeypatch, bench, after=ERRORS[words])
+    assert wrong.endswith(words)
 
 
-def test_an_error_swallowed(bench, monkeypatch):
-    honest = ScatterOnceParallel.forward_backward
-
-    def step(self, *args, **kwargs):
-        try:
-            honest(self, *args, **kwargs)
-        except ValueError:
-            return
-
-    monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
-    assert bench.bad_step(PLACE, "ValueError", **LAST) == ["nothing was raised"]
-
-
-def test_a_next_step_that_is_not_exact(bench, monkeypatch):
+def test_an_honest_engine_passes_and_a_next_step_that_is_not_exact_does_not(bench, monkeypatch):
+    assert sabotaged(monkeypatch, bench) == []
     assert bench.good_step(PLACE, True) == []
     bench.back_to_start(bench.subject, accumulate=True)
     honest = ScatterOnceParallel.forward_backward
@@ -171,12 +137,12 @@ def test_torch_itself_keeps_the_graph_of_an_unpack_hook_that_raises():
     def step():
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
             hidden = torch.ones(3, requires_grad=True).tanh()
-            kept.append(weakref.ref(hidden))
+            alive.append(weakref.ref(hidden))
             hidden.tanh().sum().backward()
 
-    kept = []
+    alive = []
     with pytest.raises(ValueError, match="boom") as caught:
         step()
     del caught
     gc.collect()
-    assert kept[0]() is not None
+    assert alive[0]() is not None

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from faults.processes import finish, finish_all, run, start
+from faults.processes import finish, start
 
 
 def started(script):
@@ -31,15 +31,3 @@ def test_a_script_that_hangs_says_where():
     script = "import threading\nprint('so far')\ndef stuck(): threading.Event().wait()\nstuck()"
     with pytest.raises(AssertionError, match=r"silent for 2 s\nso far\n(.|\n)* in stuck\n"):
         finish(started(script), silence=2)
-
-
-def test_several_speak_at_once_more_than_a_pipe_holds():
-    script = "import sys\nfor i in range(20000): print(i, file=sys.stderr if i % 2 else sys.stdout)"
-    for outcome in finish_all({name: start("-c", script) for name in "abc"}).values():
-        assert outcome.code == 0
-        assert outcome.out.split() == [str(i) for i in range(0, 20000, 2)]
-        assert outcome.err.split() == [str(i) for i in range(1, 20000, 2)]
-
-
-def test_the_end_is_heard_though_nobody_has_spoken():
-    assert run("-c", "import os; os._exit(3)", silence=60).code == 3

@@ -72,12 +72,5 @@ def dropout_model(seed=0):
     )
 
 
-def step(engine, seed):
-    torch.manual_seed(seed)
-    engine.module.zero_grad()
-    engine.forward_backward(*BATCH, nn.CrossEntropyLoss())
-    return [parameter.grad.clone() for parameter in engine.module.parameters()]
-
-
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

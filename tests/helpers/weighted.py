@@ -1,4 +1,4 @@
-"""Losses whose terms do not all count alike, and oracles that share no code with torch."""
+"""Losses whose terms do not all count alike, and an oracle that shares no code with torch."""
 
 from __future__ import annotations
 
@@ -103,24 +103,6 @@ CASES = {
         lambda rows: probabilities(rows).log(),
     ),
 }
-
-
-def by_hand(
-    logits: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
-) -> Tensor:
-    """Mean cross entropy of (rows, classes) logits, one row at a time, from its definition."""
-    total, divisor = 0.0, 0.0
-    for row, target in zip(logits, targets.tolist(), strict=True):
-        if target == ignore_index:
-            continue
-        shifted = row - row.max()
-        log_p = shifted - shifted.exp().sum().log()
-        scale = torch.ones_like(row) if weight is None else weight
-        of_target = -(scale[target] * log_p[target])
-        of_all = -(scale * log_p).sum() / len(row)
-        total = total + (1 - smoothing) * of_target + smoothing * of_all
-        divisor = divisor + float(scale[target])
-    return total / divisor
 
 
 def gradient_by_hand(

@@ -62,7 +62,7 @@ from scatterpar.step.scatter import micro_batches, row_routes, scatter
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
-from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
@@ -122,11 +122,13 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself is not changed. Replicas also run compiled if the module was made by
             ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
-        verify: before the first step of a kind of criterion and batch, check on a handful of its
-            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
-            anything changes where they do not, however often it is tried. What could not be
-            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
-            the range that was met so far.
+        verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
+            combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
+            give the loss that a replica gives. If not, a ``ValueError`` before anything changes,
+            however often it is tried. An inconclusive check warns once. In the first eight steps of
+            a kind of criterion and batch, when labels go beyond the range that was verified, and
+            whenever checks have taken less than 1 % of the time. State that sub-steps move is told
+            once, by name.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
             of micro-batch, and replay it for every micro-batch. This is for small sub-steps, which
             a device finishes before the host has launched them. Python runs only while a sub-step

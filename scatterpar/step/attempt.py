@@ -37,9 +37,9 @@ _Task = TypeVar("_Task", bound=_ShareTask)
 
 
 class Attempt:
-    """One try at a step, or at a part of one: its generators, its copies and its times.
+    """One try at a step or a part of one: its random generators, transfers and times.
 
-    As a context manager, which may be entered again, it restores random state if the body raises.
+    As a context manager, which may be entered again, it calls ``undo`` if the body raises.
     ``earlier`` is the number of the first replica among those of all processes.
     """
 
@@ -64,17 +64,17 @@ class Attempt:
     def save_for_undo(
         self, tensors: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]] = ()
     ) -> None:
-        """Save the values of tensors, and the ``.grad`` of leaves, for ``undo``.
+        """Save the values of ``tensors`` and the ``.grad`` of leaves, for ``undo`` to restore.
 
-        User code may write these before a step is complete.
+        Pass whatever user code may write before the commit is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._gradients += gradients
 
     def undo(self, error: BaseException | None = None) -> None:
-        """Restore everything because of an ``error``, and wait for copies that are under way.
+        """Restore everything that was saved, and wait for pending copies.
 
-        If something cannot be restored, the rest is restored nevertheless.
+        If something cannot be restored, ``error`` gets a note and the rest is restored.
         """
         restores: list[Callable[[], object]]
         restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
@@ -92,9 +92,10 @@ class Attempt:
 
     @contextlib.contextmanager
     def isolated(self, task: _ReplicaTask) -> Iterator[None]:
-        """The body finds a task's replicas as the step did, and leaves them as they are now.
+        """In the body, the task's replicas start in the state of the last refresh.
 
-        And so their random numbers; gradients that come to them are the body's to keep, or not.
+        Afterwards their present state, and that of their generators, is restored. Gradients are
+        left to the body.
         """
         number = task.share.replica
         position = self.generators.get_state(number)
@@ -105,11 +106,10 @@ class Attempt:
             yield
 
     def run(self, function: Callable[..., _Result], tasks: Sequence[_Task]) -> list[_Result]:
-        """``function(task, proceed=…)`` for every replica's task, each by its worker.
+        """Run ``function(task, proceed=…)`` for every replica's task, each in its worker.
 
-        Each draws from the random stream of its replica. ``proceed()`` ends a replica's work
-        once another has failed: the function calls it wherever it can stop. When each started
-        and ended is noted.
+        Each draws from the random stream of its replica. ``proceed()`` raises if another replica
+        has failed: the function calls it where it can stop. The clock records each start and end.
         """
         cancel = threading.Event()
         spans = {task.share.replica: (0.0, 0.0) for task in tasks}

@@ -1,4 +1,4 @@
-"""Write what a step computed to the user's module, after every replica has succeeded."""
+"""Write the results of a step to the user's module, after every replica has succeeded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _remember(
     observed: bool,
     attempt: Attempt,
 ) -> None:
-    """Save what is restored if adding gradients fails, in a hook or for lack of memory."""
+    """Save what must be restored if a hook raises or memory runs out while gradients are added."""
     both = zip(earlier, pairs, strict=True)
     old = [(was, gradient) for (_, was), (_, gradient) in both if was is not None]
     may_fail = observed or any(
@@ -83,7 +83,7 @@ def _remember(
 
 
 def _all_fit(pairs: Sequence[_Pair]) -> bool:
-    """Whether autograd would assign these very tensors as the leaves' first gradients."""
+    """Whether autograd would assign these tensors themselves as the leaves' first gradients."""
     leaves, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
     return (
         {nn.Parameter, Tensor}.issuperset(map(type, leaves))
@@ -113,7 +113,9 @@ def _attach(
 class _Hand(torch.autograd.Function):
     """A node whose backward pass returns gradients that were computed before.
 
-    Autograd assigns a tensor that nobody else refers to as a leaf's first gradient, without a copy.
+    For a leaf without a gradient, AccumulateGrad takes over the new gradient's memory only if
+    nothing else refers to it. The caller of ``backward`` always refers to the gradients it passes,
+    so this node returns them instead.
     """
 
     @staticmethod
@@ -133,8 +135,8 @@ class _Hand(torch.autograd.Function):
             raise RuntimeError(_NO_GRAPH)
         if not ctx.gradients:
             raise RuntimeError(_TWICE)
-        # Autograd counts the references to a gradient, and in a free-threaded interpreter its
-        # thread cannot drop those of the caller's thread. A new tensor with this memory has none.
+        # Autograd counts the references to a gradient. In a free-threaded interpreter its thread
+        # cannot drop those of the caller's thread. A new tensor with the same memory has none.
         gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
         ctx.gradients.clear()
         if ctx.scale is not None and (by := float(factor) / ctx.scale) != 1:
@@ -155,6 +157,6 @@ _TWICE = (
 
 
 def _is_of_its_own(gradient: Tensor) -> bool:
-    """Whether a gradient is no part of a larger tensor; a sparse one is taken for none."""
+    """Whether a gradient is not part of a larger tensor; sparse ones count as separate."""
     is_sparse = gradient.layout != torch.strided
     return is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes

@@ -1,9 +1,10 @@
-"""The replicas compute: forward and backward over their shares, or forward alone.
+"""The replicas compute: forward and backward over their shares, or forward only.
 
 torch.compile is not thread-safe (https://github.com/pytorch/pytorch/issues/118260), and replicas
-that meet a new size together would each compile it. So a kind of sub-step that compiled replicas
-have not met (sizes, flags, attributes of the module) is warmed up: forward and backward, replica
-after replica, each in its own worker. State is restored. The step then finds everything compiled.
+that see a new size at the same time would each compile it. So sub-steps that compiled replicas have
+not seen yet (other sizes, flags, attributes of the module) are warmed up first: forward and
+backward, one replica after the other, each in its own worker. Then state is restored, and the step
+finds everything compiled.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from scatterpar.threads.clock import SILENT
 
 
 class Checks(Protocol):
-    """Checks of a step that need passes of their own; the engine's are a ``Verifier``."""
+    """Checks of a step that run additional passes; the engine uses a ``Verifier``."""
 
     def verify(
         self,
@@ -64,7 +65,7 @@ class Checks(Protocol):
         parts: Sequence[ReplicaSet],
         peers: Peers | None,
     ) -> None:
-        """Raise ``ValueError`` if losses do not combine as the engine is about to combine them."""
+        """Raise ``ValueError`` if losses do not combine as the engine assumes."""
 
     def layout_of(
         self,
@@ -82,7 +83,7 @@ class Checks(Protocol):
         """Returns a function that warns of state that sub-steps have changed since this call."""
 
 
-_PATIENCE_SECONDS = 10.0  # how long a replica waits for one that neither compiles nor ends
+_PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
 
 
 def compute(
@@ -95,17 +96,17 @@ def compute(
     peers: Peers | None,
     graphs: Graphs | None,
 ) -> Computed:
-    """Every replica's sub-steps, each by its worker: gradients are in the replicas afterwards.
+    """Run every replica's sub-steps, each in its worker; the replicas then have the gradients.
 
-    What the user's code may write meanwhile is the step's: ``.grad`` of the user's own parameters
-    until the end of this, statistics that a criterion moves until the commit.
+    State that user code may write meanwhile belongs to the step: ``.grad`` of the user's own
+    parameters until the end of this call, and statistics that a criterion updates until the commit.
     """
     prepare_autograd()
     parts = copies.replica_sets
-    brought = closure_tensors_and_modules(request.criterion)
-    reached = training_buffers(brought)
+    closure_contents = closure_tensors_and_modules(request.criterion)
+    reached = training_buffers(closure_contents)
     attempt.save_for_undo(reached)
-    named = external_leaves(brought, parts) if peers else None
+    named = external_leaves(closure_contents, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
         clock = attempt.clock
         tasks = make_tasks(request, attempt.plan, copies, loaders, weights.by_share, stash, clock)
@@ -115,7 +116,11 @@ def compute(
             of_model = _buffers_of_model(reached, parts)
             with clock.span("verify"):
                 criteria = zip(tasks, copies.criteria, strict=False)
-                both = [replace(task, criterion=own) for task, own in criteria] if whole else tasks
+                both = (
+                    [replace(task, criterion=loss_fn) for task, loss_fn in criteria]
+                    if whole
+                    else tasks
+                )
                 checks.verify(attempt, request, both, parts, peers)
             tell_moved = checks.watch_state(request, tasks, parts)
             if whole:
@@ -128,7 +133,7 @@ def compute(
                 results = attempt.run(work, tasks)
             layout = _layout_of_step(attempt, request, tasks, seen if whole else results, checks)
         if whole:
-            peers = None if request.most else peers  # a trial is this process's own
+            peers = None if request.most else peers  # a trial runs in this process only
             criterion = copies.criteria[0]
             with parameter_writes_refused(
                 parts, again=True
@@ -158,7 +163,7 @@ def _layout_of_step(
     found: Sequence[FirstPass] | Sequence[Result],
     checks: Checks,
 ) -> Any:
-    """The number of entries per row in outputs; ``None`` if sizes tell, or no output is joined."""
+    """The number of entries per row in outputs; ``None`` if sizes show it or nothing is joined."""
     pieces = [
         p for one in found for p in (one.pieces if isinstance(one, FirstPass) else one.outputs)
     ]
@@ -214,8 +219,8 @@ def infer(
     outputs: Sequence[Any] = pieces
     if not plan.order:
         outputs = [
-            join_rows(own, dim, n, n, lists=lists, layout=layout)
-            for own, n in zip(pieces, rows, strict=True)
+            join_rows(outputs_of, dim, n, n, lists=lists, layout=layout)
+            for outputs_of, n in zip(pieces, rows, strict=True)
         ]
     output = gather_to_master(outputs, plan, dim, transfers, lists=lists, layout=layout)
     transfers.synchronize()
@@ -260,21 +265,21 @@ def warm_up(
     parts: Sequence[ReplicaSet],
     compute_rows: Callable[[ReplicaTask, Any], Any],
 ) -> None:
-    """Compile what compiled replicas have not met: run it, and restore all but compiled code.
+    """Compile the sub-steps that compiled replicas have not seen: run them, and restore all state.
 
-    ``compute_rows`` is all of a sub-step but its backward pass.
+    ``compute_rows`` is a sub-step without its backward pass.
     """
     model = parts[0]
     if not any(part.compiler.is_used for part in parts):
         return
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_types())
-    new: list[dict[Hashable, int]] = []  # of each replica the kinds, and a micro-batch of each
+    new: list[dict[Hashable, int]] = []  # per replica: a micro-batch of each new kind
     for task in tasks:
         numbers = range(len(task.share.micro_batches))
         flags: Hashable = task.share.replica, compute_rows, model.flags, modes
         kinds = [(flags, _compile_key(task.loader.source_rows(number))) for number in numbers]
-        found = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
-        new.append({kind: number for kind, number in found if kind not in model.warmed_up_kinds})
+        pairs = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
+        new.append({kind: number for kind, number in pairs if kind not in model.warmed_up_kinds})
     if not any(new):
         return
     done = [threading.Event() for _ in tasks]
@@ -304,18 +309,18 @@ def warm_up(
         with attempt.clock.span("warm-up"):
             attempt.run(one_at_a_time, tasks)
     finally:
-        attempt.clock.passes.clear()  # this says nothing of the devices' pace
-        attempt.generators.rollback()  # what torch draws while it compiles is the process's own
+        attempt.clock.passes.clear()  # warm-up does not measure the devices' speed
+        attempt.generators.rollback()  # torch draws from the process's generator while it compiles
         for part in parts:
             part.clear_gradients()
         if tasks[0].stash is not None:
             tasks[0].stash.drop_gradients()
-    for met in new:
-        model.warmed_up_kinds.update(met)
+    for kinds_of_replica in new:
+        model.warmed_up_kinds.update(kinds_of_replica)
 
 
 def _compile_key(rows: Any) -> Hashable:
-    """What two micro-batches have alike that the same compiled code takes."""
+    """A key that is equal for two micro-batches if the same compiled code accepts both."""
     plain = bool, int, float, str
     return tuple(
         (leaf.shape, leaf.dtype, leaf.device)

@@ -1,4 +1,4 @@
-"""What a step computed, before anything of the user's is touched; the gradient's noise in it."""
+"""The results of a step, before the user's module is written, and the gradient's noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it i
 
 @dataclass
 class Result:
-    """What one replica made of its share."""
+    """The results of one replica's share."""
 
     loss: float = 0.0  # its part of the batch's: the weighted sum over its micro-batches
     dtype: torch.dtype = torch.float32  # of the losses
@@ -32,7 +32,7 @@ class Result:
 
 
 class Computed(NamedTuple):
-    """What the replicas made of their shares, beside the gradients that they hold."""
+    """The results of all replicas, without the gradients that are in the replicas."""
 
     results: list[Result]
     external_gradients: list[Gradient]  # what came to leaves of the user's past the replicas
@@ -41,7 +41,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """How far the replicas' gradients lie apart."""
+    """How much the replicas' gradients differ."""
 
     squares: float = 0.0  # the sum of terms times the squared norm of their mean; NaN: unknown
     replicas: float = 0  # how many had terms
@@ -51,7 +51,7 @@ class Spread:
 
 @dataclass
 class Outcome:
-    """What a step computed: everything that is to be committed, and its report."""
+    """The results of a step: everything that the commit writes, and the report."""
 
     plan: Plan
     loss: float  # of the whole batch
@@ -71,13 +71,13 @@ class Outcome:
     retries: int = 0  # tries before it that ran out of memory
 
     def noise(self) -> GradientNoise:
-        """What the spread of the replicas' gradients says, before the commit uses these up."""
+        """The gradient's noise, from the replicas' gradients; call it before the commit."""
         gradients = [gradient for _, gradient in self.gradients if gradient is not None]
         factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
         return _estimate(self.spread, gradients, factor)
 
     def returned(self) -> Tensor:
-        """The loss on the master: filled in, not copied, since the host waits for a copy."""
+        """The loss as a tensor on the master: filled, because the host would wait for a copy."""
         if self.needs_terms and not self.terms:
             text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
             if self.check_finite:
@@ -105,7 +105,7 @@ def measure(
     weights: LossWeights,
     external: Sequence[Gradient],
 ) -> Spread:
-    """The spread of the replicas' gradients, before they are added up."""
+    """The spread of the replicas' gradients; call it before they are added."""
     terms = weights.terms
     if request.is_mean:
         counts = [sum(own) * terms for own in weights.by_share]
@@ -125,7 +125,7 @@ def measure(
 
 
 def _gradients_of(parts: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
-    """What one replica added up; once for a tensor that model and criterion share."""
+    """The gradients of one replica; a tensor that model and criterion share counts once."""
     found: dict[int, Tensor] = {}
     for part in parts:
         for i in part.trained_indices:
@@ -137,9 +137,9 @@ def _gradients_of(parts: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
 
 
 def _estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> GradientNoise:
-    """The signal and the noise of one step's gradient; NaN where there is nothing to compare.
+    """The signal and the noise of one step's gradient; NaN if there is nothing to compare.
 
-    ``gradients`` are the whole batch's: the mean of the terms' ones, times ``factor``.
+    ``gradients`` are those of the whole batch: the mean over the terms, times ``factor``.
     """
     if spread.replicas < 2 or not spread.terms:
         return GradientNoise(math.nan, math.nan)
@@ -152,7 +152,7 @@ def _estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> Gra
 
 
 def _squared_norm(tensors: Sequence[Tensor]) -> float:
-    """The sum of the squares of all elements, with one look at the device."""
+    """The sum of the squares of all elements; the host reads the device once."""
     values = [_reals(tensor.detach()) for tensor in tensors]
     exact = [value for value in values if value.dtype == torch.float64]
     others = [value for value in values if value.dtype != torch.float64]
@@ -164,6 +164,6 @@ def _squared_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """All elements; of complex ones, the real and the imaginary parts."""
+    """All elements as real numbers; of complex ones, the real and the imaginary parts."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values

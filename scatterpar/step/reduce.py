@@ -1,13 +1,13 @@
-"""Replica gradients to the master's, summed in the same order every time, over a tree of replicas.
+"""Add replica gradients on the master, along a tree of replicas, in the same order every time.
 
-In pairs, wherever they are::
+Pairs do not depend on the devices::
 
     0   1   2   3   4        first round:  0 += 1, 2 += 3
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-Which pairs there are depends on the number of replicas alone: so does each bit of the sum. Where
-both of a pair are in one memory nothing travels; else the far one's gradients do, chunk by chunk.
+Only the number of replicas determines the pairs, and so each bit of the sum. If both replicas of a
+pair share a memory, nothing is copied; otherwise the gradients of the second are, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reduce(
     weights: LossWeights,
     measures_noise: bool,
 ) -> Outcome:
-    """Returns what the step computed, in the master's memory."""
+    """Returns the results of the step, in the master's memory."""
     plan, transfers, (results, external, moved) = attempt.plan, attempt.transfers, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
@@ -144,12 +144,12 @@ def reduce_gradients(
 def reduce_buffers(
     parts: Sequence[ReplicaSet], shares: Sequence[Share], transfers: Transfers
 ) -> list[BufferValue]:
-    """Where each buffer of the master's is, its name, and its value after the step."""
+    """The container, name and value after the step of each of the master's buffers."""
     values: list[BufferValue] = []
     for part in parts:
         replicas = part.replicas[: len(shares)]
-        own = shares[: len(replicas)]  # a criterion of the whole batch has one replica
-        combined = combined_buffers(replicas, own, transfers, part.buffer_policy)
+        shares_used = shares[: len(replicas)]  # a criterion of the whole batch has one replica
+        combined = combined_buffers(replicas, shares_used, transfers, part.buffer_policy)
         values += [
             (place, name, combined.get((m, name), value))
             for m, place, name, value in part.buffers_after()
@@ -160,7 +160,7 @@ def reduce_buffers(
 def reduce_moments(
     parts: Sequence[ReplicaSet], active: int, transfers: Transfers
 ) -> list[BatchNormUpdate]:
-    """What each batch normalisation whose statistics move once a step has seen in it."""
+    """The pooled statistics of each batch normalisation that is updated once per step."""
     layers = []
     for part in parts:
         replicas = part.replicas[:active]
@@ -173,15 +173,15 @@ def reduce_moments(
 
 
 def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) -> dict[int, Moments]:
-    """Of one replica, by number of the module, on ``device``."""
-    found = {m: moments for m, calls in replica.seen.items() if (moments := pooled(calls))}
-    if replica.device == device or not found:
-        return found
-    tensors = dict(enumerate(t for moments in found.values() for t in moments[1:]))
-    here = copy_coalesced(tensors, device, transfers, "reduce")
+    """The statistics that one replica recorded, by number of the module, on ``device``."""
+    recorded = {m: moments for m, calls in replica.seen.items() if (moments := pooled(calls))}
+    if replica.device == device or not recorded:
+        return recorded
+    tensors = dict(enumerate(t for moments in recorded.values() for t in moments[1:]))
+    moved = copy_coalesced(tensors, device, transfers, "reduce")
     return {
-        m: Moments(moments.values, here[2 * i], here[2 * i + 1])
-        for i, (m, moments) in enumerate(found.items())
+        m: Moments(moments.values, moved[2 * i], moved[2 * i + 1])
+        for i, (m, moments) in enumerate(recorded.items())
     }
 
 
@@ -198,20 +198,20 @@ def sum_in_order(
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
-    """The sum of each position's gradients, on ``devices[0]``, over the tree.
+    """The sum of each position's gradients, on ``devices[0]``, along the tree.
 
-    With ``in_place`` gradients that are given become sums; without, nothing that is given is
-    written, and autograd can follow.
+    With ``in_place``, the given gradients become sums. Otherwise they are not written, and autograd
+    records the sum.
     """
-    sums = [dict(found) for found in gradients]
+    sums = [dict(each) for each in gradients]
     for near, far in chain(*rounds(len(sums))):
-        found, sums[far] = sums[far], {}
+        others, sums[far] = sums[far], {}
         if devices[near] == devices[far]:
-            _add(sums[near], found, in_place)
+            _add(sums[near], others, in_place)
         elif in_place:
-            _take_in(sums[near], found, devices[near], transfers)
+            _take_in(sums[near], others, devices[near], transfers)
         else:
-            copies = {i: transfers.copy(t, devices[near], "reduce") for i, t in found.items()}
+            copies = {i: transfers.copy(t, devices[near], "reduce") for i, t in others.items()}
             _add(sums[near], copies, in_place)
     return sums[0]
 
@@ -219,7 +219,7 @@ def sum_in_order(
 def _take_in(
     total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, transfers: Transfers
 ) -> None:
-    """Add, in place, what another memory has, with room for one chunk."""
+    """Add the gradients of another memory in place, with memory for one chunk."""
     flats = {i: flat_view(t) for i, t in found.items() if i in total}
     alike = {
         i: flat
@@ -235,7 +235,7 @@ def _take_in(
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have alike whose elements lie in the same order."""
+    """A key that is equal for two tensors whose elements have the same order in memory."""
     if tensor.layout != torch.strided:
         return (tensor.layout,)
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -289,25 +289,25 @@ def gather_to_master(
     lists: bool = False,
     layout: Any = None,
 ) -> Any:
-    """The shares' outputs joined on the master, rows in order; see ``join_rows``.
+    """The shares' outputs joined on the master in row order; see ``join_rows``.
 
     With a plan by cost, ``outputs`` has, for each share, the list of its micro-batches' outputs.
     """
     master = plan.shares[0].device
 
-    def home(tensor: Tensor) -> Tensor:
+    def to_master(tensor: Tensor) -> Tensor:
         return transfers.copy(tensor, master, "reduce")
 
-    here = [
-        output if share.device == master else nested.map_tensors(home, output)
+    on_master = [
+        output if share.device == master else nested.map_tensors(to_master, output)
         for output, share in zip(outputs, plan.shares, strict=True)
     ]
     rows = [share.rows for share in plan.shares]
     if plan.order:
-        here = [*chain(*here)]
-        rows = [len(own) for share in plan.shares for own in share.row_numbers]
+        on_master = [*chain(*on_master)]
+        rows = [len(numbers) for share in plan.shares for numbers in share.row_numbers]
     return join_rows(
-        here,
+        on_master,
         dim,
         weights or rows,
         rows,
@@ -319,7 +319,7 @@ def gather_to_master(
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:
-    """Add ``gradients`` to ``total``; what is not there yet moves in."""
+    """Add ``gradients`` to ``total``; a position that ``total`` lacks takes the gradient itself."""
     both = []
     for i, gradient in gradients.items():
         if i not in total:

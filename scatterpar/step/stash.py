@@ -21,14 +21,14 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class Stash:
-    """Stashes ``.grad`` and hooks of the user's leaves in the body, and restores them after it.
+    """In the body, ``.grad`` and hooks of the user's leaves are set aside; then they are restored.
 
     A criterion that closes over the user's own parameters writes their ``.grad`` from the workers,
     at every sub-step. These gradients become part of the step, and are dropped if it fails. The
     graph of the loss shows which leaves they are, before a backward pass reaches them.
 
-    With ranks ``named`` are the leaves that it may reach, in an order that is every rank's: without
-    it none could tell which gradient is whose.
+    With several ranks, ``named`` has the leaves that the criterion may reach, in the same order on
+    every rank: otherwise gradients of different ranks could not be matched.
     """
 
     def __init__(
@@ -62,34 +62,34 @@ class Stash:
     def criterion_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """The turn of a replica on ``device``; virtual devices share the host's memory."""
+        """The lock for criteria of replicas on ``device``; virtual devices share one."""
         return self._turns[physical(device)].held(waiting)
 
     def launch_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED
     ) -> contextlib.AbstractContextManager[None]:
-        """The turn of replicas on ``device`` to run the Python of a forward pass and its loss.
+        """The lock for the Python of a forward pass and its loss, for replicas on ``device``.
 
-        Threads that launch at the same time take the interpreter's lock from each other in every
-        operator. Where operators compute before they return, where there is no such lock, and
-        where there is one replica, all go at once.
+        Threads that launch kernels at the same time take the GIL from each other in every operator.
+        There is no lock on synchronous devices, in a Python without a GIL, and with a single
+        replica.
         """
         if self._is_serial or (HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1):
             return self._launching.held(waiting)
         return _UNTIMED
 
     def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
-        """Stash what a backward pass from ``loss`` comes to without passing ``nodes``.
+        """Stash the leaves that a backward pass from ``loss`` reaches without passing ``nodes``.
 
-        What it gives there is the replica's until ``gradients``: else the order of arrival would
-        decide how the sum is rounded.
+        Their gradients are stored per replica until ``gradients``: otherwise the order of arrival
+        would determine the rounding of the sum.
         """
-        own = self._of_replicas
-        found = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in own]
-        if not found:
+        replica_leaves = self._of_replicas
+        edges = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in replica_leaves]
+        if not edges:
             return
         with self._taking:
-            leaves = {id(leaf): leaf for leaf, _, _ in found}
+            leaves = {id(leaf): leaf for leaf, _, _ in edges}
             new = [leaf for key, leaf in leaves.items() if key not in self._kept]
             if new and self._named is not None:
                 raise ValueError(
@@ -99,31 +99,31 @@ class Stash:
                     f"make the criterion an nn.Module that has it"
                 )
             self._take(new)
-        for leaf, node, position in found:
+        for leaf, node, position in edges:
             if node is not None:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
 
     def has_external_gradients(self, replica: int) -> bool:
-        """Whether a replica's backward passes came to leaves beside its own."""
+        """Whether a replica's backward passes reached leaves other than its own."""
         return any(replica in sums for sums in list(self._sums.values()))
 
     def drop_external_gradients(self, replica: int) -> None:
-        """Let go of what a replica gave to leaves beside its own."""
+        """Drop the gradients that a replica computed for leaves other than its own."""
         for sums in list(self._sums.values()):
             sums.pop(replica, None)
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """What came to the user's leaves past the replicas, which have no copies of some.
+        """The gradients that reached the user's own leaves directly, not through a replica's copy.
 
-        To each what the replicas gave, added up in their order.
+        They are summed in replica order.
         """
         for key, sums in self._sums.items():
             leaf, _ = self._kept[key]
-            found = [] if leaf.grad is None else [leaf.grad]
-            found += [sums[replica] for replica in sorted(sums)]
-            if found:
-                total = functools.reduce(plus, found)
+            gradients = [] if leaf.grad is None else [leaf.grad]
+            gradients += [sums[replica] for replica in sorted(sums)]
+            if gradients:
+                total = functools.reduce(plus, gradients)
                 is_dense = total.layout == torch.strided
                 leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
         self._sums.clear()
@@ -131,7 +131,7 @@ class Stash:
         return [(t, t.grad) for i, (t, _) in kept if t.grad is not None or i not in self._trained]
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients that came so far."""
+        """Drop the gradients that have arrived so far."""
         for leaf, _ in self._kept.values():
             leaf.grad = None
         self._sums.clear()
@@ -156,8 +156,8 @@ def _divert(
     gradients: Sequence[Tensor | None],
     _: object,
 ) -> tuple[Tensor | None, ...]:
-    """Take one of a node's gradients before it comes to a leaf that all replicas share."""
-    mine = gradients[position]
-    if mine is not None:
-        sums[replica] = plus(sums[replica], mine) if replica in sums else mine
+    """Node hook: store one of a node's gradients before it reaches a leaf that replicas share."""
+    gradient = gradients[position]
+    if gradient is not None:
+        sums[replica] = plus(sums[replica], gradient) if replica in sums else gradient
     return (*gradients[:position], None, *gradients[position + 1 :])

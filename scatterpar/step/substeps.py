@@ -1,4 +1,4 @@
-"""One replica, one share: what it is given, and forward and backward over its micro-batches."""
+"""The work of one replica: forward and backward over the micro-batches of its share."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class ReplicaTask:
     """The work of one replica in one step.
 
     Attributes:
-        share: its rows, and how they are cut into micro-batches.
+        share: its rows, and their division into micro-batches.
         module: the replica.
-        loader: brings the share's rows of inputs and targets to the replica's device.
-        criterion: the replica's own; ``None`` if the module computes the loss.
+        loader: copies the share's rows of inputs and targets to the replica's device.
+        criterion: the criterion of this replica; ``None`` if the module computes the loss.
         weights: the factor of each micro-batch's loss in the loss of the whole batch.
-        replicas: the replica of the model, and that of the criterion if it has one here.
-        leaves: the tensors to which backward passes give gradients.
-        stash: keeps the user's gradients and hooks, and has the locks; ``None`` in inference.
+        replicas: the replica of the model, and that of the criterion if there is one.
+        leaves: the tensors in which backward passes accumulate gradients.
+        stash: has the user's gradients and hooks, and the locks; ``None`` in inference.
         clock: times the parts of sub-steps.
     """
 
@@ -73,7 +73,7 @@ class ReplicaTask:
     def launch_lock(
         self, number: int, name: str = "forward"
     ) -> contextlib.AbstractContextManager[None]:
-        """For the Python of a forward pass and its loss, which replicas may take turns to run."""
+        """The lock, if needed, for the Python of a forward pass and its loss; timed."""
         if not self.clock.is_idle:
             return self._timed_turn(number, name)
         return _NO_TURN if self.stash is None else self.stash.launch_lock(self.share.device)
@@ -102,14 +102,17 @@ class ReplicaTask:
 
     @functools.cached_property
     def needs_criterion_lock(self) -> bool:
-        """Whether the criterion may reach or leave behind something; torch's own do neither."""
+        """Whether calls of the criterion may share state; torch's own losses share none."""
         kind = type(self.criterion) if isinstance(self.criterion, nn.Module) else self.criterion
-        own = getattr(kind, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
-        return self.stash is not None and self.criterion is not None and not own
+        is_of_torch = getattr(kind, "__module__", None) in (
+            "torch.nn.functional",
+            "torch.nn.modules.loss",
+        )
+        return self.stash is not None and self.criterion is not None and not is_of_torch
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module: a mapping by name, a tuple by position, all else as one."""
+    """The arguments of a module: a mapping by name, a tuple by position, any other value alone."""
     if isinstance(inputs, tuple):
         return inputs, {}
     if not isinstance(inputs, Tensor) and isinstance(inputs, Mapping):  # the Mapping check is slow
@@ -124,7 +127,7 @@ _ONE_ROW = (
 
 
 class note_replica:
-    """Add notes to an exception of the body: replica and sub-step; with a request, the replay."""
+    """Add notes to an exception of the body: replica, sub-step and, with a request, a replay."""
 
     def __init__(
         self, share: Share, number: int | None = None, request: Request | None = None
@@ -158,11 +161,11 @@ def make_tasks(
     stash: Stash | None = None,
     clock: Clock = SILENT,
 ) -> list[ReplicaTask]:
-    """Make each replica's task; with fewer rows than replicas, the last ones have none."""
+    """The task of each replica. If there are fewer rows than replicas, the last ones have none."""
     tasks = []
     for i, share in enumerate(plan.shares):
-        own = [(part, part.replicas[i]) for part in copies.replica_sets if i < len(part.replicas)]
-        replicas = [replica for _, replica in own]
+        pairs = [(part, part.replicas[i]) for part in copies.replica_sets if i < len(part.replicas)]
+        replicas = [replica for _, replica in pairs]
         tasks.append(
             ReplicaTask(
                 share,
@@ -171,7 +174,9 @@ def make_tasks(
                 criterion=None if request.whole_batch else copies.criteria[i],
                 weights=weights[i] if weights else (),
                 replicas=replicas,
-                leaves=[replica.tensors[n] for part, replica in own for n in part.trained_indices],
+                leaves=[
+                    replica.tensors[n] for part, replica in pairs for n in part.trained_indices
+                ],
                 stash=stash,
                 clock=clock,
             )
@@ -181,13 +186,13 @@ def make_tasks(
 
 @functools.cache
 def prepare_autograd() -> None:
-    """Let torch import what its first backward pass needs, where no interrupt can break it off."""
+    """Let torch import what its first backward pass needs; no interrupt can break it here."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).mul(1).backward(torch.ones(()))
 
 
 class EagerSubsteps:
-    """Sub-steps of one replica in one step: operators as Python comes to them."""
+    """The sub-steps of one replica in one step, run eagerly."""
 
     def __init__(self, task: ReplicaTask, request: Request) -> None:
         self._task, self._request = task, request
@@ -196,7 +201,7 @@ class EagerSubsteps:
         self._waiting: Sequence[Tensor] = task.leaves
 
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch, and what is kept of its output; gradients are added."""
+        """The loss of a micro-batch, and the part of its output to return; adds gradients."""
         task = self._task
         output, loss = forward(task, task.rows_of(number) if rows is None else rows, number)
         output_kept = detached_output(output, self._keep) if self._keep else None
@@ -206,12 +211,12 @@ class EagerSubsteps:
                 require_trainable(task.module)
             factor = torch.full_like(loss, weight * self._request.scale, requires_grad=False)
             task.run_backward(loss, factor, self._autocast, number)
-            if self._waiting:  # for all of them in the first sub-step, as a rule
+            if self._waiting:  # usually all get gradients in the first sub-step
                 self._waiting = unalias(self._waiting)
         return loss.detach(), output_kept
 
     def finish(self) -> None:
-        """Leave the gradients to who reduces them."""
+        """Called after the last sub-step: gradients stay in the leaves."""
 
 
 def train_share(
@@ -222,7 +227,7 @@ def train_share(
     substeps: Callable[[ReplicaTask, Request], EagerSubsteps] = EagerSubsteps,
     proceed: Callable[[], None],
 ) -> Result:
-    """Accumulate in the replica's parameters the gradient of its share of the batch's loss."""
+    """Accumulate in the replica's parameters the gradient of its share of the loss."""
     share, keep = task.share, request.return_outputs
     losses: list[Tensor] = []
     outputs: list[Any] = []
@@ -230,7 +235,7 @@ def train_share(
     where = note_replica(share, number, request)
     try:
         for number, weight in enumerate(task.weights[: request.most]):
-            if number:  # every replica computes its first: errors do not depend on their order
+            if number:  # every replica runs its first sub-step, so errors do not depend on timing
                 proceed()
             if draws:
                 generators.mark(share.replica, number)
@@ -244,7 +249,7 @@ def train_share(
             if not number:
                 draws = generators.has_drawn(share.replica)
     finally:
-        if not draws:  # no sub-step drew, and so one mark stands for all
+        if not draws:  # no sub-step drew, so one mark is valid for all
             generators.mark(share.replica, number + 1)
     with note_replica(share):
         computed.finish()
@@ -253,7 +258,7 @@ def train_share(
         values = together.tolist()
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
-        if not weight:  # takes out even NaN
+        if not weight:  # ignores even NaN
             continue
         total += value * weight
         if request.check_finite and not math.isfinite(value):
@@ -268,7 +273,7 @@ def train_share(
 def run_backward(
     roots: Sequence[Tensor], gradients: Sequence[Tensor], autocast: Sequence[str]
 ) -> None:
-    """Backward from ``roots`` with their ``gradients``, outside ``autocast``, as torch advises."""
+    """Backward from ``roots`` with their ``gradients``, with autocast off, as torch recommends."""
     for kind in autocast:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -280,9 +285,9 @@ def run_backward(
 
 
 def forward(task: ReplicaTask, rows: tuple[Any, Any], number: int = 0) -> tuple[Any, Tensor]:
-    """The output of one micro-batch of inputs and targets, and its loss, in turn.
+    """The output of one micro-batch of inputs and targets, and its loss, under the locks.
 
-    What the criterion reaches is stashed.
+    Leaves that the criterion reaches are stashed.
     """
     inputs, targets = rows
     with task.launch_lock(number):
@@ -319,9 +324,9 @@ def loss_of(output: Any, targets: Any, criterion: Callable[[Any, Any], Any] | No
 
 
 def scalar_loss(loss: Any, source: str) -> Tensor:
-    """``loss``, if it is a real 0-dim tensor; else an error that says where it came from."""
+    """``loss``, if it is a real 0-dim tensor; otherwise raises an error that names ``source``."""
     if not isinstance(loss, Tensor):
-        by_criterion, found = source == "the criterion", type(loss).__name__
+        by_criterion, got = source == "the criterion", type(loss).__name__
         entries = loss if isinstance(loss, (tuple, list)) else ()
         scalars = [i for i, t in enumerate(entries) if isinstance(t, Tensor) and not t.ndim]
         which = scalars[0] if scalars else 0  # many models return (logits, loss)
@@ -333,16 +338,16 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
         )
         numbers = loss.values() if isinstance(loss, Mapping) else [None]
         if all(isinstance(entry, Tensor) and not entry.ndim for entry in numbers):
-            found += f" of losses ({', '.join(map(str, loss))})"
+            got += f" of losses ({', '.join(map(str, loss))})"
             instead = "return" if by_criterion else "pass criterion=lambda losses, _:"
             instead += " sum(losses.values())"
-        raise TypeError(f"{source} must give the loss as a 0-dim tensor, got {found}; {instead}")
+        raise TypeError(f"{source} must give the loss as a 0-dim tensor, got {got}; {instead}")
     if loss.ndim:
         raise ValueError(
             f"{source} must give a 0-dim loss, got shape {tuple(loss.shape)}; "
             f'reduce it with "mean" or "sum", or pass a criterion that does'
         )
-    if loss.is_complex():  # torch refuses it in backward(), but not where a gradient is given
+    if loss.is_complex():  # torch refuses it in backward(), but not if a gradient is passed
         raise ValueError(
             f"{source} must give a real loss, got {loss.dtype}; take its .real part or its .abs()"
         )
@@ -350,7 +355,7 @@ def scalar_loss(loss: Any, source: str) -> Tensor:
 
 
 def require_trainable(module: Any) -> None:
-    """Say what torch's own error does not, where it is the module."""
+    """Raise an error with a reason if the module has no trainable parameter."""
     if isinstance(module, nn.Module) and not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"the module, {type(module).__name__}, has no parameter that requires grad: there is "
@@ -359,7 +364,7 @@ def require_trainable(module: Any) -> None:
 
 
 def detached_output(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
-    """An output without its graph, or what the function ``keep`` makes of it."""
+    """An output without its graph, or the result of the function ``keep`` for it."""
     output = nested.map_tensors(lambda tensor: tensor.detach(), output)
     if not callable(keep):
         nested.refuse_generators(output)
@@ -369,14 +374,14 @@ def detached_output(output: Any, keep: bool | Callable[[Any], Any]) -> Any:
 
 
 def unalias(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Give each new gradient memory of its own; the leaves that still have no gradient.
+    """Clone new gradients that share memory. Returns the leaves that have no gradient yet.
 
-    Autograd gives a leaf without a gradient the very memory of the one that arrives, and does not
-    ask whether a view of that memory went to another leaf. Both leaves of ``a.view(1, -1) +
-    b.view(1, -1)`` have the same memory then: right after one backward pass, wrong after the next.
+    Autograd assigns an arriving gradient's own memory to a leaf without a gradient, also if a view
+    of that memory went to another leaf. Both leaves of ``a.view(1, -1) + b.view(1, -1)`` then share
+    memory: right after one backward pass, wrong after the next.
 
-    Those are what to ask about after the next backward pass: what arrives in one shares memory
-    with nothing that came before.
+    Call it after the next backward pass with the returned leaves: new gradients share memory only
+    with each other.
     """
     without: list[Tensor] = []
     places: list[tuple[int, int, int]] = []

@@ -39,6 +39,7 @@ from scatterpar.replicas.compiled import compile_fn_from, unwrapped
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import StepReport
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
@@ -58,7 +59,7 @@ from scatterpar.step.request import (
 )
 from scatterpar.step.scatter import micro_batches, scatter
 from scatterpar.threads.generators import Generators
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
 from scatterpar.verify.check import GradientCheck, compare
 from scatterpar.verify.replay import replay
@@ -382,8 +383,8 @@ class ScatterOnceParallel(Wrapper):
                     self.module, request.criterion, attempt.transfers, request.whole_batch
                 )
             with phase("compute"):  # 4
-                checks, ranks = self._verifier, self._ranks
-                results = compute(attempt, request, copies, loaders, weights, checks, ranks)
+                others = self._verifier, self._ranks, self._graphs
+                results = compute(attempt, request, copies, loaders, weights, *others)
             with phase("reduce"):  # 5
                 sets, noisy = copies.replica_sets, self.measure_noise
                 return reduce(attempt, request, sets, results, weights, noisy)
@@ -424,8 +425,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *args: Any, **options: Any) -> Request:
         """The arguments of one call, with the engine's options."""
-        engine_options = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
-        return replace(Request(*args), graphs=self._graphs, **engine_options | options)
+        names = "dim", "check_finite", "verify", "graphs"
+        return replace(Request(*args), **{name: getattr(self, name) for name in names} | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.

@@ -28,8 +28,7 @@ ON_RANKS = [
     *("complex", "conjugates", "negatives", "several dtypes", "half beside double"),
     *("channels last", "unused by some", "gradients in one memory", "a trained criterion"),
     *("a trained buffer", "constant buffers", "overlapping buffer, row"),
-    *("sparse gradients", "sparse and dense gradients"),
-    *("a sparse table tied to a layer", "bfloat16 beside double", "float16"),
+    *("bfloat16 beside double", "float16"),
 ]
 COMPILED = ["tied"]  # by default: others take seconds
 

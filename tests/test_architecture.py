@@ -13,7 +13,7 @@ import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
 
-ROOMS = ["devices", "replicas", "threads", "step", "verify", "distributed"]  # from the ground up
+ROOMS = ["devices", "threads", "replicas", "step", "verify", "distributed"]  # from the ground up
 ABOVE = len(ROOMS)  # the engine, the pair and the tool
 PLAIN_DATA = {"scatterpar.plan", "scatterpar.report", "scatterpar.torch_private"}
 

@@ -176,6 +176,7 @@ def test_modules_that_differ_are_the_same_error_on_every_rank(first, second, opt
     ("module", "words", "advice"),
     [
         ("lazy", "'weight' is not initialised yet", "call the module once"),
+        ("sparse table", "'weight' has sparse gradients", "make the embedding with sparse=False"),
         ("sparse buffer", "'adjacency' is a sparse tensor", "keep it as a plain attribute, or de"),
     ],
 )

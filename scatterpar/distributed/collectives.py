@@ -40,7 +40,8 @@ class Collectives:
 
     def require_same(self, module: nn.Module, options: str) -> None:
         """Raise the same ``ValueError`` on all ranks if their modules or options differ."""
-        sparse = sparse_weights(module)
+        embeddings = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        sparse = {id(embedding.weight) for embedding in embeddings if embedding.sparse}
         lines = [
             f"{kind} {name!r} {_kind_of(tensor)}{', sparse' if id(tensor) in sparse else ''}"
             for kind, name, tensor in _named_tensors(module)
@@ -58,6 +59,11 @@ class Collectives:
                 raise ValueError(
                     f"{name!r} is a sparse tensor, and rank 0's values cannot be taken over; keep "
                     f"it as a plain attribute, or dense, where you pass a process_group"
+                )
+            if id(tensor) in sparse:
+                raise ValueError(
+                    f"{name!r} has sparse gradients, which ranks do not add up; make the embedding "
+                    f"with sparse=False, or train without a process_group"
                 )
             if is_lazy(tensor):
                 raise ValueError(
@@ -163,16 +169,6 @@ class Collectives:
 
 def _failed(words: Sequence[int]) -> list[int]:
     return [rank for rank, word in enumerate(words) if word == _FAILED]
-
-
-def sparse_weights(module: nn.Module) -> set[int]:
-    """Ids of the weights with sparse gradients: those that only sparse embeddings use."""
-    sparse: set[int] = set()
-    dense: set[int] = set()
-    for child in module.modules():
-        is_sparse = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
-        (sparse if is_sparse else dense).update(id(p) for p in child.parameters(recurse=False))
-    return sparse - dense
 
 
 def _kind_of(tensor: Tensor) -> str:

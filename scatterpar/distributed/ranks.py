@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from scatterpar.devices.runtime import physical
 from scatterpar.distributed.buckets import Buckets, kind_of, pack, unpack
-from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives, sparse_weights
+from scatterpar.distributed.collectives import LAYOUT_BITS, Collectives
 from scatterpar.replicas.buffers import BufferPolicy
-from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.report import warn
 from scatterpar.step import nested
 from scatterpar.step.markers import unwrap_markers
@@ -35,9 +34,7 @@ from scatterpar.step.outcome import Outcome, Spread
 from scatterpar.step.substeps import detached_output
 from scatterpar.threads.workers import add_note
 
-# What is added up; the gradients of sparse embeddings, which go by themselves, see ``_as_sparse``;
-# and a checksum of all shapes.
-_Exchange = tuple[Buckets, list[tuple[Tensor, Tensor]], int]
+_Exchange = tuple[Buckets, int]  # what is added, and a checksum of all shapes
 
 _OTHER_TENSORS = (
     "which tensors are trained, on their shapes, on reduction=, or on the scale of scaler="
@@ -83,11 +80,6 @@ class Ranks:
             )
         options = f"buffers={policy.name!r}\naccumulate_dtype={wide}"
         self._collectives.require_same(module, options)
-        if sparse_weights(module) and not on_host:
-            raise ValueError(
-                f"the module has sparse gradients, which {dist.get_backend(group)} cannot add up; "
-                f'pass a group that has gloo too, such as new_group(backend="cpu:gloo,cuda:nccl")'
-            )
         self._collectives.broadcast_from_rank_0(module)
 
     def reduce_outcome(self, compute: Callable[[], Outcome]) -> Outcome:
@@ -111,7 +103,7 @@ class Ranks:
 
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
         """The outcome of all ranks. Raises ``RuntimeError`` if one of them failed."""
-        parcels, sparse, layout = exchange
+        buckets, layout = exchange
         loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
         numbers, each = self._collectives.exchange_status(
@@ -122,11 +114,10 @@ class Ranks:
         if outcome.is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
-        parcels.weigh(factor)
-        for flat in parcels.flats:
+        buckets.weigh(factor)
+        for flat in buckets.flats:
             self._collectives.all_reduce(flat, f"the sum of all gradients in {flat.dtype}")
-        gradients, buffers, layers = parcels.of_all([num_rows / rows for num_rows in each])
-        gradients += [(t, self._sum_sparse(t, g * factor)) for t, g in sparse]
+        gradients, buffers, layers = buckets.of_all([num_rows / rows for num_rows in each])
         return replace(
             outcome,
             loss=loss,
@@ -139,11 +130,8 @@ class Ranks:
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
-        alone = sparse_weights(self._module)
-        dense = [(t, _to_dense(g)) for t, g in outcome.gradients if id(t) not in alone]
-        sparse = [(t, _as_sparse(t, g, self._wide)) for t, g in outcome.gradients if id(t) in alone]
-        parcels = Buckets(
-            dense,
+        buckets = Buckets(
+            [(leaf, _to_dense(gradient)) for leaf, gradient in outcome.gradients],
             outcome.buffers,
             outcome.layers,
             self.rank,
@@ -152,9 +140,9 @@ class Ranks:
             wide=self._wide,
         )
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
-        trained = [numbers.get(id(leaf)) for leaf, _ in (*dense, *sparse)]
-        kind = [(tuple(g.shape), g.dtype) for _, g in sparse], trained, outcome.scale
-        return parcels, sparse, _checksum(f"{outcome.is_mean} {kind} {parcels.kind}")
+        trained = [numbers.get(id(leaf)) for leaf, _ in outcome.gradients]
+        text = f"{outcome.is_mean} {trained} {outcome.scale} {buckets.kind}"
+        return buckets, _checksum(text)
 
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
@@ -194,17 +182,6 @@ class Ranks:
         )
         return ([*chain(*outputs)], [*chain(*counts)], joined), unpacked[0][1][0]
 
-    def _sum_sparse(self, tensor: Tensor, gradient: Tensor) -> Tensor | None:
-        """The sum over all ranks: dense if any rank's gradient was dense; see ``_as_sparse``."""
-        total = gradient.coalesce().to(self._control)
-        self._collectives.all_reduce(total, "the sum of all sparse gradients")
-        total = total.coalesce().to(tensor.device)
-        if not total._nnz():
-            return None
-        if total.indices()[0, -1] == len(tensor):
-            return total.to_dense()[:-1].clone()
-        return _sparse(total.indices(), total.values(), tensor.shape)
-
 
 def _checksum(text: str) -> int:
     checksum: int = zlib.crc32(text.encode()) % 2**LAYOUT_BITS
@@ -213,24 +190,3 @@ def _checksum(text: str) -> int:
 
 def _to_dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _as_sparse(tensor: Tensor, gradient: Tensor | None, wide: torch.dtype | None) -> Tensor:
-    """A sparse gradient for the sum.
-
-    A dense gradient becomes a sparse one with an additional row.
-    """
-    size = torch.Size([len(tensor) + 1, *tensor.shape[1:]])
-    if gradient is None:
-        nowhere = torch.zeros(1, 0, dtype=torch.long, device=tensor.device)
-        nothing = tensor.detach().new_zeros(0, *size[1:], dtype=sum_dtype(tensor, wide))
-        return _sparse(nowhere, nothing, size)
-    gradient = gradient.detach()
-    if gradient.is_sparse:
-        return _sparse(gradient._indices(), gradient._values(), size)
-    everywhere = torch.arange(size[0], device=gradient.device).unsqueeze(0)
-    return _sparse(everywhere, torch.cat([gradient, torch.zeros_like(gradient[:1])]), size)
-
-
-def _sparse(indices: Tensor, values: Tensor, size: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False)

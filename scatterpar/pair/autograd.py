@@ -20,17 +20,18 @@ from scatterpar.devices.runtime import current_streams, physical, use_device
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
-from scatterpar.replicas.buffers import BufferRegistration, BufferValue, buffers_of, values_after
+from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import ModuleContents, ModuleCopy
 from scatterpar.replicas.parameter_guard import ParameterGuard
 from scatterpar.replicas.replicas import is_state
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.markers import all_tensors, has_markers, slice_rows, unwrap_markers
 from scatterpar.step.reduce import sum_in_order
 from scatterpar.step.scatter import LeafMover, move_rows
 from scatterpar.step.substeps import note_replica
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import is_compiled_module, saved_tensors_hooks
 
 _Copy = Callable[[Tensor, torch.device, str], Tensor]
@@ -58,8 +59,7 @@ class PassingReplica:
         for m, place, name, value in values_after(registered, copies, self.of):
             # Batch normalisation writes its statistics without counting versions.
             before = registered[m].buffers.get(name)
-            is_registered_anew = isinstance(place, BufferRegistration)
-            if modules[m].training or is_registered_anew or self._is_changed(before, value):
+            if modules[m].training or self._is_changed(before, value):
                 yield place, name, value
 
     def _is_changed(self, original: Tensor | None, value: Tensor | None) -> bool:

@@ -1,7 +1,5 @@
 """What becomes of buffers in a step: which a module has then, and what running statistics are.
 
-A forward pass may register buffers, or delete them.
-
 Running statistics of batch normalisation may move once a step, from all of its rows: with sub-steps
 they would move at each, from few rows. Instead replicas note what each call sees,
 and leave their statistics alone; what all have noted in the step is pooled at its end. A call is
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +21,7 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
-Place = Union[Buffers, "BufferRegistration"]  # gets and sets buffers by name
-BufferValue = tuple[Place, str, "Tensor | None"]  # where it is, its name, its value
+BufferValue = tuple[Buffers, str, "Tensor | None"]  # where it is, its name, its value
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -38,52 +35,34 @@ class ModuleBuffers(NamedTuple):
 
 
 def buffers_of(module: nn.Module) -> ModuleBuffers:
-    """What a module has registered, to read and to write."""
+    """The containers in which ``module`` registers buffers: to read and to write."""
     return ModuleBuffers(module._buffers, module._non_persistent_buffers_set)
-
-
-class BufferRegistration:
-    """The buffers of a module that a forward pass registered in another way on a copy."""
-
-    def __init__(self, module: ModuleBuffers, copy: ModuleBuffers) -> None:
-        self._buffers, self._left_out = module
-        self._names, self._copy_left_out = frozenset(copy.buffers), frozenset(copy.left_out)
-        self.get = self._buffers.get
-
-    def __setitem__(self, name: str, value: Tensor | None) -> None:
-        """Have this buffer or not, and in state dicts or not, as the copy does."""
-        if name in self._names:
-            self._buffers[name] = value
-        else:
-            self._buffers.pop(name, None)
-        if name in self._copy_left_out:
-            self._left_out.add(name)
-        else:
-            self._left_out.discard(name)
 
 
 def values_after(
     modules: Sequence[ModuleBuffers], copies: Sequence[ModuleBuffers], of: Callable[[Any], Any]
-) -> Iterator[tuple[int, Place, str, Tensor | None]]:
-    """What the copies' buffers are: the module's number, where to write it, its name, the value.
+) -> Iterator[tuple[int, Buffers, str, Tensor | None]]:
+    """Yield the module's number, its buffers, a name and the new value for each buffer of a copy.
 
-    ``of`` gives the copy of a tensor, as it was before the forward pass.
+    ``of`` gives the copy of a tensor, as it was before the forward pass. Raises ``ValueError`` if a
+    forward pass registered or deleted buffers.
     """
-    told: set[int] = set()  # one tensor may be a buffer under several names
+    yielded: set[int] = set()  # one tensor may be a buffer under several names
     for m, (module, copy) in enumerate(zip(modules, copies, strict=True)):
-        holder, own = module.buffers, copy.buffers
-        if module.left_out != copy.left_out or holder.keys() != own.keys():
-            place = BufferRegistration(module, copy)
-            for name in {**holder, **own}:
-                yield m, place, name, own.get(name)
-            continue
-        for name, value in own.items():
-            before = holder.get(name)
+        names = (module.buffers.keys() ^ copy.buffers.keys()) | (module.left_out ^ copy.left_out)
+        if names:
+            raise ValueError(
+                f"the forward pass registers or deletes buffers ({', '.join(sorted(names))}), on "
+                f"each replica separately: nothing was changed; register them in __init__, or call "
+                f"the module once on one micro-batch before the first step"
+            )
+        for name, value in copy.buffers.items():
+            before = module.buffers[name]
             if value is None or value is not of(before):
-                yield m, holder, name, value
-            elif id(before) not in told:
-                told.add(id(before))
-                yield m, holder, name, value
+                yield m, module.buffers, name, value
+            elif id(before) not in yielded:
+                yielded.add(id(before))
+                yield m, module.buffers, name, value
 
 
 class BufferWriter:
@@ -98,21 +77,17 @@ class BufferWriter:
         self.anew: list[BufferValue] = []
         for place, name, value in self.buffers:
             target = place.get(name)
-            if value is target is None and not isinstance(place, BufferRegistration):
+            if value is target is None:
                 continue
             if value is None or target is None or not _fits(target, value):
                 self.anew.append((place, name, value if value is None else value.detach()))
                 continue
             if into.get(id(target), (target, value))[1] is not value:  # one tensor became two
-                target = value.detach()
-                self.anew.append((place, name, target))
+                self.anew.append((place, name, value.detach()))
             elif _can_be_written(target):
                 into[id(target)] = target, value
             elif not same_bits(target, value):
-                target = value.detach().clone()
-                self.anew.append((place, name, target))
-            if isinstance(place, BufferRegistration):
-                self.anew.append((place, name, target))
+                self.anew.append((place, name, value.detach().clone()))
         self._pairs = grouped(
             [target for target, _ in into.values()], [v for _, v in into.values()]
         )

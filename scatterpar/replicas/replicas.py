@@ -21,11 +21,9 @@ from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
     BufferPolicy,
-    BufferRegistration,
     Buffers,
     BufferValue,
     BufferWriter,
-    Place,
     batch_norms,
     buffers_of,
     listening,
@@ -258,7 +256,7 @@ class ReplicaSet:
         writer = BufferWriter(values)
         self._buffer_writer = None if writer.anew else writer
 
-    def buffers_after(self) -> list[tuple[int, Place, str, Tensor | None]]:
+    def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
         """What the master's buffers are after a step of replica 0's; see ``values_after``.
 
         But for statistics that move once a step.
@@ -393,9 +391,9 @@ class Replica(ModuleCopy):
         """
         own: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
         named: list[BufferValue] = [(own, *item) for item in own.items()]
+        registered = [(set(one.buffers), set(one.left_out)) for one in self.registered]
         for one in self.registered:
-            place = BufferRegistration(one, one)
-            named += [(place, *item) for item in one.buffers.items()]
+            named += [(one.buffers, *item) for item in one.buffers.items()]
         seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
             copies = {id(t): t.detach().clone() for _, _, t in named if t is not None}
@@ -407,6 +405,12 @@ class Replica(ModuleCopy):
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
                 BufferWriter(before)()
+            for one, (names, left_out) in zip(self.registered, registered, strict=True):
+                for name in one.buffers.keys() - names:
+                    del one.buffers[name]
+                one.buffers.update(dict.fromkeys(names - one.buffers.keys()))
+                one.left_out.clear()
+                one.left_out.update(left_out)
             self.seen.update(seen)
 
     def is_as_refreshed(self) -> bool:

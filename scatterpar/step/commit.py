@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.replicas.buffers import BufferWriter, running
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.outcome import Outcome
-from scatterpar.threads.workers import Attempt
 from scatterpar.torch_private import are_observed, backward, has_gradient_hooks
 
 _Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient for it

@@ -23,11 +23,13 @@ from scatterpar.devices.fingerprints import same_bits
 from scatterpar.replicas.buffers import BufferWriter, running
 from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
     closure_tensors_and_modules,
     external_leaves,
     training_buffers,
 )
+from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.markers import has_entries
 from scatterpar.step.nested import join_rows, needs_layout
@@ -35,6 +37,7 @@ from scatterpar.step.outcome import Computed, Result
 from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader, scatter
+from scatterpar.step.stash import Stash
 from scatterpar.step.substeps import (
     ReplicaTask,
     detached_output,
@@ -48,8 +51,6 @@ from scatterpar.step.substeps import (
 from scatterpar.step.whole_batch import FirstPass, Peers, first_pass, output_at, train_whole
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
-from scatterpar.threads.locks import Stash
-from scatterpar.threads.workers import Attempt
 
 
 class Checks(Protocol):
@@ -92,6 +93,7 @@ def compute(
     weights: LossWeights,
     checks: Checks,
     peers: Peers | None,
+    graphs: Graphs | None,
 ) -> Computed:
     """Every replica's sub-steps, each by its worker: gradients are in the replicas afterwards.
 
@@ -120,8 +122,8 @@ def compute(
                 seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
             else:
                 work = partial(train_share, request=request, generators=attempt.generators)
-                if request.graphs is not None and request.most is None and request.backward:
-                    launch = partial(request.graphs.of, parts=parts, attempt=attempt)
+                if graphs is not None and request.most is None and request.backward:
+                    launch = partial(graphs.of, parts=parts, attempt=attempt)
                     work.keywords["substeps"] = launch
                 results = attempt.run(work, tasks)
             layout = _layout_of_step(attempt, request, tasks, seen if whole else results, checks)

@@ -31,13 +31,13 @@ from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import is_out_of_memory
 from scatterpar.step.markers import unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.substeps import EagerSubsteps, ReplicaTask, detached_output, forward
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
-from scatterpar.threads.workers import Attempt
 
 _SHAPES = 8  # graphs per replica; micro-batches of further shapes run without graphs
 _CAPTURES = 32  # per replica; if there are more, something changes from step to step

@@ -15,9 +15,9 @@ from scatterpar.plan import Plan
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, BufferWriter
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport, warn
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights
 from scatterpar.step.request import Request
-from scatterpar.threads.workers import Attempt
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 
@@ -103,7 +103,7 @@ def measure(
     parts: Sequence[ReplicaSet],
     plan: Plan,
     weights: LossWeights,
-    past: Sequence[Gradient],
+    external: Sequence[Gradient],
 ) -> Spread:
     """The spread of the replicas' gradients, before they are added up."""
     terms = weights.terms
@@ -119,12 +119,8 @@ def measure(
         for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
         if count
     ]
-    # A criterion that closes over parameters writes past the replicas, and what the module keeps
-    # that was made of them passes its gradient on later.
-    kept = [
-        r.tensors[i].grad for part in parts for r in part.replicas for i in part.non_leaf_indices
-    ]
-    is_whole = all(gradient is None for gradient in (*kept, *(g for _, g in past)))
+    # A criterion that closes over parameters writes their gradients directly, not on replicas.
+    is_whole = all(gradient is None for _, gradient in external)
     return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
 
 

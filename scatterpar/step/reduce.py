@@ -12,6 +12,7 @@ both of a pair are in one memory nothing travels; else the far one's gradients d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -32,12 +33,11 @@ from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.loss_weights import LossWeights, has_known_term_count
 from scatterpar.step.nested import join_rows
 from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
 from scatterpar.step.request import Request
-from scatterpar.threads.workers import Attempt
-from scatterpar.torch_private import hooks_taken_off
 
 
 def reduce(
@@ -49,10 +49,10 @@ def reduce(
     measures_noise: bool,
 ) -> Outcome:
     """Returns what the step computed, in the master's memory."""
-    plan, transfers, (results, past, moved) = attempt.plan, attempt.transfers, computed
+    plan, transfers, (results, external, moved) = attempt.plan, attempt.transfers, computed
     spread = Spread()
     if measures_noise and not request.whole_batch:
-        spread = measure(request, parts, plan, weights, past)
+        spread = measure(request, parts, plan, weights, external)
     for part in parts:
         part.note_places()
     prepared = [writer for part in parts if (writer := part.buffer_writer) is not None]
@@ -73,7 +73,7 @@ def reduce(
         scale=request.scale,
         spread=spread,
         outputs=_outputs(request, plan, results, weights, transfers),
-        gradients=reduce_gradients(parts, len(results), transfers, past)
+        gradients=reduce_gradients(parts, len(results), transfers, external)
         if request.backward
         else [],
         buffers=buffers,
@@ -99,36 +99,45 @@ def _outputs(
 
 
 def reduce_gradients(
-    parts: Sequence[ReplicaSet], active: int, transfers: Transfers, past: Sequence[Gradient]
+    parts: Sequence[ReplicaSet], active: int, transfers: Transfers, external: Sequence[Gradient]
 ) -> list[Gradient]:
     """The sum of the replicas' gradients, in the master's memory.
 
     Args:
         parts: the replicas of the model, and those of the criterion.
-        active: how many of them took part, the master's own first.
+        active: the number of replicas that had rows, the master's first.
         transfers: copies, and counts what it copied.
-        past: leaves of the master's that gradients came to past the replicas, and these.
+        external: the user's own leaves that gradients reached directly, and these gradients.
 
     Returns:
-        Every trained leaf of the master's with its gradient; ``None`` for one that no replica used,
-        and zero stands in where only some did.
+        Every trained leaf of the user's with its gradient; ``None`` if no replica used it. If only
+        some did, zero counts for the others.
+
+    Raises:
+        ValueError: a gradient arrived at a tensor that the module holds and made of parameters.
     """
-    total: dict[int, Gradient] = {}
-    kept: list[tuple[Tensor, Tensor]] = []
-    own: list[Gradient] = []
+    gradients: list[Gradient] = []
     for part in parts:
         replicas = part.replicas[:active]
-        gradients = [
+        of_replicas = [
             {i: g for i in part.trained_indices if (g := replica.tensors[i].grad) is not None}
             for replica in replicas
         ]
-        found = sum_in_order(gradients, [r.device for r in replicas], transfers, in_place=True)
-        kept += [(part.tensors[i], found[i]) for i in part.non_leaf_indices if i in found]
-        own += [(part.tensors[i], found.get(i)) for i in part.leaf_indices]
-    for leaf, gradient in (*own, *past):  # tied between model and criterion, or closed over
-        key = id(leaf)
-        total[key] = leaf, _both(total[key][1], gradient) if key in total else gradient
-    return _pass_on(kept, list(total.values()))
+        sums = sum_in_order(of_replicas, [r.device for r in replicas], transfers, in_place=True)
+        for i in part.non_leaf_indices:
+            if i in sums:
+                raise ValueError(
+                    f"the module holds a tensor of shape {tuple(part.tensors[i].shape)} that was "
+                    f"computed from parameters, such as weight[0]: replicas cannot train it, and "
+                    f"nothing was changed; compute it in forward, from the parameters"
+                )
+        gradients += [(part.tensors[i], sums.get(i)) for i in part.leaf_indices]
+    total: dict[int, Gradient] = {}
+    for leaf, gradient in (*gradients, *external):  # model and criterion may share a leaf
+        _, other = total.get(id(leaf), (leaf, None))
+        both = [each for each in (other, gradient) if each is not None]
+        total[id(leaf)] = leaf, functools.reduce(plus, both) if both else None
+    return list(total.values())
 
 
 def reduce_buffers(
@@ -318,31 +327,3 @@ def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool)
     elif both:
         sums = torch._foreach_add([total[i] for i in both], [gradients[i] for i in both])
         total.update(zip(both, sums, strict=True))
-
-
-def _pass_on(kept: Sequence[tuple[Tensor, Tensor]], gradients: list[Gradient]) -> list[Gradient]:
-    """The leaves' gradients, to which those of tensors made of leaves were added.
-
-    A module may keep ``weight[0]``, and use it in every forward pass. Each replica has a copy, and
-    so a gradient of its own for it. That belongs to the parameter, as a plain backward pass has it.
-    The user's graph from the leaves to these tensors stays, and hooks on leaves run later.
-
-    Raises:
-        RuntimeError: torch's own: part of that graph is gone, or what it needs was written since.
-    """
-    if not kept or not gradients:
-        return gradients
-    roots, leaves = [tensor for tensor, _ in kept], [leaf for leaf, _ in gradients]
-    with torch.inference_mode(False), torch.enable_grad(), hooks_taken_off(leaves):
-        more = torch.autograd.grad(
-            roots, leaves, [g for _, g in kept], retain_graph=True, allow_unused=True
-        )
-    copies = [g if g is None else g.clone() for g in more]  # of ``a + b``, both get the same one
-    return [(leaf, _both(own, g)) for (leaf, own), g in zip(gradients, copies, strict=True)]
-
-
-def _both(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of gradients that there are."""
-    if own is None or other is None:
-        return own if other is None else other
-    return plus(own, other)

@@ -29,7 +29,7 @@ class Request:
 
     Attributes:
         backward: whether gradients are computed; otherwise sub-steps are forward passes only.
-        graphs: the engine's graphs, if sub-steps are captured.
+        graphs: whether sub-steps are captured.
         retain_rows: whether rows that have arrived stay for a second pass.
         most: maximal number of sub-steps, for a trial whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
@@ -53,7 +53,7 @@ class Request:
     dim: int = 0
     check_finite: bool = False
     verify: bool = True
-    graphs: Any = None
+    graphs: bool = False
     retain_rows: bool = True
     most: int | None = None
     costs: Any = None
@@ -171,7 +171,7 @@ class Request:
                 check_function(name, value)
 
     def _require_whole(self) -> None:
-        if self.graphs is not None:
+        if self.graphs:
             raise ValueError(
                 "graphs=True captures forward pass, loss and backward pass of a sub-step as one, "
                 "and with whole_batch=True the loss comes after all forward passes: make another "

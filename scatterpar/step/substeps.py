@@ -20,10 +20,10 @@ from scatterpar.step.criterion_closure import note_wrong_devices
 from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
+from scatterpar.step.stash import Stash
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT, Clock, Span
 from scatterpar.threads.generators import Generators, generator_for_backward
-from scatterpar.threads.locks import Stash
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, nodes_of
 

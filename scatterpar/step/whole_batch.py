@@ -35,6 +35,7 @@ from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Share
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
 from scatterpar.step.markers import (
     Marker,
@@ -57,7 +58,7 @@ from scatterpar.step.substeps import (
 )
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import State
-from scatterpar.threads.workers import Attempt, Workers, add_note
+from scatterpar.threads.workers import Workers, add_note
 from scatterpar.torch_private import nodes_of
 
 

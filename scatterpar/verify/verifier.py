@@ -26,6 +26,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
 from scatterpar.step import nested
+from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
     closure_and_globals,
     closure_tensors_and_modules,
@@ -37,7 +38,7 @@ from scatterpar.step.markers import select_rows, unwrap_markers
 from scatterpar.step.request import Count, Request
 from scatterpar.step.scatter import LeafMover, scatter
 from scatterpar.step.substeps import ReplicaTask, make_tasks, prepare_autograd
-from scatterpar.threads.workers import Attempt, Workers
+from scatterpar.threads.workers import Workers
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.check import has_statistics
 from scatterpar.verify.layout import measure_layout

@@ -671,29 +671,6 @@ class Rebinds(Classifier):
         return self.linear(inputs)
 
 
-class Registers(Classifier):
-    """Registers buffers in the forward pass, and takes one away.
-
-    Those that state dicts leave out once came into them, and deleted ones stayed as None.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("once", torch.ones(()))
-        self.register_buffer("shown", torch.ones(()))
-        self.register_buffer("hidden", torch.ones(()), persistent=False)
-
-    def forward(self, inputs):
-        if hasattr(self, "once"):
-            del self.once
-            self.register_buffer("new", inputs.new_ones(CLASSES), persistent=False)
-            self.register_buffer("kept", inputs.new_ones(CLASSES))
-            self.register_buffer("none", None)
-            self.register_buffer("shown", self.shown, persistent=False)
-            self.register_buffer("hidden", self.hidden + 1)
-        return self.linear(inputs) * self.new * self.hidden
-
-
 class OfComplex(Classifier):
     """Writes complex numbers, and reads what is made of the same memory.
 
@@ -950,8 +927,6 @@ CASES = {
     "constant buffers": Case(Constants),
     "a trained buffer": Case(trained_buffer, keep_dtypes=True),
     "rebound buffers": Case(Rebinds),
-    "registered buffers": Case(Registers, **ONCE),
-    "registered buffers, eval": Case(lambda: Registers().eval(), **ONCE),
     **{
         f"buffer, {name}": Case(lambda other=other: OfComplex(other), **ONCE)
         for name, other in OF_COMPLEX.items()

@@ -33,6 +33,7 @@ from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.plan import Plan, ShareBalancer, make_plan
+from scatterpar.replicas.broadcast import broadcast_routes
 from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from, unwrapped
@@ -48,7 +49,7 @@ from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
-from scatterpar.step.reduce import reduce
+from scatterpar.step.reduce import gradient_routes, reduce
 from scatterpar.step.request import (
     Count,
     Request,
@@ -57,11 +58,11 @@ from scatterpar.step.request import (
     check_options,
     check_synchronised,
 )
-from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.scatter import micro_batches, row_routes, scatter
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
-from scatterpar.verify.check import GradientCheck, compare
+from scatterpar.verify.gradient_check import GradientCheck, compare
 from scatterpar.verify.replay import replay
 from scatterpar.verify.verifier import Verifier
 
@@ -121,11 +122,13 @@ class ScatterOnceParallel(Wrapper):
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself is not changed. Replicas also run compiled if the module was made by
             ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
-        verify: before the first step of a kind of criterion and batch, check on a handful of its
-            rows that losses combine as ``reduction`` and ``count`` say; a ``ValueError`` before
-            anything changes where they do not, however often it is tried. What could not be
-            told is said once. It looks again in steps 8, 16, 32, … and when labels go beyond
-            the range that was met so far.
+        verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
+            combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
+            give the loss that a replica gives. If not, a ``ValueError`` before anything changes,
+            however often it is tried. An inconclusive check warns once. In the first eight steps of
+            a kind of criterion and batch, when labels go beyond the range that was verified, and
+            whenever checks have taken less than 1 % of the time. State that sub-steps move is told
+            once, by name.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
             of micro-batch, and replay it for every micro-batch. This is for small sub-steps, which
             a device finishes before the host has launched them. Python runs only while a sub-step
@@ -392,7 +395,7 @@ class ScatterOnceParallel(Wrapper):
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: if the body raises, random state is restored."""
-        check_links(self.device_ids)
+        check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             clock = self._trace.clock(plan) if self._trace else None
             with Attempt(self._workers, plan, self._earlier, clock) as attempt:

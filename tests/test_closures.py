@@ -442,9 +442,7 @@ def test_a_dict_that_a_hook_fills_for_the_criterion_is_told(devices):
     model = linear()
     with (
         ScatterOnceParallel(model, 2, devices(3)) as engine,
-        pytest.warns(
-            UserWarning, match="crop.*criterion and a hook of the module share 'features'"
-        ),
+        pytest.warns(UserWarning, match="crop.*criterion reads what forward passes leave behind"),
         contextlib.suppress(ValueError, RuntimeError),  # what it makes of them is a race
     ):
         engine.forward_backward(INPUTS, LABELS, crop(model))

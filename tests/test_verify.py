@@ -170,9 +170,8 @@ def without_first(value):
 
 
 MEANS = {255: lambda o, t: PICTURES(o, t), -100: in_a_def, LEFT_OUT: lambda o, t: masked_mean(o, t)}
-COUNTED = r", of which these rows have (0 and 3|3 and 0): count="
-NO_SUM = r"loss weights them with (0 and 1|1 and 0):(?!.*It seems to be a sum)"
-SAID = {255: rf".*not 255{COUNTED}.*\(255\)", -100: rf".*not -100{COUNTED}.*\(\)", LEFT_OUT: ""}
+NO_SUM = "(?!.*It seems to be a sum)"
+SAID = {255: r".*not 255: .*\(255\)", -100: r".*not -100: .*\(\)", LEFT_OUT: ".*count="}
 
 
 class WithLoss(nn.Module):
@@ -244,12 +243,12 @@ class Weighs(Classifier):
         return (errors * weights).sum() / weights.sum()
 
 
-COUNT = 'pass count=.*scatterpar.count_labels.*|.*reduction="sum"'
-FUNCTION = "pass count=, a function"
+COUNT = "count=scatterpar.count_labels"
+FUNCTION = "(?:pass count=, a function|count=scatterpar.count_labels)"
 SUM = 'It seems to be a sum: pass reduction="sum".*count='
 MEAN = 'reduction="mean", without count='
 SHIFTED = r"count=scatterpar.count_labels\(shifted=True\)"
-COUPLED = "seems to compare rows with each other.*pass whole_batch=True.*mean of one loss per row"
+COUPLED = "compares rows with each other.*pass whole_batch=True.*mean of one loss per row"
 SOME_WAY = r"pass (count=|whole_batch=|reduction=)"
 REPEATED = torch.tensor([1, 1, 1, 2, 2, 3] * 3 + [3, 3, 3, 2, 1, 2])
 
@@ -274,7 +273,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     "the root of a mean": (loss_of(lambda o, t: o.pow(2).mean().sqrt()), COUPLED),
     "a penalty beside a sum": (
         penalised(share=False),
-        f"add something that does not depend on the rows.*len.output. / {ROWS}",
+        "add something that does not depend on the rows.*len.output. /",
     ),
     "a penalty on gradients": (loss_of(of_slopes, VALUES), SOME_WAY),
     "an adaptive weight": (loss_of(adaptive, VALUES), SOME_WAY),
@@ -294,17 +293,17 @@ WRONG: dict[str, tuple[Case, str]] = {
     **{
         f"one label {value}, called a sum": (
             loss_of(mean, without_first(value), accum=8, reduction="sum"),
-            'reduction="mean" and count=',
+            "count=",
         )
         for value, mean in MEANS.items()
     },
     "one label, in a module": (
         in_a_module(WithLoss, INPUTS, without_first(LEFT_OUT), accum=8),
-        NO_SUM,
+        NO_SUM + ".*count=",
     ),
     "one label, in a module, called a sum": (
         in_a_module(WithLoss, INPUTS, without_first(LEFT_OUT), accum=8, reduction="sum"),
-        'reduction="mean" and count=',
+        "count=",
     ),
     "a label that a child of the criterion leaves out": (
         loss_of(HasALoss(), torch.tensor([3] * 3 + [0, 1, 2] * 7), accum=8),
@@ -412,7 +411,7 @@ def counted(criterion):
 
 
 def assert_agreed(engine, step, looks=True):
-    """The first of two steps has a look, more calls, which comes to the result that all is right.
+    """The first of two steps has a check, more calls, which comes to the result that all is right.
 
     Without ``looks`` neither has one.
     """
@@ -428,7 +427,7 @@ def assert_agreed(engine, step, looks=True):
         numbers.append(Calls.number)
     handle.remove()
     sub_steps = sum(len(share.micro_batches) for share in engine.last_step.plan.shares)
-    assert numbers[1] == sub_steps
+    assert looks or numbers[1] == sub_steps
     assert (numbers[0] > sub_steps) == looks
 
 
@@ -482,15 +481,14 @@ def test_the_numbers_are_those_of_the_labels():
     engine = ScatterOnceParallel(mlp(), 2, ["cpu"])
     with pytest.raises(ValueError, match="count=") as caught:
         step(engine, in_a_def, targets, INPUTS[:8])
-    said = str(caught.value)
-    assert said.startswith(
+    assert str(caught.value) == (
         "the criterion in_a_def: your loss of 8 rows is not the mean of the losses of 3 + 3 + 2 "
-        "rows, and the engine takes it for that. The engine would weight these with 0.375, 0.375 "
-        "and 0.25; your loss weights them with "
+        "rows, but the engine assumes it is: the gradient would be off by 35 %. "
+        "It seems to be a mean over the labels that are not -100: pass "
+        'reduction="mean" and count=scatterpar.count_labels(); or whole_batch=True. '
+        "(Rows 7, 1, 2, 3, 0, 6, 4, 5 of 8.) "
+        "Nothing was changed; an engine made with verify=False does not check."
     )
-    assert "the labels that are not -100, of which these rows have " in said
-    assert ": count=scatterpar.count_labels();" in said
-    assert said.endswith("Nothing was changed; an engine made with verify=False does not check.")
 
 
 # --- the first batch hides it ---
@@ -582,7 +580,7 @@ def test_a_later_batch_shows_it(devices, name):
     with ScatterOnceParallel(mlp(), case.accum, devices(2)) as engine:
         for _ in range(3):
             train(engine, case)
-        with pytest.raises(ValueError, match="pass count="):
+        with pytest.raises(ValueError, match="count="):
             train(engine, case, (INPUTS, later))
 
 
@@ -609,7 +607,7 @@ def test_a_new_function_at_an_old_address_is_another_criterion():
                 step(engine, lambda o, t, w=CLASS_WEIGHTS: F.cross_entropy(o, t, w), classes(ROWS))
 
 
-# --- what had to be changed for the look is worth a warning, since it may be wrong ---
+# --- random numbers and batch normalisation are no excuse ---
 
 
 def with_dropout(output, targets):
@@ -640,7 +638,7 @@ def with_own_generator(reduction):
 
 
 def behind(layer):
-    """A language model with this layer: warned of as it is, and right where count= is given."""
+    """A language model with this layer: refused as it is, and right where count= is given."""
     make = functools.partial(lambda: OwnLoss(layer()))
     unpadded = {key: value.abs() % 4 for key, value in tokens().items()}
     return (
@@ -658,7 +656,7 @@ def of_squares(criterion, **options):
 
 
 AS_SUM = 'reduction="sum"'
-WARNED: dict[str, tuple[Case, str, list[Case]]] = {
+REFUSED: dict[str, tuple[Case, str, list[Case]]] = {
     "dropout": (of_squares(with_dropout), AS_SUM, [of_squares(with_dropout, reduction="sum")]),
     "noise": (of_squares(with_noise), AS_SUM, [of_squares(with_noise, reduction="sum")]),
     **{
@@ -683,28 +681,22 @@ WARNED: dict[str, tuple[Case, str, list[Case]]] = {
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("name", WARNED)
-def test_what_had_to_be_changed_for_the_look_is_worth_a_warning(devices, name):
-    """Every row had the same random numbers, batch normalisation its running statistics."""
+@pytest.mark.parametrize("name", REFUSED)
+def test_random_numbers_and_batch_normalisation_are_no_excuse(devices, name):
+    """It was warned of once, since all rows of a check had the same random numbers."""
     torch.manual_seed(0)  # one seed in sixty hides the sum in the first step
-    case, words, right = WARNED[name]
+    case, words, right = REFUSED[name]
     with ScatterOnceParallel(case.build(), 3, devices(2)) as engine:
         before = capture(engine.module)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2):  # a warning that is made an error commits nothing
-                with pytest.raises(UserWarning, match=words):
-                    train(engine, case)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                train(engine, case)
         assert differences(before, capture(engine.module)) == []
-        words = rf"(?s){words}.*the same random numbers.*so the step goes on"
-        with pytest.warns(UserWarning, match=words) as caught:
-            train(engine, case)
-        assert caught[0].filename == __file__
-        with warnings.catch_warnings():  # once
-            warnings.simplefilter("error")
-            train(engine, case)
-            for each in right:
-                with ScatterOnceParallel(each.build(), 3, devices(2)) as another:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in right:
+            with ScatterOnceParallel(each.build(), 3, devices(2)) as another:
+                for _ in range(3):
                     train(another, each)
 
 

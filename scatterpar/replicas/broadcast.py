@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -17,7 +18,7 @@ from scatterpar.devices.coalescing import (
     iter_messages,
     rounds,
 )
-from scatterpar.devices.fingerprints import Fingerprint, Fingerprints
+from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Route
 from scatterpar.devices.transfers import Transfers
 
 
@@ -32,6 +33,15 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # an inference tensor's words
         return list(map(version, tensors))
+
+
+def broadcast_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
+    """Yield (source, target) for copies of parameters, whichever memory has the new values."""
+    memories = list(dict.fromkeys(device_ids))
+    for number in range(len(memories)):
+        tree = [*memories[number:], *memories[:number]]
+        for near, far in chain(*rounds(len(tree))):
+            yield tree[near], tree[far]
 
 
 class Broadcast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,39 @@ def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
     found: list[Tensor | nn.Module] = []
     replicated = getattr(function, "__self__", None)  # where it is a module's method
     with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
-        found.extend(_found(function, _DEPTH, {id(replicated)}))
+        every = _found(function, _DEPTH, {id(replicated)})
+        found.extend(value for value in every if isinstance(value, (Tensor, nn.Module)))
     return found
+
+
+def describe(*functions: Any) -> tuple[Hashable, Hashable]:
+    """What functions are made of (code, classes, dtypes, switches), and the numbers in them.
+
+    There are no addresses: a lambda that is made again in every step is described alike.
+    """
+    made_of: set[Hashable] = set()
+    numbers: list[float] = []
+
+    def note(value: Any) -> None:
+        if type(value) in (int, float):
+            numbers.append(value)
+        elif value is None or isinstance(value, (bool, str)):
+            made_of.add(value)
+        elif isinstance(value, Tensor):
+            made_of.add((value.dtype, value.ndim))
+        elif isinstance(value, types.FunctionType):
+            made_of.add(value.__code__)
+        else:
+            made_of.add(type(value).__qualname__)
+
+    with contextlib.suppress(Exception):
+        for value in _found(functions, _DEPTH + 1, set()):
+            note(value)
+            for part in value.modules() if isinstance(value, nn.Module) else ():
+                own = [v for v in vars(part).values() if isinstance(v, _PLAIN)]
+                for one in (type(part).__qualname__, *own, *part._buffers.values()):
+                    note(one)
+    return hash(frozenset(made_of)), str(numbers)
 
 
 def external_leaves(
@@ -84,15 +115,15 @@ def training_buffers(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def _found(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor | nn.Module]:
-    if id(value) in seen or isinstance(value, _PLAIN):
+def _found(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen and not isinstance(value, _PLAIN):
         return
-    seen.add(id(value))
-    if isinstance(value, (Tensor, nn.Module)):
-        yield value
-    elif depth:
+    yield value
+    if depth and not isinstance(value, (Tensor, nn.Module, *_PLAIN)):
+        seen.add(id(value))
         for one in _inside(value):
             yield from _found(one, depth - 1, seen)
+    seen.add(id(value))
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -118,43 +149,10 @@ def _captured(function: Any) -> dict[str, Any]:
     return {} if isinstance(function, nn.Module) else dict(getattr(function, "__dict__", {}))
 
 
-def set_by_forward(function: Any, module: nn.Module, replica: nn.Module) -> str | None:
-    """An attribute that a forward pass of ``replica`` has set, and ``function`` reads elsewhere.
-
-    A replica's attributes stay the replica's: of the module that a criterion closes over, it
-    reads what was there before.
-    """
-    names = _code_of(function).co_names if may_read(function, module) else ()
-    for part in replica.modules() if names else ():
-        for name, value in vars(part).items():
-            if name in names and isinstance(value, Tensor) and value.grad_fn is not None:
-                return name
-    return None
-
-
-def may_read(function: Any, module: nn.Module) -> bool:
-    """Whether ``function`` brings along ``module`` or a part of it, by whatever name."""
-    own = {id(v) for v in _captured(function).values() if isinstance(v, nn.Module)}
-    if _code_of(function) is None or not own:
-        return False
-    return not own.isdisjoint(map(id, module.modules()))
-
-
 def _code_of(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__code__", None)
-
-
-def filled_by_hooks(function: Any, module: nn.Module) -> str | None:
-    """A container that ``function`` brings along, and so does a hook in ``module``."""
-    own = {id(v): n for n, v in _captured(function).items() if isinstance(v, (dict, list))}
-    for part in module.modules() if own else ():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-            for value in _captured(hook).values():
-                if id(value) in own:
-                    return own[id(value)]
-    return None
 
 
 def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from scatterpar.devices.fingerprints import to_host
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.module_copy import module_of
-from scatterpar.step.request import Count, Request, option_of, resolve_reduction
+from scatterpar.step.request import Count, Request, option_of
 
 
 class LossWeights(NamedTuple):
@@ -99,7 +99,8 @@ def has_known_term_count(criterion: Any, reduction: str | None) -> bool:
 
     It must have its own reduction, and no hooks or overridden methods.
     """
-    if not averages_classes(criterion) or reduction != resolve_reduction(criterion, None):
+    own = option_of(criterion, "reduction", None) or "mean"
+    if not averages_classes(criterion) or reduction != own:
         return False
     loss = module_of(criterion)
     if loss is None:

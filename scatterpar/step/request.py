@@ -337,7 +337,8 @@ def resolve_reduction(criterion: Any, reduction: str | None) -> str:
     if reduction == "none":
         raise ValueError(
             'reduction="none" gives one loss per term, and a backward pass needs a single one; '
-            'use a criterion with reduction="mean" or "sum"'
+            'use a criterion with reduction="mean" or "sum"; if it takes the mean itself, pass '
+            'reduction="mean"'
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}')

@@ -41,6 +41,7 @@ class Stash:
         self._hooks = contextlib.ExitStack()
         self._taking = threading.Lock()
         self._turns = {physical(device): make_criterion_lock() for device in parts[0].device_ids}
+        self._is_serial = False
         self._launching = make_launch_lock()
 
     def __enter__(self) -> Self:
@@ -53,6 +54,10 @@ class Stash:
         self._hooks.close()
         for leaf, gradient in self._kept.values():
             leaf.grad = gradient
+
+    def run_serially(self) -> None:
+        """From now on one replica at a time runs a forward pass and its loss."""
+        self._is_serial, self._launching = True, make_criterion_lock()
 
     def criterion_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
@@ -69,7 +74,7 @@ class Stash:
         operator. Where operators compute before they return, where there is no such lock, and
         where there is one replica, all go at once.
         """
-        if HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1:
+        if self._is_serial or (HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1):
             return self._launching.held(waiting)
         return _UNTIMED
 

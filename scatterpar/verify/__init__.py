@@ -1,16 +1,15 @@
 """Check that the engine combines losses correctly, and that its gradient is right.
 
-Before the sub-steps of a new kind of criterion and batch, and before steps 8, 16, 32 …, the check
-runs on a few rows, and everything that it changes is restored::
+Before the sub-steps the check runs on some rows, and everything that it changes is restored::
 
-    parts    = choose(batch)                                   rows that differ as much as they can
+    parts    = choose_rows(batch)                              rows that differ as much as they can
     outputs  = module(all rows), without a graph
     expected = d criterion(outputs, targets) / d outputs                                of all rows
-    found    = factor * d criterion(outputs, targets) / d outputs                      of each part
+    combined = sum of weight * d criterion(outputs, targets) / d outputs               of each part
     if they differ by more than rounding, and those of other rows do, too:
         raise ValueError(what the criterion seems to do, what to pass)
 
 Of a criterion that leads to the module, a replica's loss of a few rows must be that of the user's
 own module in plain torch. ``engine.check`` compares the gradients of a whole batch when the user
-asks. Only the engine comes in here. Nothing that is computed here becomes part of a step.
+asks. Only the engine imports this package. Nothing that is computed here becomes part of a step.
 """

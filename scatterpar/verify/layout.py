@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scatterpar.devices.fingerprints import same_bits
 from scatterpar.step import nested
-from scatterpar.verify.check import relative_difference
+from scatterpar.verify.gradient_check import relative_difference
 
 _TOLERANCE = 1e-2  # the number of rows changes how kernels round
 

@@ -31,7 +31,7 @@ from scatterpar.step.whole_batch import output_at
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import Generators, put_all
 from scatterpar.threads.workers import Workers, add_note
-from scatterpar.verify.untouched import untouched
+from scatterpar.verify.user_state import preserve_user_state
 
 
 def replay(
@@ -115,7 +115,7 @@ def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
     values = [(tensor, tensor.detach().clone()) for tensor in survey.tensors.values()]
     leaves = [tensor for tensor, _ in values if tensor.requires_grad and tensor.is_leaf]
     gradients = [leaf.grad for leaf in leaves]
-    with untouched((), [device]), torch_private.hooks_taken_off(leaves):
+    with preserve_user_state((), [device]), torch_private.hooks_taken_off(leaves):
         for leaf in leaves:
             leaf.grad = None
         try:

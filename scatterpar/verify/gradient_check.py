@@ -21,7 +21,7 @@ from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import as_call, loss_of, prepare_autograd
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.workers import Workers
-from scatterpar.verify.untouched import untouched
+from scatterpar.verify.user_state import preserve_user_state
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are nothing but rounding
@@ -87,7 +87,7 @@ def compare(
     owner = module_of(request.criterion)
     roots = [module] if owner is None else [module, owner]
     with (
-        untouched([*roots, request.criterion], [device], parameters=True) as traces,
+        preserve_user_state([*roots, request.criterion], [device], parameters=True) as state,
         torch_private.uncompiled(),
         torch_private.hooks_taken_off(tensors),
     ):
@@ -101,7 +101,7 @@ def compare(
     dtypes |= {tensor.dtype for tensor in tensors}
     limit = max((_LIMITS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return GradientCheck(
-        request.rows, worst, place, limit, _meaning(module, request, drawn or traces.drawn)
+        request.rows, worst, place, limit, _meaning(module, request, drawn or state.drawn)
     )
 
 

@@ -1,8 +1,9 @@
-"""Run the user's code once more, and restore random state, buffers and attributes."""
+"""Save what the user's code may change (state, attributes, random generators), and restore it."""
 
 from __future__ import annotations
 
 import pickle
+import queue
 import random
 import sys
 import types
@@ -15,22 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.replicas.checks import slots
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
+from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.step.criterion_closure import closure_and_globals
 
 _MOST = 1000  # entries of a container; longer ones are data
-_FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}  # no code of the user's
+_FOREIGN = {"torch", "numpy", "scatterpar", *sys.stdlib_module_names} - {
+    "__main__"
+}  # no code of the user's
 _LOCKS = {"_thread", "threading", "queue"}
 
 Variable = tuple[Callable[[], Any], Callable[[Any], object]]  # how to get and set it
 
 
-class untouched:
-    """Restore, after the body and on request, what the user's code has changed.
+class preserve_user_state:
+    """Restore what the user's code has changed, after the body and whenever ``restore`` is called.
 
-    Restored are random generators and everything that ``roots``, modules and functions, lead to:
-    objects, containers and modules that they close over or name as globals. ``drawn`` says whether
-    a generator has moved so far. With ``parameters`` these are restored, too, from a copy.
+    That is what ``roots`` lead to: modules and functions, what these close over or name of their
+    file, objects, their classes' attributes, containers, arrays; and all random generators.
+    ``drawn`` says whether a generator has moved so far. Parameters are restored if ``parameters``:
+    that takes a copy of them.
     """
 
     def __init__(
@@ -40,8 +46,9 @@ class untouched:
         reach = _Reach(roots)
         self._snapshot = Snapshot(reach.containers)
         own = [t for t in reach.tensors.values() if parameters or not isinstance(t, nn.Parameter)]
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in own]
-        self._places = [(put, get, get()) for get, put in reach.variables]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in own]
+        self._arrays = [(array, array.copy()) for array in reach.arrays]
+        self._variables = [(put, get, get()) for get, put in reach.variables]
         generators = [*_generators(devices), *reach.generators]
         self._states = [(put, get, get()) for get, put in generators]
 
@@ -49,17 +56,24 @@ class untouched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.put_back()
+        self.restore()
 
-    def put_back(self) -> None:
-        """Make everything what it was."""
-        for tensor, value in self._kept:
+    def is_changed(self) -> bool:
+        """Whether objects, containers or variables hold something else than at first."""
+        moved = any(get() is not value for _, get, value in self._variables)
+        return moved or not self._snapshot.unchanged()
+
+    def restore(self) -> None:
+        """Restore everything that has changed."""
+        for tensor, value in self._tensors:
             if not same_bits(tensor, value):
                 with torch.no_grad():
                     tensor.detach().copy_(value)
+        for array, values in self._arrays:
+            array[...] = values
         if not self._snapshot.unchanged():
             self._snapshot.restore()
-        for put, get, value in self._places:
+        for put, get, value in self._variables:
             if get() is not value:
                 put(value)
         moved = [(put, state) for put, get, state in self._states if not _same(get(), state)]
@@ -74,9 +88,12 @@ class _Reach(ModuleContents):
     def __init__(self, roots: Iterable[Any]) -> None:
         self.variables: list[Variable] = []
         self.generators: list[Variable] = []
+        self.arrays: list[Any] = []  # NumPy's
         super().__init__(roots)
 
     def _visit(self, value: Any) -> None:
+        if isinstance(value, Wrapper):  # an engine restores its own state
+            value = value.module
         if isinstance(value, (dict, list, deque, set)):
             if id(value) not in self._seen and len(value) <= _MOST:
                 self._visit_container(value)
@@ -95,12 +112,29 @@ class _Reach(ModuleContents):
         elif hasattr(value, "bit_generator"):  # NumPy's
             source = value.bit_generator
             self.generators.append((lambda: source.state, partial(setattr, source, "state")))
+        elif hasattr(value, "__array_interface__") and value.flags.writeable:
+            self.arrays.append(value)
+        elif isinstance(value, queue.Queue):
+            self._visit(value.queue)
         elif not _is_foreign(home):
             own = getattr(value, "__dict__", {})
             if isinstance(value, types.FunctionType):
                 self._visit_function(value)
             elif _LOCKS.isdisjoint({type(each).__module__ for each in own.values()}):
                 self._visit(own)  # else other threads use it too
+                self._visit_class(value)
+
+    def _visit_class(self, value: Any) -> None:
+        kind = type(value)
+        for slot, inside in slots(value):
+            self.variables.append((partial(slot.__get__, value), partial(slot.__set__, value)))
+            self._visit(inside)
+        for name, item in [*vars(kind).items()]:
+            if isinstance(item, types.FunctionType):
+                self._visit(item)
+            if name[:2] != "__" and not (callable(item) or hasattr(item, "__get__")):
+                self.variables.append((partial(getattr, kind, name), partial(setattr, kind, name)))
+                self._visit(item)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         own, of_file = closure_and_globals(function)
@@ -118,7 +152,9 @@ class _Reach(ModuleContents):
 
 
 def _is_foreign(module: Any) -> bool:
-    return not isinstance(module, str) or module.split(".")[0] in _FOREIGN
+    if not isinstance(module, str) or module.startswith("scatterpar.integrations"):
+        return not isinstance(module, str)  # closures there hold the user's modules
+    return module.split(".")[0] in _FOREIGN
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ def is_label(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def telling(request: Request) -> list[Tensor]:
+def informative_tensors(request: Request) -> list[Tensor]:
     """What may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
 
     Floating-point inputs are looked at where there are no targets.
@@ -54,7 +54,7 @@ def _is_dense(leaf: Any) -> bool:
     return type(leaf) in (Tensor, Parameter) and leaf.layout == torch.strided and leaf.ndim > 0
 
 
-def range_of(tensors: Iterable[Tensor]) -> list[float]:
+def value_ranges(tensors: Iterable[Tensor]) -> list[float]:
     """How far each tensor's numbers go, down and up; and whether rows of labels end in repetition.
 
     As padding does. Numbers that are not whole count by their sign and power of two.
@@ -85,23 +85,31 @@ def _roughly(value: float) -> float:
     return math.copysign(math.frexp(value)[1] + 1100, value)
 
 
-def choose(
-    tensors: Sequence[Tensor], rows: int, most: int, ignored: Iterable[int] = (), turn: int = 0
+def choose_rows(
+    tensors: Sequence[Tensor],
+    num_rows: int,
+    max_rows: int,
+    ignored_labels: Iterable[int] = (),
+    variant: int = 0,
 ) -> list[Parts]:
-    """A handful of rows in parts of different sizes, which differ as much as they can; twice.
+    """Rows in parts of different sizes, which differ as much as they can; twice.
 
-    The second time other rows, as far as others are as telling. ``most`` is how many at most,
-    ``ignored`` are labels that may be left out; each ``turn`` starts from something else that tells
-    rows apart.
+    The second choice has other rows, as far as others are as informative. Each ``variant`` starts
+    from something else that distinguishes rows; ``ignored_labels`` are labels that may be left out.
     """
-    if rows == 1:  # other ranks have more: twice the same tells a mean from a sum
+    if num_rows == 1:  # other ranks have more: twice the same tells a mean from a sum
         return [[[0], [0]]] * 2
-    each = [[n for n in _features(t, ignored) if n.max() > n.min()] for t in tensors]
+    each = [[n for n in _features(t, ignored_labels) if n.max() > n.min()] for t in tensors]
     numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
-    first = turn % max(1, len(numbers))
+    first = variant % max(1, len(numbers))
     numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[first:] + numbers[:first]]
-    wanted = min(len(_SIZES) - 1, most, rows)
-    return [_chosen(numbers, rows, wanted, 2 * turn + again) for again in range(2)]
+    wanted = min(max_rows, num_rows)
+    return [_chosen(numbers, num_rows, wanted, 2 * variant + again) for again in range(2)]
+
+
+def _sizes(rows: int) -> tuple[int, ...]:
+    many, some = rows * 4 // 9, rows // 3
+    return _SIZES[rows] if rows < len(_SIZES) else (many, some, rows - many - some)
 
 
 def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
@@ -121,7 +129,7 @@ def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Par
     place = {row: k for k, row in enumerate(order)}
     taken.sort(key=place.__getitem__, reverse=bool(seed % 2))
     remaining = iter(taken)
-    return [[next(remaining) for _ in range(size)] for size in _SIZES[wanted]]
+    return [[next(remaining) for _ in range(size)] for size in _sizes(wanted)]
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:

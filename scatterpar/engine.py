@@ -33,6 +33,7 @@ from scatterpar.devices.runtime import DeviceLike, resolve
 from scatterpar.devices.transfers import Transfers
 from scatterpar.distributed.ranks import Ranks
 from scatterpar.plan import Plan, ShareBalancer, make_plan
+from scatterpar.replicas.broadcast import broadcast_routes
 from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.compiled import compile_fn_from, unwrapped
@@ -48,7 +49,7 @@ from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
 from scatterpar.step.outcome import Outcome
-from scatterpar.step.reduce import reduce
+from scatterpar.step.reduce import gradient_routes, reduce
 from scatterpar.step.request import (
     Count,
     Request,
@@ -57,7 +58,7 @@ from scatterpar.step.request import (
     check_options,
     check_synchronised,
 )
-from scatterpar.step.scatter import micro_batches, scatter
+from scatterpar.step.scatter import micro_batches, row_routes, scatter
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Workers
 from scatterpar.trace import Trace
@@ -394,7 +395,7 @@ class ScatterOnceParallel(Wrapper):
     @contextlib.contextmanager
     def _attempt(self, plan: Plan) -> Iterator[Attempt]:
         """One try at a step: if the body raises, random state is restored."""
-        check_links(self.device_ids)
+        check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             clock = self._trace.clock(plan) if self._trace else None
             with Attempt(self._workers, plan, self._earlier, clock) as attempt:

@@ -19,7 +19,9 @@ from scatterpar import DataParallelModel, ScatterOnceParallel
 from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.fingerprints import Fingerprints, check_links
 from scatterpar.devices.transfers import Transfers
-from scatterpar.step.reduce import sum_in_order
+from scatterpar.replicas.broadcast import broadcast_routes
+from scatterpar.step.reduce import gradient_routes, sum_in_order
+from scatterpar.step.scatter import row_routes
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
 CRITERION = nn.CrossEntropyLoss()
@@ -185,8 +187,13 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
         return True
 
     monkeypatch.setattr(fingerprints, "_arrives", arrives)
-    check_links(tuple(torch.device(f"cpu:{i}") for i in (0, 1, 2, 3, 4, 1, 0, 2)))
+    devices = tuple(torch.device(f"cpu:{i}") for i in (0, 1, 2, 3, 4, 1, 0, 2))
+    check_links(devices, broadcast_routes)
     assert looked_at == set(permutations(range(5), 2))
+    looked_at.clear()
+    check_links(devices, gradient_routes, row_routes)
+    pairs = {(0, n) for n in (1, 2, 3, 4)} | {(2, 3), (4, 1)}
+    assert looked_at == pairs | {(far, near) for near, far in pairs}
 
 
 # ---- fingerprints: what tells that bits have changed unseen -------------------------------------

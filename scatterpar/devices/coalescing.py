@@ -175,7 +175,7 @@ def has_places(tensor: Tensor) -> bool:
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """Pairs (near, far) of a tree over replicas or memories: the far sum joins the near one.
 
-    Gradients go by it over replicas, parameters over memories, ``check_links`` over both.
+    Gradients go by it over replicas, parameters over memories.
     Backwards, each round sends from those that have something to as many that have not.
 
     >>> rounds(5)

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import as_bytes, by_dtype, flat_view, messages, rounds
+from scatterpar.devices.coalescing import as_bytes, by_dtype, flat_view, messages
 from scatterpar.devices.runtime import physical
 from scatterpar.devices.transfers import HOST_STAGED, Transfers, pieces_of
 from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
+Route = tuple[torch.device, torch.device]
 
 _WORDS = 2**21  # at a time: what is in between needs some 40 bytes for each
 
@@ -137,7 +138,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @functools.cache
-def check_links(device_ids: tuple[torch.device, ...]) -> None:
+def check_links(
+    device_ids: tuple[torch.device, ...],
+    *senders: Callable[[Sequence[torch.device]], Iterable[Route]],
+) -> None:
     """Look once whether copies between these devices arrive as sent.
 
     Copies between two GPUs go past the host, by peer access, and on some machines they bring
@@ -145,22 +149,20 @@ def check_links(device_ids: tuple[torch.device, ...]) -> None:
     control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 
-    Known bytes are sent each way that the engine's copies go, and counted nowhere. Where they
+    ``senders`` return the routes of their copies, (source, target). Known bytes are sent over each
+    route in both directions, and counted nowhere. Where they
     changed, copies from that device to that other one go through the host's memory from now on, and
     a warning says so.
 
     Raises:
         RuntimeError: bytes change on the way through the host's memory too.
     """
-    memories = list(dict.fromkeys(device_ids))
-    ways = [(memories[0], other) for other in memories[1:]]
-    # The trees of gradients, and of parameters: from the master, or another that owns some.
-    for places in (device_ids, *(memories[k:] + memories[:k] for k in range(len(memories)))):
-        ways += [(places[near], places[far]) for near, far in chain(*rounds(len(places)))]
+    routes = dict.fromkeys(route for sender in senders for route in sender(device_ids))
     with torch.inference_mode(False), torch.no_grad():
-        for one, other in dict.fromkeys(way for way in ways if way[0] != way[1]):
-            _find_staged_route(one, other)
-            _find_staged_route(other, one)
+        for one, other in routes:
+            if one != other:
+                _find_staged_route(one, other)
+                _find_staged_route(other, one)
 
 
 def _find_staged_route(source: torch.device, target: torch.device) -> None:

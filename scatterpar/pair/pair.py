@@ -26,6 +26,7 @@ from scatterpar.pair.autograd import (
     scatter_owned,
 )
 from scatterpar.plan import Plan, make_plan
+from scatterpar.replicas.broadcast import broadcast_routes
 from scatterpar.replicas.buffers import BufferWriter
 from scatterpar.replicas.checks import check_placement
 from scatterpar.replicas.module_copy import root_to_replicate
@@ -34,6 +35,7 @@ from scatterpar.step import nested
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
 from scatterpar.step.nested import join_rows
+from scatterpar.step.reduce import gradient_routes
 from scatterpar.step.request import (
     Count,
     Request,
@@ -42,6 +44,7 @@ from scatterpar.step.request import (
     check_module,
     resolve_reduction,
 )
+from scatterpar.step.scatter import row_routes
 from scatterpar.step.substeps import scalar_loss
 from scatterpar.threads.locks import ProgressLock, make_criterion_lock
 from scatterpar.threads.workers import Workers
@@ -126,7 +129,7 @@ class DataParallelModel(Wrapper):
         require_eager(self.module)
         devices = [share.device for share in plan.shares]
         with self._workers.exclusive(), AutogradTransfers() as crossing:
-            check_links(self.device_ids)
+            check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
             replicas, guard = replicate(self.module, devices, self._proven)
             modules = [replica.of(self.module) for replica in replicas]
             calls = scatter_owned((inputs, kwargs), plan, self.dim, crossing)

@@ -13,7 +13,7 @@ both of a pair are in one memory nothing travels; else the far one's gradients d
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,7 @@ from scatterpar.devices.coalescing import (
     plus,
     rounds,
 )
+from scatterpar.devices.fingerprints import Route
 from scatterpar.devices.transfers import Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
@@ -182,6 +183,12 @@ def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) ->
         m: Moments(moments.values, here[2 * i], here[2 * i + 1])
         for i, (m, moments) in enumerate(found.items())
     }
+
+
+def gradient_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
+    """Yield (target, source) for the copies of gradients between the devices of replicas."""
+    for near, far in chain(*rounds(len(device_ids))):
+        yield device_ids[near], device_ids[far]
 
 
 def sum_in_order(

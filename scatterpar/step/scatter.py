@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.coalescing import by_dtype
+from scatterpar.devices.fingerprints import Route
 from scatterpar.devices.transfers import Prefetcher, Transfers
 from scatterpar.plan import Plan, Share
 from scatterpar.step import nested
@@ -59,6 +60,12 @@ def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[Sh
         copies = share.device in sources or has_markers(batch)
         loaders.append(ShareLoader(moved, share, dim, ahead, copies=copies))
     return loaders
+
+
+def row_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
+    """Yield (source, target) for copies of rows that are on the master; outputs return to it."""
+    for device in device_ids:
+        yield device_ids[0], device
 
 
 class ShareLoader:

@@ -26,6 +26,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
+    closure_generators,
     closure_tensors_and_modules,
     external_leaves,
     training_buffers,
@@ -105,7 +106,7 @@ def compute(
     parts = copies.replica_sets
     closure_contents = closure_tensors_and_modules(request.criterion)
     reached = training_buffers(closure_contents)
-    attempt.save_for_undo(reached)
+    attempt.save_for_undo(reached, generators=closure_generators(request.criterion))
     named = external_leaves(closure_contents, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
         clock = attempt.clock

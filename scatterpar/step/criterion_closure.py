@@ -1,4 +1,4 @@
-"""What a function brings along beside its arguments: bound, closed over, or named in its file."""
+"""The objects that a criterion refers to beside its arguments: bound, closed over, or global."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.threads.workers import add_note
 
-_DEPTH = 4  # a function, another one in its file, an object there, a list of that
+_DEPTH = 4  # a function, another one in its file, an object there, a list in the object
 _MOST = 1000  # entries of a container; longer ones are data
 _PLAIN = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _FEW = 8  # numbers that may be labels
 
 
 def closure_and_globals(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a function closes over, or has as default; and what it may name of its file. By name."""
+    """The closure variables and defaults of a function, and the globals that it names; by name."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     positional = function.__defaults__ or ()
     names = code.co_varnames[: code.co_argcount][code.co_argcount - len(positional) :]
-    own = {
+    closure = {
         **{name: value for name, cell in cells if (value := contents(cell)) is not cell},
         **dict(zip(names, positional, strict=True)),
         **(function.__kwdefaults__ or {}),
     }
-    of_file = {n: function.__globals__[n] for n in _names(code) if n in function.__globals__}
-    return own, of_file
+    file_globals = {n: function.__globals__[n] for n in _names(code) if n in function.__globals__}
+    return closure, file_globals
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """What the code names, and functions and comprehensions in it."""
+    """The names in a code object, and in the functions and comprehensions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -46,10 +46,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
-    """The tensors and modules that a criterion brings along, in an order that is its own."""
+    """The tensors and modules that a criterion refers to, in an order that depends only on it."""
     found: list[Tensor | nn.Module] = []
-    replicated = getattr(function, "__self__", None)  # where it is a module's method
-    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
+    replicated = getattr(function, "__self__", None)  # if it is a method of a module
+    with contextlib.suppress(Exception):  # raised by a user's object
         every = _found(function, _DEPTH, {id(replicated)})
         found.extend(value for value in every if isinstance(value, (Tensor, nn.Module)))
     return found
@@ -57,7 +57,7 @@ def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
 
 def closure_generators(function: Any) -> list[torch.Generator]:
     """The generators that a criterion closes over and draws from."""
-    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
+    with contextlib.suppress(Exception):  # raised by a user's object
         every = _found(function, _DEPTH, set())
         return [value for value in every if isinstance(value, torch.Generator)]
     return []
@@ -96,7 +96,7 @@ def describe(*functions: Any) -> tuple[Hashable, Hashable]:
 def external_leaves(
     brought: Sequence[Tensor | nn.Module], parts: Sequence[ReplicaSet]
 ) -> list[Tensor]:
-    """The leaves of those that require grad, beside those that replicas have copies of."""
+    """Leaves that require grad among these, except those that replicas have copies of."""
     found: dict[int, Tensor] = {}
     for value in brought:
         if isinstance(value, nn.Module) and any(part.contains(value) for part in parts):
@@ -110,7 +110,7 @@ def external_leaves(
 
 
 def training_buffers(brought: Sequence[Tensor | nn.Module]) -> list[Tensor]:
-    """The buffers that a call of these modules may write: where they are in training mode."""
+    """The buffers that a call of these modules may write: those of parts in training mode."""
     modules = [value for value in brought if isinstance(value, nn.Module)]
     found = {
         id(buffer): buffer
@@ -164,7 +164,7 @@ def _code_of(function: Any) -> Any:
 
 
 def note_wrong_devices(error: BaseException, function: Any, device: torch.device) -> None:
-    """Say so on ``error`` where ``function`` brought tensors along that are not on ``device``."""
+    """Add a note to ``error`` per tensor of ``function``'s closure that is not on ``device``."""
     for name, value in _captured(function).items():
         tensor = next(value.parameters(), None) if isinstance(value, nn.Module) else value
         if isinstance(tensor, Tensor) and tensor.device != device:
@@ -178,7 +178,7 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
 
 
 def ignored_values(function: Any) -> list[int]:
-    """Numbers that ``function`` brings along or names: it may leave out labels of that value."""
+    """Integers that ``function`` refers to: it may ignore labels with these values."""
     found: list[Any] = [-100]
     for value in (function, *_captured(function).values()):
         modules = value.modules() if isinstance(value, nn.Module) else [value]

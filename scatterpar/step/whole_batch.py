@@ -1,21 +1,21 @@
-"""A loss over the whole batch: all outputs, the criterion once, then back through every part.
+"""A loss over the whole batch: all outputs, the criterion once, then the backward passes.
 
-What is computed is the gradient of this program, with the memory of one micro-batch::
+The gradient is that of this program, with the memory of one micro-batch per replica::
 
     outputs = [module(rows) for rows in micro_batches]
     loss = criterion(join(outputs), targets)
     loss.backward()
 
-In two passes, because the loss needs all outputs before any of them has a gradient::
+There are two passes, because the loss needs all outputs before any of them has a gradient::
 
     pass 1     replica 0: forward 0, 1, … n -+             each graph is dropped at once,
-               replica 1: forward 0, 1, … n -+- joined     but a replica's last one
+               replica 1: forward 0, 1, … n -+- joined     except a replica's last one
     criterion  on the master: the loss, and the gradient of every output
     pass 2     replica 0: backward n; forward 0, backward 0; forward 1, backward 1; …
                replica 1: backward n; forward 0, backward 0; forward 1, backward 1; …
 
-The second forward of a micro-batch draws the same random numbers as the first, and finds the
-same state. With one micro-batch per replica nothing is computed twice. This is gradient caching
+The second forward pass of a micro-batch draws the same random numbers as the first, and starts from
+the same state. With one micro-batch per replica nothing is computed twice. This is gradient caching
 (Gao et al. 2021, https://arxiv.org/abs/2101.06983).
 """
 
@@ -63,16 +63,16 @@ from scatterpar.torch_private import nodes_of
 
 
 def _differences(output: Any, piece: Any) -> list[Tensor]:
-    """By how much of the tolerance an output of the second pass is not that of the first.
+    """The differences between the outputs of both passes, in units of the tolerance.
 
-    Left on the device: to ask for the numbers here would make the next sub-step wait.
+    They stay on the device: to read them here would make the next sub-step wait.
     """
-    now, before = list(nested.tensors(output)), list(nested.tensors(piece))
-    if [_kind(tensor) for tensor in now] != [_kind(tensor) for tensor in before]:
+    tensors, earlier = list(nested.tensors(output)), list(nested.tensors(piece))
+    if [_kind(tensor) for tensor in tensors] != [_kind(tensor) for tensor in earlier]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
     return [
         _distance(one.detach(), other.detach())
-        for one, other in zip(now, before, strict=True)
+        for one, other in zip(tensors, earlier, strict=True)
         if other.numel() and other.grad is not None
     ]
 
@@ -82,9 +82,10 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _distance(now: Tensor, before: Tensor) -> Tensor:
-    """The largest difference, in units of the tolerance; NaN where only one of them is NaN.
+    """The largest difference, in units of the tolerance; NaN if only one of the two is NaN.
 
-    Kernels may round otherwise the second time; another mask is further off than any rounding.
+    Kernels may round differently the second time. Another dropout mask gives a larger difference
+    than rounding.
     """
     equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
     off = torch.where(equal, 0, now - before).abs().amax()
@@ -94,7 +95,7 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
 
 
 def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
-    """Raise ``RuntimeError`` if the second pass gave other outputs than the first."""
+    """Raise ``RuntimeError`` if the outputs of the second pass differ from those of the first."""
     for number, found in enumerate(changes):
         if not all(change.item() <= 1 for change in found):
             with note_replica(share, number):
@@ -110,7 +111,7 @@ _WHY = (
 
 
 class Peers(Protocol):
-    """Other processes, whose outputs the criterion sees too."""
+    """Other processes, whose outputs the criterion also gets."""
 
     @property
     def rank(self) -> int:
@@ -119,21 +120,21 @@ class Peers(Protocol):
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """All ranks' outputs, rows and targets, this rank's unchanged; and rank 0's seed."""
+        """All ranks' outputs, rows and targets, this rank's own unchanged; and rank 0's seed."""
 
 
 @dataclass
 class FirstPass:
-    """What the first pass leaves of one share."""
+    """The results of the first pass over one share."""
 
-    pieces: list[Any]  # outputs of each micro-batch, without their graph, ready to take gradients
+    pieces: list[Any]  # each micro-batch's output without its graph, as leaves
     last: Any  # the last micro-batch's output, with its graph
-    states: list[State]  # where the generators were before each micro-batch
-    outputs: list[Any]  # what is returned of each micro-batch, if the user asked for outputs
+    states: list[State]  # the generators' states before each micro-batch
+    outputs: list[Any]  # the parts of outputs to return, if the user asked for them
     joined: Sequence[Any] = ()  # per span; its backward pass cuts a gradient into the pieces'
 
     def join(self, share: Share, request: Request, layout: Any) -> None:
-        """Set ``joined``: the pieces of each span as one."""
+        """Set ``joined``: the joined pieces of each span."""
         rows, lists = (
             [stop - start for start, stop in share.micro_batches],
             has_entries(request.batch),
@@ -150,7 +151,7 @@ class FirstPass:
 class WholeBatch:
     """The outputs and targets of all rows, in row order, in the master's memory.
 
-    Outputs cross once to the master, their gradients once back, counted under ``compute``.
+    Outputs are copied once to the master and their gradients once back, counted under ``compute``.
     """
 
     def __init__(
@@ -180,16 +181,16 @@ class WholeBatch:
         self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
-        """Take in the other processes' rows; the seed that all of them got."""
+        """Add the other processes' rows. Returns the seed that all processes use."""
         self._require_tensors()
         if self._order:  # other ranks have other orders
             self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
-        own = self._pieces, self._rows, self._targets, self._request.dim
-        (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*own, seed)
+        args = self._pieces, self._rows, self._targets, self._request.dim
+        (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*args, seed)
         return seed
 
     def _require_tensors(self) -> None:
-        """Refuse lists with one entry per row, which processes cannot join as they do tensors."""
+        """Refuse lists with one entry per row: processes join tensors only."""
         dim, rows = self._request.dim, sum(self._rows)
         pairs = zip(self._pieces, self._rows, strict=True)
         listed = all(isinstance(piece, list) and len(piece) == n for piece, n in pairs)
@@ -208,9 +209,9 @@ class WholeBatch:
     def backward(
         self, criterion: Callable[..., Any], reach: Callable[[Tensor, Sequence[Any]], None]
     ) -> Tensor:
-        """The loss; its gradients are then in the outputs and in what the criterion has.
+        """The loss. Its gradients are accumulated in the outputs and in leaves of the criterion.
 
-        ``reach`` stashes the leaves that the loss comes from, beside the outputs' nodes.
+        ``reach`` stashes the leaves that the loss depends on other than through the outputs' nodes.
         """
         try:
             joined = self._joined()
@@ -228,23 +229,25 @@ class WholeBatch:
         return loss.detach()
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """For each share, the gradients of its outputs, where its replica is."""
-        found = [_gradients(values) for values in self._own]
-        for share, own in zip(self._shares, found, strict=True):
+        """For each share, the gradients of its outputs, on the device of its replica."""
+        by_share = [_gradients(values) for values in self._own]
+        for share, gradients in zip(self._shares, by_share, strict=True):
             if share.device != self._shares[0].device:
                 copy = partial(self._ledger.copy, device=share.device, phase="compute")
-                own[:] = [gradient if gradient is None else copy(gradient) for gradient in own]
-        return found
+                gradients[:] = [
+                    gradient if gradient is None else copy(gradient) for gradient in gradients
+                ]
+        return by_share
 
     def _leaf(self, share: Share, output: Tensor) -> Tensor:
-        """A share's output in the master's memory, ready to take a gradient."""
+        """A share's output in the master's memory, as a leaf that accumulates a gradient."""
         master, here = self._shares[0].device, output.detach()
         if share.device != master:
             here = self._ledger.copy(here, master, "compute")
         return here.requires_grad_(output.requires_grad)
 
     def _joined(self) -> Any:
-        """All outputs as one. They are no leaves, since a criterion may write to them in place."""
+        """All outputs as one. They are not leaves, because a criterion may write them in place."""
         rows, lists = self._rows, has_entries(self._request.batch)
         dim, order = self._request.dim, self._order
         joined = join_rows(
@@ -255,18 +258,18 @@ class WholeBatch:
     def _whole(self, targets: list[Any]) -> Any:
         """All targets, in memory that the criterion may write; values without rows are marked."""
         master = self._shares[0].device
-        here = nested.map_leaves(partial(LeafMover(self._ledger).move, master), targets)
-        is_home = master in [tensor.device for tensor in all_tensors(targets)]
+        on_master = nested.map_leaves(partial(LeafMover(self._ledger).move, master), targets)
+        is_on_master = master in [tensor.device for tensor in all_tensors(targets)]
         dim, sizes = self._request.dim, self._request.sizes
 
-        def one(leaves: list[Any]) -> Any:  # what has no rows is the first batch's
+        def join(leaves: list[Any]) -> Any:  # what has no rows is the first batch's
             first, *others = leaves
             return (
                 first.join(others) if isinstance(first, Marker) else join_rows(leaves, dim, sizes)
             )
 
-        def own(leaf: Any) -> Any:
-            value = unwrap_marker(leaf, copy=is_home)
+        def unwrap(leaf: Any) -> Any:
+            value = unwrap_marker(leaf, copy=is_on_master)
             if not isinstance(leaf, Marker):
                 return value
             if leaf.num_rows is None:
@@ -274,7 +277,7 @@ class WholeBatch:
             self._entries.append(value if leaf.collate else None)
             return value
 
-        return nested.map_leaves(own, nested.merge(one, here))
+        return nested.map_leaves(unwrap, nested.merge(join, on_master))
 
 
 def _have_rows(value: Any, rows: int, dim: int) -> bool:
@@ -296,9 +299,10 @@ def train_whole(
 ) -> list[Result]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    ``seen`` is what first passes left. ``layout`` has the numbers of entries per row in outputs.
-    ``peers`` are the other processes, which have rows of the batch, too. ``criterion`` is the
-    master's. The loss is in the first replica's result; with ``peers``, in the first process only.
+    ``seen`` has the results of the first passes. ``layout`` has the numbers of entries per row in
+    outputs. ``peers`` are the other processes, which have rows of the batch, too. ``criterion`` is
+    that of the master. The loss is in the first replica's result; with ``peers``, in the first
+    process only.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
@@ -317,7 +321,7 @@ def train_whole(
             loss = _tried(attempt.workers, backward, tasks, seen)
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
-            stash.drop_gradients()  # the criterion's: rank 0 has them too, and they count once
+            stash.drop_gradients()  # of the criterion: rank 0 has them too, and they count once
             for part in parts:
                 part.clear_gradients()
             for replica in chain(*(part.replicas for part in parts[1:])):
@@ -345,9 +349,9 @@ def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forwar
 def first_pass(
     task: ReplicaTask, *, request: Request, attempt: Attempt, proceed: Callable[[], None]
 ) -> FirstPass:
-    """The module's outputs on a share, each without its graph but the last.
+    """The module's outputs for a share, without graphs except that of the last micro-batch.
 
-    In grad mode, whatever becomes of the graphs: modules may compute otherwise without it.
+    It runs in grad mode, because modules may compute other outputs without it.
     """
     share, keep = task.share, request.return_outputs
     retain_rows = request.retain_rows and len(share.micro_batches) > 1
@@ -358,7 +362,7 @@ def first_pass(
     for number in range(len(share.micro_batches)):
         if number:
             proceed()
-        output = None  # its graph goes before the next one comes
+        output = None  # drops its graph before the next one is made
         with note_replica(share, number, request):
             states.append(attempt.generators.mark(share.replica, number))
             output = output_at(task, task.rows_of(number, keep=retain_rows), number)
@@ -374,10 +378,10 @@ def _tried(
     tasks: Sequence[ReplicaTask],
     seen: Sequence[FirstPass],
 ) -> Tensor:
-    """The loss, computed in the caller's thread. Where it runs out of memory, whether in vain.
+    """Compute the loss in the caller's thread.
 
-    It shares the memory with the graphs that were kept, which are smaller with more sub-steps, and
-    with rows that were kept, which may come again.
+    If memory runs out, free graphs and rows and try again, to find out whether more sub-steps can
+    help: graphs are smaller with more sub-steps, and rows can be copied again.
     """
     master = tasks[0].share.device
     compute = partial(workers.parallel_apply, [backward], [()], devices=[master])
@@ -413,21 +417,21 @@ def second_pass(
     most: int | None,
     proceed: Callable[[], None],
 ) -> None:
-    """Accumulate in the replica's parameters what the gradients of its outputs make of them.
+    """Accumulate in the replica's parameters the gradients that the gradients of its outputs imply.
 
-    The graph that was kept comes first: what is rewound after it may be part of it. Then each
-    other micro-batch runs forward again, in order, from the state before the first one. What
-    stays is the state as the first pass, and the criterion, left it.
+    The backward pass of the retained graph comes first, because restoring state may write tensors
+    of that graph. Then each other micro-batch runs forward again, in order, from the state before
+    the first one. Afterwards the state is that after the first pass and the criterion.
     """
     share = task.share
-    own = seen[share.replica]
-    _pull(nested.tensors(own.joined), gradients[share.replica])
-    last = len(own.pieces) - 1
+    first = seen[share.replica]
+    _pull(nested.tensors(first.joined), gradients[share.replica])
+    last = len(first.pieces) - 1
     with note_replica(task.share, last):
         with task.span("backward", last):
-            _pull(nested.tensors(own.last), _gradients(own.pieces[last]))
-        waiting = unalias(task.leaves)
-    own.last = None
+            _pull(nested.tensors(first.last), _gradients(first.pieces[last]))
+        leaves_left = unalias(task.leaves)
+    first.last = None
     if not last or not any(gradient is not None for gradient in gradients[share.replica]):
         return
     changes: list[list[Tensor]] = []
@@ -435,18 +439,18 @@ def second_pass(
         for number in range(last)[: None if most is None else most - 1]:
             proceed()
             with note_replica(task.share, number):
-                attempt.generators.set_state(share.replica, own.states[number])
+                attempt.generators.set_state(share.replica, first.states[number])
                 output = output_at(task, task.rows_of(number), number, "recompute")
-                changes.append(_differences(output, own.pieces[number]))
+                changes.append(_differences(output, first.pieces[number]))
                 with task.span("backward", number):
-                    _pull(nested.tensors(output), _gradients(own.pieces[number]))
-                waiting = unalias(waiting)
+                    _pull(nested.tensors(output), _gradients(first.pieces[number]))
+                leaves_left = unalias(leaves_left)
                 del output
     _require_unchanged(changes, share)
 
 
 def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Backward from those of the roots that have a gradient."""
+    """Backward from the roots that have a gradient."""
     pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
     if pairs:
         run_backward(
@@ -459,7 +463,7 @@ def _gradients(piece: Any) -> list[Tensor | None]:
 
 
 def _of_each_span(share: Share) -> list[slice]:
-    """Which micro-batches make each span of a share: one slice of all, but for several batches."""
+    """The micro-batches of each span of a share; for a single batch this is one slice of all."""
     starts = [n for n, (start, _) in enumerate(share.micro_batches) if start in dict(share.spans)]
     return [slice(*ends) for ends in pairwise([*starts, len(share.micro_batches)])]
 

@@ -1,4 +1,4 @@
-"""The times of a step: seconds by phase, and, for a trace or a profiler, every part of it."""
+"""The times of a step: seconds by phase and, for a trace or a profiler, the times of every part."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Span:
         sub_step: the number of the micro-batch; ``None`` if it belongs to none.
         start: when the host began, in seconds of ``time.perf_counter()``.
         end: when the host was done; on an accelerator, when all work was launched.
-        own: its seconds without those of the spans inside it.
-        elements: the number of elements of the input tensors that arrived in it.
+        own: the seconds of the span without those of the spans inside it.
+        elements: the number of elements of the input tensors that arrived during the span.
     """
 
     start = end = own = 0.0
@@ -107,7 +107,7 @@ class RecordedStep:
     @cached_property
     def spans(self) -> list[Span]:
         """The parts of the step, after its end, in order of their starts."""
-        # A copy: a worker that an interrupt left behind may still append to what is recorded.
+        # A copy: an abandoned worker may still append to the list.
         spans = sorted(self.recorded, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)
         for span in spans:

@@ -1,4 +1,4 @@
-"""What is the user's, and shared by replicas, engines and threads: whose is it just now?"""
+"""Locks and claims on objects that replicas, engines and threads share: modules and leaves."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-_CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # whether a thread computes
-_PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to watch a replica that does not compute
-_LAUNCH_SECONDS = 0.002  # likewise, one that does not get on with its Python
+_CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # the CPU time of a thread
+_PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to wait for a replica without progress
+_LAUNCH_SECONDS = 0.002  # the same for the Python of a forward pass
 _UNTIMED = contextlib.nullcontext()
-_LOOKING = threading.Lock()  # of all engines: whoever looks has switched collection off
+_LOOKING = threading.Lock()  # of all engines; its holder has switched garbage collection off
 
 
 class ProgressLock:
-    """One replica at a time is in the body, in the order in which they come.
+    """A lock that a stalled holder does not block.
 
-    The next one waits as long as the one whose turn it is gets on: while ``watch(thread)()``
-    changes within so many ``seconds``. One that waits for something itself lets others go beside.
+    The next thread waits while the holder makes progress, that is, while ``watch(thread)()``
+    changes within ``seconds``. If the holder stalls, for example because it waits for another
+    replica, the next thread enters as well.
     """
 
     def __init__(self, watch: Callable[[int], Callable[[], Hashable]], seconds: float) -> None:
         self._watch, self._seconds = watch, seconds
         self._lock = threading.Lock()
-        self._next = threading.Lock()  # of the one who watches; the others queue for it
+        self._next = threading.Lock()  # its holder watches progress; the others queue for it
         self._whose: Callable[[], Hashable] = watch(threading.get_ident())
         self._seen: object = None
 
     @contextlib.contextmanager
     def held(self, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED) -> Iterator[None]:
-        """Hold the lock in the body, or run beside a body that makes no progress.
+        """Hold the lock in the body, or run together with a holder that makes no progress.
 
         The wait for the lock is inside ``waiting``.
         """
         with waiting, self._next:
-            mine = self._lock.acquire(blocking=False) or self._wait()
-            if mine:
+            is_mine = self._lock.acquire(blocking=False) or self._wait()
+            if is_mine:
                 self._whose = self._watch(threading.get_ident())
         try:
             yield
         finally:
-            if mine:
+            if is_mine:
                 self._lock.release()
 
     def _wait(self) -> bool:
-        """Whether the turn came, or whoever has it does nothing."""
+        """Wait for the lock. Returns ``False`` if the holder makes no progress."""
         while True:
             before, self._seen = self._seen, (self._whose, self._whose())
             if self._seen == before:
@@ -62,25 +63,25 @@ class ProgressLock:
 
 
 def make_criterion_lock() -> ProgressLock:
-    """A criterion is called by one replica at a time: what it leaves behind is read by who did.
+    """A lock that lets one replica at a time call the criterion, whose calls may share state.
 
-    One that waits for the other replicas lets them go beside it.
+    A holder that waits for the other replicas lets them enter.
     """
     return ProgressLock(_clock_of, _PATIENCE_SECONDS)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
-    """The seconds that a thread has computed; stands still where the system does not tell."""
+    """A function for the CPU seconds of a thread; a constant if the system cannot tell."""
     if not _CAN_TELL:
         return functools.partial(float)
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
 def stack_of(thread: int) -> Callable[[], Hashable]:
-    """Where in its Python a thread is; stands still in what it calls, and while it waits.
+    """A function for the place in Python where a thread is; constant while it is in C or waits.
 
-    Nothing is collected meanwhile: CPython 3.11 may do so while it makes a frame's object, and a
-    finalizer that waits lets the thread leave that frame (cpython issue 106883).
+    Garbage collection is off meanwhile: CPython 3.11 may collect while it makes a frame object, and
+    a finalizer that waits lets the thread leave that frame (cpython issue 106883).
     """
 
     def look() -> Hashable:
@@ -107,10 +108,10 @@ def make_launch_lock() -> ProgressLock:
 
 
 class Claims:
-    """What one step has for itself until it is over: a module, and leaves that get gradients.
+    """Exclusive claims of one step until it ends: on a module, and on leaves that get gradients.
 
-    Two engines may have one module, and two threads a step of each. What both wrote to ``.grad``
-    would be mixed.
+    Two engines may have the same module, and two threads may run a step of each. Gradients that
+    both add to ``.grad`` would be mixed.
     """
 
     _taken: ClassVar[dict[tuple[int, int], Claims]] = {}  # by process: a fork copies them
@@ -119,16 +120,19 @@ class Claims:
         self._things: dict[tuple[int, int], object] = {}
 
     def release(self) -> None:
-        """The step is over."""
+        """Release all claims: the step has ended."""
         while self._things:
             self._taken.pop(self._things.popitem()[0])
 
     def take(self, *things: object) -> None:
-        """Claim what is not this step's already."""
+        """Claim the things that this step has not claimed yet.
+
+        Raises ``RuntimeError`` for another's.
+        """
         process = os.getpid()
         for thing in things:
             key = process, id(thing)
-            if self._taken.setdefault(key, self) is self:  # no other thread can come between
+            if self._taken.setdefault(key, self) is self:  # atomic
                 self._things[key] = thing
                 continue
             shape = f" of shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else ""

@@ -1,11 +1,11 @@
-"""One thread per replica, for as long as the engine lives, behind one door.
+"""One worker thread per replica, kept as long as their owner, one job at a time.
 
-``parallel_apply`` has the name and argument order of torch's, but does not start a thread
-per replica and call, and its threads carry the caller's whole context.
+``parallel_apply`` has the name and argument order of torch's function. It does not start a thread
+per replica and call, and its threads get the caller's whole context.
 
-In a free-threaded interpreter (PEP 703) the thread that made an object frees it, when it next runs
-Python; also where another thread dropped it last. So idle threads wake now and then, and whoever
-needs the memory waits for that.
+In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
+thread next runs Python, even if another thread dropped the last reference. So idle threads wake
+regularly, and code that needs the memory waits for them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _Queue = SimpleQueue[_Task | None]
 
 _FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 _IDLE_SECONDS = 0.1
-_EXIT_SECONDS = 4.0  # how long what is at work may take to end when all stop
+_EXIT_SECONDS = 4.0  # time for running jobs to end when the interpreter exits
 
 
 def _serve(queue: _Queue, budget: int, ready: threading.Barrier) -> None:
     """Run the tasks of ``queue``, each with ``budget`` intra-op threads."""
-    torch.get_num_threads()  # initialises the thread; its first parallel operator would undo ours
+    torch.get_num_threads()  # initialises the thread, or its first operator would reset the number
     torch.set_num_threads(budget)
     ready.wait()
     del ready
@@ -69,12 +69,16 @@ def _shut_down(queues: Sequence[_Queue], threads: Sequence[threading.Thread], pi
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-_HEAD_START_SECONDS = 0.01  # how long the first replicas have the cores to themselves
+_HEAD_START_SECONDS = 0.01  # the first replicas have the cores alone for this time
 
 
 @dataclass
 class _Call:
-    """One replica's part of a job, and what became of it; what it leads to is taken out of it."""
+    """One replica's call in a job, with its result or error.
+
+    Fields are cleared after use: a traceback may refer to the call, and would keep activations
+    alive.
+    """
 
     thread: int  # the number of the worker that runs it
     work: Callable[[], Any] | None
@@ -84,17 +88,17 @@ class _Call:
 
 
 class Job:
-    """The calls of all replicas: whose turn it is, and whether all have ended.
+    """The calls of all replicas in one job.
 
-    ``at_once`` of them start at once; each of the others when one ends, or soon. ``cancel`` is set
-    as soon as one has failed.
+    ``at_once`` of them start at once; each of the others when one ends, or after a short wait.
+    ``cancel`` is set as soon as one has failed.
     """
 
     def __init__(self, calls: Sequence[_Call], at_once: int, cancel: threading.Event) -> None:
         self.calls = calls
         self.cancel = cancel
-        self.interrupted = False  # who has not started yet need not
-        self.ended: SimpleQueue[None] = SimpleQueue()  # interrupts leave no lock of it taken
+        self.interrupted = False  # if true, calls that have not started yet do not start
+        self.ended: SimpleQueue[None] = SimpleQueue()  # safe against interrupts: holds no lock
         self._at_once = at_once
         self._turns = threading.Semaphore(0)  # one for each call that has ended
 
@@ -104,7 +108,7 @@ class Job:
         return [call for call in self.calls if not call.ended]
 
     def run(self, number: int) -> None:
-        """Run the call with this ``number``, when it is its turn; never raises."""
+        """Run the call with this ``number`` when it may start; never raises."""
         call = self.calls[number]
         work, call.work = call.work, None
         if work is not None and self._may_start(number):
@@ -120,7 +124,10 @@ class Job:
             self.ended.put(None)
 
     def _may_start(self, number: int) -> bool:
-        """Wait for a turn, though not for long: calls may wait for each other. Whether to start."""
+        """Wait until another call ends, but not for long: calls may wait for each other.
+
+        Returns whether to start the call at all.
+        """
         if number >= self._at_once:
             self._turns.acquire(timeout=_HEAD_START_SECONDS)
             if self.cancel.is_set():
@@ -128,15 +135,15 @@ class Job:
         return not self.interrupted
 
 
-_LOOK_SECONDS = 0.5  # how often the caller looks whether all workers are alive
+_LOOK_SECONDS = 0.5  # between checks whether all workers are alive
 
 
 class Cancelled(Exception):
-    """Ends a replica's work at its next sub-step when another has failed; users never see it."""
+    """Ends a replica's work at its next sub-step after another has failed; users never see it."""
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to a user's error, unless it has it already or will not have it."""
+    """Add a note to a user's error, unless it has this note already or refuses notes."""
     with contextlib.suppress(Exception):
         if text not in getattr(error, "__notes__", ()):
             error.add_note(text)
@@ -145,13 +152,13 @@ def add_note(error: BaseException, text: str) -> None:
 class Workers:
     """One thread per replica, named after its device in ``devices``; runs ``parallel_apply``.
 
-    The threads start with the first parallel call, are daemons, and stop when the object is
-    closed, collected, or the interpreter exits. Each computes with its part of the caller's
-    intra-op threads. Errors call the object that they work for ``owner``.
+    The threads start with the first parallel call, are daemons, and stop when the object is closed
+    or collected, or the interpreter exits. Each computes with its part of the caller's intra-op
+    threads. Errors call the object that uses the workers ``owner``.
 
-    When the interpreter exits, jobs of daemon threads are waited for, and these threads stop at the
-    door: until 3.14 it aborts where such a thread comes back from C++ too late, as it does, too,
-    from letting go of a tensor.
+    When the interpreter exits, jobs of daemon threads are completed, and these threads then block:
+    until Python 3.14 the interpreter aborts if such a thread returns from C++, or frees a tensor,
+    too late.
     """
 
     exit_by: ClassVar[float] = math.inf  # on the monotonic clock
@@ -164,10 +171,10 @@ class Workers:
             self._names[i] += "" if device is None else f", {device}"
         self._owner = owner
         self._lock = threading.Lock()
-        self._posting = threading.RLock()  # who closes comes before all of a job, or after
+        self._posting = threading.RLock()  # close() runs before or after a whole job
         self._pid = os.getpid()
         self._closed = False
-        self._failed = False  # the last job: then what its error held is to be let go of
+        self._failed = False  # whether the last job failed; then its error's objects must be freed
         self.interrupts = Interrupts()
         self.claims = Claims()
         self.abandoned = False
@@ -178,9 +185,9 @@ class Workers:
 
     @classmethod
     def exit(cls) -> None:
-        """Let what is at work end, and nothing else begin but in the main thread."""
+        """Wait for running jobs; afterwards only the main thread may start others."""
         cls.exit_by = time.monotonic() + _EXIT_SECONDS
-        for reference in list(cls._living):  # while others make engines and drop them
+        for reference in list(cls._living):  # other threads may add and remove engines
             workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())
             if workers is None or workers._pid != os.getpid():
                 continue
@@ -195,17 +202,17 @@ class Workers:
         devices: Sequence[torch.device] | None = None,
         cancel: threading.Event | None = None,
     ) -> list[Any]:
-        """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, all at once.
+        """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` on ``devices[i]``, in parallel.
 
-        A single call runs in the caller's own thread. On the CPU as many start as there are
-        cores, and each of the others when one ends: short calls that fight for cores and for
-        the interpreter's lock cost several times as much. But since calls may wait for each
-        other, all start soon in any case. Those that share an accelerator run in turn.
+        A single call runs in the caller's thread. On the CPU as many calls start as there are
+        cores, and each of the others when one ends: short calls that compete for cores and for the
+        GIL cost several times as much. But calls may wait for each other, so all start soon in any
+        case. Calls on the same accelerator run one after the other.
 
-        When one fails, ``cancel`` is set, the others are waited for, and the error of the
-        lowest replica is raised in the caller's thread, with the others noted on it. An
-        interrupt does the same; a second interrupt stops the waiting and gives the threads up,
-        which ``abandoned`` then tells.
+        If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
+        replica is raised in the caller's thread, with the others in its notes. An interrupt does
+        the same. A second interrupt stops waiting and abandons the threads; ``abandoned`` is then
+        true.
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
@@ -215,9 +222,9 @@ class Workers:
                 return [modules[0](*inputs[0], **kwargs_tup[0])]
         context = CallerContext()
         calls = []
-        given = zip(modules, inputs, kwargs_tup, devices, strict=True)
-        for i, (module, args, kwargs, device) in enumerate(given):
-            # Those on one accelerator draw from its one generator: in their order, so in turn.
+        arguments = zip(modules, inputs, kwargs_tup, devices, strict=True)
+        for i, (module, args, kwargs, device) in enumerate(arguments):
+            # Calls on one accelerator draw from its one generator, so they run in order.
             thread = devices.index(device) if runtime.is_async(device) else i
             work = partial(context.run, device, partial(module, *args, **kwargs))
             calls.append(_Call(thread, work))
@@ -227,9 +234,10 @@ class Workers:
 
     @contextlib.contextmanager
     def exclusive(self, *things: object) -> Iterator[None]:
-        """One job at a time, with these ``things`` for itself, and interrupts deferred.
+        """Run one job at a time, claim ``things`` for it, and defer interrupts.
 
-        Refuses where there is nobody to do it, or another has one of them.
+        Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if another
+        job claims one of the things.
         """
         self._refuse_if_closed()
         if os.getpid() != self._pid:
@@ -237,14 +245,14 @@ class Workers:
                 f"{self._owner} belongs to another process: threads do not survive a fork; "
                 f"make another in the process that uses it"
             )
-        with Interrupts() as interrupts:  # first: none may come between the lock and the try
-            held = self._lock.acquire(blocking=False)
-            if self._is_exiting():  # then who exits may hold it
-                if held:
+        with Interrupts() as interrupts:  # first: no interrupt between the lock and the try
+            is_held = self._lock.acquire(blocking=False)
+            if self._is_exiting():  # the exiting thread may hold the lock
+                if is_held:
                     self._lock.release()
-                time.sleep(_EXIT_SECONDS)  # to be ended with the interpreter
+                time.sleep(_EXIT_SECONDS)  # ends with the interpreter
                 raise RuntimeError(f"{self._owner} begins no step while the interpreter exits")
-            if not held:
+            if not is_held:
                 raise RuntimeError(
                     f"{self._owner} is in the middle of a step: another cannot start from "
                     f"inside a criterion or a hook, nor from a second thread"
@@ -264,19 +272,19 @@ class Workers:
                     time.sleep(_EXIT_SECONDS)
 
     def _is_exiting(self) -> bool:
-        """Whether this thread is to be ended with the interpreter."""
+        """Whether the interpreter exits and this thread is not the main thread."""
         is_main = threading.current_thread() is threading.main_thread()
         return self.exit_by < math.inf and not is_main
 
     def release(self) -> None:
-        """Inside a job, between its calls: give back memory that nobody uses any more."""
+        """Free cached memory; call it inside a job, between its calls."""
         self._await_deferred_frees()
         runtime.empty_cache()
 
     def _await_deferred_frees(self) -> None:
-        """Wait until idle workers have freed what they made, and others have dropped."""
+        """In free-threaded Python, wait until idle workers have freed the objects they created."""
         if _FREE_THREADED:
-            time.sleep(3 * _IDLE_SECONDS)  # what one of them frees may hold what another made
+            time.sleep(3 * _IDLE_SECONDS)  # freed objects may refer to those of another worker
 
     def close(self) -> None:
         """Stop the threads and wait for them; later jobs are refused."""
@@ -302,7 +310,7 @@ class Workers:
             errors = [(i, call.error) for i, call in enumerate(calls) if call.error is not None]
         finally:
             for call in calls:
-                call.result = call.error = None  # a traceback leads here, and to activations
+                call.result = call.error = None  # a traceback refers to this frame
         errors = [(i, error) for i, error in errors if not isinstance(error, Cancelled)]
         try:
             for i, error in errors[1:]:
@@ -327,7 +335,7 @@ class Workers:
                 job.interrupted = True
                 job.cancel.set()
                 if interrupt is not None:
-                    interrupt = None  # its traceback leads here
+                    interrupt = None  # its traceback refers to this frame
                     self._abandon()
                     raise
                 interrupt = error
@@ -345,9 +353,9 @@ class Workers:
             )
 
     def _lost(self, job: Job) -> list[str]:
-        """Threads that have died before they were through, once nobody else is at work.
+        """Names of threads that have died before their call ended, once no other call runs.
 
-        Nothing of ours ends them; an exception that is set from outside does.
+        Only an exception that is set from outside ends such a thread.
         """
         busy = {call.thread for call in job.busy}
         dead = [self._threads[i].name for i in busy if not self._threads[i].is_alive()]
@@ -356,7 +364,7 @@ class Workers:
         return dead if len(dead) == len(busy) and job.busy else []
 
     def _abandon(self) -> None:
-        """Leave threads that are still at work to end by themselves; others follow them."""
+        """Let threads that still work end by themselves; the next job starts new ones."""
         self.abandoned = True
         for queue in self._queues:
             queue.put(None)
@@ -377,7 +385,7 @@ class Workers:
             for queue, name in zip(self._queues, self._names, strict=True)
         ]
         try:
-            for thread in threads:  # in a new context, since a thread would keep the caller's
+            for thread in threads:  # a new context: a thread would keep the caller's alive
                 contextvars.Context().run(thread.start)
         except RuntimeError as error:
             if "shutdown" in str(error):  # in Python 3.12

@@ -18,9 +18,9 @@ from scatterpar.bounds import Bounds
 from scatterpar.devices.runtime import timed_mark
 from scatterpar.plan import Plan
 from scatterpar.report import as_text
-from scatterpar.threads.clock import Clock, RecordedStep
+from scatterpar.threads.clock import Clock, RecordedStep, Zero
 
-_BETWEEN = "between steps"
+_CALLER, _BETWEEN, _ON_DEVICE = "caller", "between steps", " on the device"
 _COLOURS = {  # in the order of the columns and of the legend
     _BETWEEN: "#e3e7ea",
     "scatter": "#4c78a8",
@@ -41,13 +41,13 @@ _COLOURS = {  # in the order of the columns and of the legend
 
 
 class _Bar(NamedTuple):
-    """One span in a picture; times in seconds since the step began."""
+    """One span, or its work on a device, in the lane of a thread or device."""
 
-    lane: int
+    lane: str
     name: str
     start: float
     end: float
-    label: str
+    sub_step: int | None = None
 
 
 class Trace:
@@ -65,8 +65,7 @@ class Trace:
         self._devices, self._options = devices, options
         self._current: RecordedStep | None = None
         self._start = self._end = 0.0
-        # For each accelerator, a recorded event and its time by the host's clock.
-        self._zeros: dict[torch.device, tuple[torch.Event, float]] = {}
+        self._zeros: dict[torch.device, Zero] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -80,12 +79,11 @@ class Trace:
             yield
         finally:
             self._end = time.perf_counter()
-            self._zeros.clear()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """The body is a step."""
-        step = self._current = RecordedStep(time.perf_counter())
+        step = self._current = RecordedStep(time.perf_counter(), self._zeros)
         self.steps.append(step)
         try:
             yield
@@ -93,26 +91,14 @@ class Trace:
             step.error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            step.finish()
-            self._end, self._current = step.end, None
-            with contextlib.suppress(RuntimeError):  # of a device that failed
-                self._read_devices(step)
+            step.end = self._end = time.perf_counter()
+            self._current = None
 
     def clock(self, plan: Plan) -> Clock:
         """A clock for an attempt at the current step; outside of a step it records nothing."""
         if self._current is not None:
             self._current.plan = plan
         return Clock(self._current)
-
-    def _read_devices(self, step: RecordedStep) -> None:
-        """Set each span's ``on_device``, the time of its work on the device, from its events."""
-        for span in step.spans:
-            if len(span.marks) == 2 and span.replica is not None:
-                zero, at = self._zeros[self._devices[span.replica]]
-                span.marks[1].synchronize()
-                start, end = (at + zero.elapsed_time(mark) / 1e3 for mark in span.marks)
-                span.on_device = start, end
-            span.marks = ()
 
     def bounds(self) -> Bounds:
         """The times of all recorded steps, summed, and what bounds them."""
@@ -132,9 +118,9 @@ class Trace:
             times = [bounds.of(r, name) for name in names]
             times.append(max(0.0, bounds.computing - sum(times)))
             times += [on_device.get(r, 0.0)] if on_device else []
-            sizes = bounds.rows[r] / count, bounds.substeps[r] / count
-            row = [f"{r}", f"{self._devices[r]}", *(f"{size:,.0f}" for size in sizes)]
-            table.append(row + [f"{seconds * per_step:,.1f}" for seconds in times])
+            sizes = (f"{size / count:,.0f}" for size in (bounds.rows[r], bounds.substeps[r]))
+            shown = (f"{seconds * per_step:,.1f}" for seconds in times)
+            table.append([f"{r}", f"{self._devices[r]}", *sizes, *shown])
         once = [(name, bounds.of(None, name) * per_step) for name in _COLOURS]
         lines = [
             f"{count} {'step' if count == 1 else 'steps'} of {bounds.in_steps * per_step:,.1f} ms, "
@@ -152,30 +138,20 @@ class Trace:
         The file is in the trace event format (JSON), with times in microseconds. The caller, each
         replica and each replica's accelerator have a thread. Each span is a complete event.
         """
-        threads = {0: "caller"}
         events: list[dict[str, Any]] = []
-
-        def add(thread: int, name: str, start: float, end: float, **args: Any) -> None:
-            times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6}
-            events.append({"ph": "X", "name": name, "pid": 0, "tid": thread, **times, "args": args})
-
+        threads = {lane: number for number, lane in enumerate(self._lanes())}
         for number, step in enumerate(self.steps):
-            add(0, "step", step.start, step.end, step=number, error=step.error)
-            for span in step.spans:
-                thread = 0
-                args: dict[str, Any] = {"step": number, "sub_step": span.sub_step}
-                if span.replica is not None:
-                    thread = 1 + span.replica
-                    threads[thread] = f"replica {span.replica}, {self._devices[span.replica]}"
-                add(thread, span.name, span.start, span.end, **args)
-                if span.on_device:
-                    beside = thread + len(self._devices)
-                    threads[beside] = f"{threads[thread]}: on the device"
-                    add(beside, f"{span.name} on the device", *span.on_device, **args)
-        for thread, name in threads.items():
-            own = {"ph": "M", "pid": 0, "tid": thread}
-            events.append({**own, "name": "thread_name", "args": {"name": name}})
-            events.append({**own, "name": "thread_sort_index", "args": {"sort_index": thread}})
+            whole = _Bar(_CALLER, "step", step.start, step.end)
+            for lane, name, start, end, sub_step in [whole, *self._bars(step)]:
+                name += _ON_DEVICE if lane.endswith(_ON_DEVICE) else ""
+                times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6}
+                args = {"step": number, "sub_step": sub_step, "error": step.error}
+                event = {"ph": "X", "name": name, "pid": 0, "tid": threads[lane]}
+                events.append({**event, **times, "args": args})
+        for lane, thread in threads.items():
+            event = {"ph": "M", "pid": 0, "tid": thread}
+            events.append({**event, "name": "thread_name", "args": {"name": lane}})
+            events.append({**event, "name": "thread_sort_index", "args": {"sort_index": thread}})
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
@@ -195,55 +171,65 @@ class Trace:
             size = 10, 1.4 + 0.4 * len(lanes)
             _, axes = pyplot.subplots(figsize=size, layout="constrained")
         for lane, name, start, end, _ in bars:
-            width = (end - start) * 1e3
-            axes.barh(lane, width, 0.7, start * 1e3, color=_COLOURS[name], edgecolor="w", lw=0.2)
+            place = lanes.index(lane), (end - start) * 1e3, 0.7, start * 1e3
+            axes.barh(*place, color=_COLOURS[name], edgecolor="w", lw=0.2)
         axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds since the step began")
         axes.set_title(title, loc="left", fontsize="medium")
-        used = {bar.name for bar in bars}
-        keys = [patches.Patch(color=c, label=n) for n, c in _COLOURS.items() if n in used]
-        where = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False}
-        axes.legend(handles=keys, fontsize="small", **where)
+        keys = [patches.Patch(color=_COLOURS[name], label=name) for name in _names(bars)]
+        axes.legend(handles=keys, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         return axes
 
+    def _lanes(self) -> list[str]:
+        """The caller, the replicas, and the accelerators."""
+        replicas = [f"replica {r}, {device}" for r, device in enumerate(self._devices)]
+        return [_CALLER, *replicas, *(lane + _ON_DEVICE for lane in replicas if self._zeros)]
+
+    def _bars(self, step: RecordedStep) -> Iterator[_Bar]:
+        lanes = self._lanes()
+        for span in step.spans:
+            lane = lanes[0 if span.replica is None else 1 + span.replica]
+            yield _Bar(lane, span.name, span.start, span.end, span.sub_step)
+            if span.on_device:
+                yield _Bar(lane + _ON_DEVICE, span.name, *span.on_device, span.sub_step)
+
     def _picture(self) -> tuple[str, list[str], list[_Bar]]:
-        """The step of median length: its title, the names of the lanes, and the bars in them."""
+        """The step of median length: its title, lanes, and bars, in seconds since it began."""
         if not self.steps:
             raise ValueError("no step was recorded: call forward_backward inside of the trace")
         whole = [n for n, step in enumerate(self.steps) if not step.error]
         order = sorted(whole or range(len(self.steps)), key=lambda n: self.steps[n].seconds)
         number = order[len(order) // 2]
         step, before = self.steps[number], self.steps[number - 1].end if number else self._start
-        replicas = list(step.rows)
-        lanes = ["caller", *(f"replica {r}, {self._devices[r]}" for r in replicas)]
-        if any(span.on_device for span in step.spans):
-            lanes += [f"{self._devices[r]}, of replica {r}" for r in replicas]
-        shown = max(before - step.start, -step.seconds)  # the end of a wait longer than the step
-        label = f"{_BETWEEN}: {(step.start - before) * 1e3:,.2f} ms"
-        bars = [_Bar(0, _BETWEEN, shown, 0.0, label)]
-        for span in step.spans:
-            if span.name in _COLOURS:
-                lane = 0 if span.replica is None else 1 + replicas.index(span.replica)
-                which = span.name if span.sub_step is None else f"{span.name} {span.sub_step}"
-                for start, end in filter(None, [(span.start, span.end), span.on_device]):
-                    label = f"{which}: {(end - start) * 1e3:,.2f} ms"
-                    bars.append(_Bar(lane, span.name, start - step.start, end - step.start, label))
-                    lane += len(replicas)
+        bars = [_Bar(_CALLER, _BETWEEN, before, step.start), *self._bars(step)]
+        bars = [
+            bar._replace(start=bar.start - step.start, end=bar.end - step.start)
+            for bar in bars
+            if bar.name in _COLOURS
+        ]
+        used = {bar.lane for bar in bars}
         rows = step.plan.rows if step.plan else 0
         title = f"step {number} of {len(self.steps)}: {rows:,} rows in {step.seconds * 1e3:,.1f} ms"
-        return f"{title}, failed" if step.error else title, lanes, bars
+        title += ", failed" if step.error else ""
+        return title, [lane for lane in self._lanes() if lane in used], bars
 
     def _repr_svg_(self) -> str:
         """The step of median length, and what bounds the steps, as a picture for notebooks."""
         return _svg(*self._picture(), self.bounds().sentence())
 
 
+def _names(bars: Sequence[_Bar]) -> list[str]:
+    """The names of the bars, in the order of the legend."""
+    return [name for name in _COLOURS if any(bar.name == name for bar in bars)]
+
+
 _WIDTH, _LEFT, _LANE = 960, 150, 26  # of a picture, in pixels
 
 
 def _svg(title: str, lanes: Sequence[str], bars: Sequence[_Bar], sentence: str) -> str:
-    first, last = min(bar.start for bar in bars), max(bar.end for bar in bars)
+    last = max(bar.end for bar in bars)
+    first = max(min(bar.start for bar in bars), -last)  # a long wait is cut off
     scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
     bottom = 62 + _LANE * len(lanes)
     out: list[str] = []
@@ -258,23 +244,26 @@ def _svg(title: str, lanes: Sequence[str], bars: Sequence[_Bar], sentence: str) 
 
     text(10, 20, title, 'font-weight="bold"')
     x = 10.0
-    for name in (name for name in _COLOURS if any(bar.name == name for bar in bars)):
+    for name in _names(bars):
         box(x, 32, 11, 11, _COLOURS[name])
         text(x + 15, 42, name)
         x += 30 + 6.4 * len(name)
-    step = _round_step((last - first) * 1e3 / 8)
-    for n in range(math.ceil(first * 1e3 / step), math.floor(last * 1e3 / step) + 1):
-        at = _LEFT + (n * step / 1e3 - first) * scale
+    tick = _round_step((last - first) * 1e3 / 8)
+    for n in range(math.ceil(first * 1e3 / tick), math.floor(last * 1e3 / tick) + 1):
+        at = _LEFT + (n * tick / 1e3 - first) * scale
         box(at, 56, 0.5, bottom - 56, "#b0b8bd")
-        text(at, bottom + 14, f"{n * step:g}" + (" ms" if not n else ""), 'text-anchor="middle"')
+        text(at, bottom + 14, f"{n * tick:g}" + (" ms" if not n else ""), 'text-anchor="middle"')
     for number, lane in enumerate(lanes):
         text(_LEFT - 8, 62 + _LANE * (number + 0.6), lane, 'text-anchor="end"')
-    for bar in bars:
-        width = max((bar.end - bar.start) * scale - 0.4, 0.3)
-        x, y = _LEFT + (bar.start - first) * scale, 62.0 + _LANE * bar.lane
-        box(x, y, width, _LANE - 6, _COLOURS[bar.name], bar.label)
-        if bar.name == _BETWEEN and width > 7 * len(bar.label):
-            text(x + 6, y + 14, bar.label)
+    for lane, name, start, end, sub_step in bars:
+        label = name if sub_step is None else f"{name} {sub_step}"
+        label += f": {(end - start) * 1e3:,.2f} ms"
+        start = max(start, first)
+        width = max((end - start) * scale - 0.4, 0.3)
+        x, y = _LEFT + (start - first) * scale, 62.0 + _LANE * lanes.index(lane)
+        box(x, y, width, _LANE - 6, _COLOURS[name], label)
+        if name == _BETWEEN and width > 7 * len(label):
+            text(x + 6, y + 14, label)
     lines = textwrap.wrap(sentence, 140)
     for number, line in enumerate(lines):
         text(10, bottom + 40 + 17 * number, line)

@@ -186,7 +186,8 @@ def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *opt
     trace = Trace(devices, frozenset(options))
     at = 0.0
     for number in range(STEPS):
-        step = RecordedStep(at + wait, plan=make_plan(64, devices, accum))
+        step = RecordedStep(at + wait)
+        step.plan = make_plan(64, devices, accum)
         spans = [("compute", None, None, 0.0, computing)]
         spans += [span for share in step.plan.shares for span in spans_of_replica(share, number)]
         for name, share, sub_step, start, seconds, *more in spans:
@@ -196,7 +197,6 @@ def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *opt
             span.elements = more[0] if more else 64
             if more[1:]:
                 span.on_device = span.start, span.end + more[1]
-        step.finish()
         step.end = at = step.start + 1.0
         trace.steps.append(step)
     trace._end = at
@@ -291,6 +291,19 @@ def test_what_is_done_once_a_step():
 
     says = told(spans, computing=0.4)
     assert says.startswith("What is done once a step takes 60 % of the time, replicate most")
+
+
+def test_what_is_checked_in_first_steps_is_told_apart():
+    """The rest of the time is what the sentence is about."""
+
+    def spans(share, _):
+        own = [("forward", share, 0, 0.5, 0.9 if share.replica else 0.3)]
+        return own if share.replica else [*own, ("verify", None, None, 0.0, 0.5)]
+
+    says = told(spans)
+    assert says.startswith("Replica 1, cpu, takes 3.0 times as long as the others")
+    assert "60 % of the time" in says
+    assert says.endswith(" Checks, which first steps have, took 2,000 ms more.")
 
 
 def test_nothing_but_computing():
@@ -454,7 +467,7 @@ def test_the_page_runs_and_quotes_what_is_said():
     assert names["trace"].steps
     assert PROFILE_ALL_THREADS.partition("=")[2] in page
     source = read("scatterpar/bounds.py")
-    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| it says |")[2].partition("\n\n")[0])
+    quoted = re.findall(r"`([A-Z][^`=]*)`", page.partition("| sentence |")[2].partition("\n\n")[0])
     assert len(quoted) > 10
     for part in (part.strip() for text in quoted for part in text.split("…")):
         assert part in source, part

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -17,6 +17,7 @@ from scatterpar.plan import Plan, Share
 from scatterpar.torch_private import profiler_is_on
 
 ON_DEVICES = "forward", "backward", "recompute", "replay"  # spans that launch work on devices
+Zero = tuple[torch.Event, float]  # an event of an accelerator, and its time by the host's clock
 
 _NOTHING = contextlib.nullcontext()
 
@@ -31,52 +32,49 @@ class Span:
         start: when the host began, in seconds of ``time.perf_counter()``.
         end: when the host was done; on an accelerator, when all work was launched.
         own: its seconds without those of the spans inside it.
-        on_device: start and end of the work on an accelerator, by the host's clock.
         elements: the number of elements of the input tensors that arrived in it.
     """
 
     start = end = own = 0.0
-    on_device: tuple[float, float] | None = None
-    marks: tuple[torch.Event, ...] = ()
     elements = 0
 
     def __init__(
-        self,
-        name: str,
-        share: Share | None,
-        sub_step: int | None,
-        record: RecordedStep | None,
-        block: contextlib.AbstractContextManager[Any] | None,
+        self, name: str, share: Share | None, sub_step: int | None, step: RecordedStep | None
     ) -> None:
         self.name, self.sub_step = name, sub_step
         self.replica = None if share is None else share.replica
-        is_launched = share is not None and record is not None and name in ON_DEVICES
-        self._device = share.device if share is not None and is_launched else None
-        self._record, self._block = record, block
+        self._step = step
+        self._zero: Zero | None = None
+        self._device: torch.device | None = None
+        self._marks: list[torch.Event | None] = []
+        if step is not None and share is not None and name in ON_DEVICES:
+            self._zero = step.zeros.get(share.device)
+            self._device = self._zero and share.device
 
     def __enter__(self) -> Self:
-        if self._block is not None:
-            self._block.__enter__()
-        if self._device is not None:
-            self._mark(self._device)
+        self._marks.append(timed_mark(self._device))
         self.start = time.perf_counter()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end = time.perf_counter()
-        if self._device is not None:
-            self._mark(self._device)
-        if self._record is not None:
-            self._record.spans.append(self)
-        if self._block is not None:
-            self._block.__exit__(*error)
+        self._marks.append(timed_mark(self._device))
+        if self._step is not None:
+            self._step.recorded.append(self)
 
-    def _mark(self, device: torch.device) -> None:
-        if (event := timed_mark(device)) is not None:
-            self.marks = *self.marks, event
+    @cached_property
+    def on_device(self) -> tuple[float, float] | None:
+        """Start and end of the work on an accelerator, by the host's clock; else ``None``."""
+        marks = [mark for mark in self._marks if mark is not None]
+        if self._zero is None or len(marks) != 2:
+            return None
+        (event, at), (start, end) = self._zero, marks
+        with contextlib.suppress(RuntimeError):  # of a device that failed
+            end.synchronize()
+            return at + event.elapsed_time(start) / 1e3, at + event.elapsed_time(end) / 1e3
+        return None
 
 
-@dataclass
 class RecordedStep:
     """One step of a trace.
 
@@ -84,15 +82,17 @@ class RecordedStep:
         start: when it began, in seconds of ``time.perf_counter()``.
         end: when it ended.
         plan: the plan of its last attempt, if memory ran out.
-        spans: its parts, in order of their starts.
         error: its exception, as text; ``None`` for a step that was committed.
+        recorded: its spans, in order of their ends.
+        zeros: for each accelerator, an event and its time.
     """
 
-    start: float
-    end: float = 0.0
-    plan: Plan | None = None
-    spans: list[Span] = field(default_factory=list)
-    error: str | None = None
+    def __init__(self, start: float, zeros: Mapping[torch.device, Zero] | None = None) -> None:
+        self.start, self.end = start, start
+        self.plan: Plan | None = None
+        self.error: str | None = None
+        self.recorded: list[Span] = []
+        self.zeros = zeros or {}
 
     @property
     def seconds(self) -> float:
@@ -104,13 +104,13 @@ class RecordedStep:
         """The number of rows by replica, for replicas that had rows."""
         return {share.replica: share.rows for share in self.plan.shares} if self.plan else {}
 
-    def finish(self) -> None:
-        """End the step: sort the spans, and set the ``own`` seconds of each."""
-        self.end = time.perf_counter()
-        # Not sorted in place: a worker that an interrupt left behind may still append to the list.
-        self.spans = sorted(self.spans, key=lambda span: (span.start, -span.end))
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The parts of the step, after its end, in order of their starts."""
+        # A copy: a worker that an interrupt left behind may still append to what is recorded.
+        spans = sorted(self.recorded, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)
-        for span in self.spans:
+        for span in spans:
             stack = around[span.replica]
             while stack and stack[-1].end <= span.start:
                 stack.pop()
@@ -118,22 +118,23 @@ class RecordedStep:
             if stack:
                 stack[-1].own -= span.own
             stack.append(span)
+        return spans
 
 
 class Clock:
     """Times the phases of a step, and the parts of sub-steps.
 
-    With a ``record``, every part of the step is appended to it. While a torch profiler is on, every
-    part is also a ``record_function`` block. Otherwise only phases are timed. ``passes`` has, for
+    If there is a ``step``, every part is recorded in it. While a torch profiler is on, every part
+    is also a ``record_function`` block. Otherwise only phases are timed. ``passes`` has, for
     each time that the replicas ran, the start and end of each replica's work.
     """
 
-    def __init__(self, record: RecordedStep | None = None) -> None:
+    def __init__(self, step: RecordedStep | None = None) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.passes: list[dict[int, tuple[float, float]]] = []  # by number of the replica
-        self._record = record
+        self._step = step
         self._is_profiled = profiler_is_on()
-        self.is_idle = record is None and not self._is_profiled
+        self.is_idle = step is None and not self._is_profiled
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -151,11 +152,15 @@ class Clock:
         """Times the body as a part of the step, by the caller or by the replica of ``share``."""
         if self.is_idle:
             return _NOTHING
-        block = None
-        if self._is_profiled:
-            label = f"scatterpar {name}" if sub_step is None else f"scatterpar {name} {sub_step}"
-            block = torch.profiler.record_function(label)
-        return Span(name, share, sub_step, self._record, block)
+        span = Span(name, share, sub_step, self._step)
+        return _in_block(span) if self._is_profiled else span
+
+
+@contextlib.contextmanager
+def _in_block(span: Span) -> Iterator[Span]:
+    label = span.name if span.sub_step is None else f"{span.name} {span.sub_step}"
+    with torch.profiler.record_function(f"scatterpar {label}"), span:
+        yield span
 
 
 SILENT = Clock()  # records nothing: for sub-steps outside of the step, such as warm-up

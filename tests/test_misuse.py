@@ -436,9 +436,7 @@ class HasItsEngine(Classifier):
 def test_an_engine_that_is_a_child_of_its_own_module_is_named(make, walk):
     with torch.random.fork_rng(devices=[]):
         model = HasItsEngine(make, "child")
-    words = (
-        rf"HasItsEngine has the {make.__name__} that wraps it as a child .* in a list, self.eng"
-    )
+    words = rf"HasItsEngine has the {make.__name__} that wraps it as a child .* in a list, self.eng"
     with pytest.raises(ValueError, match=words):
         walk(model)
 

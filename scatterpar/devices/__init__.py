@@ -1,5 +1,5 @@
-"""Everything that differs between memories, and everything that crosses between them.
+"""Memories and streams of devices, and copies between them.
 
-Every room comes in here; nothing here knows modules, batches or threads. A new kind of device
-is a change of ``runtime`` alone.
+Every other package uses this one. It knows nothing of modules, batches or threads. A new kind of
+device needs changes in ``runtime`` only.
 """

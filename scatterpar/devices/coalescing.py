@@ -1,8 +1,8 @@
-"""Tensors travel in chunks: small ones together, large ones alone, the largest in pieces.
+"""Copy tensors in chunks: small ones together, large ones alone, the largest in pieces.
 
-So what lies between two memories is a chunk, however large the model is. A message is of one dtype
-and holds elements in the order of memory: both ends see them as 1-D and contiguous, whatever the
-strides of the tensors.
+So only a chunk is in flight between two memories, however large the model is. A message has one
+dtype and holds elements in the order of memory: on both sides it is 1-D and contiguous, whatever
+the strides of the tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scatterpar.devices.transfers import Transfers
 
 CHUNK_BYTES = 2**26
 
-ALONE_BYTES = 2**22  # from here on a message costs less than a copy that saves one
+ALONE_BYTES = 2**22  # from this size on, a separate message is cheaper than packing the tensor
 
 _ALIGNMENT = 64  # bytes, as of allocations
 _Key = TypeVar("_Key")
@@ -37,30 +37,29 @@ class Piece(NamedTuple):
     is_whole: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of the tensor itself, which is 1-D."""
+        """These elements of a 1-D tensor."""
         return tensor if self.is_whole else tensor[self.start : self.stop]
 
 
 class Message(NamedTuple):
-    """What travels together: pieces, and how many elements each of them has."""
+    """Pieces that are copied together, with the number of elements of each."""
 
     pieces: tuple[Piece, ...]
     sizes: tuple[int, ...]
 
     def of(self, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> list[Tensor]:
-        """The pieces of these tensors, which are 1-D."""
+        """The pieces, as views of these 1-D tensors."""
         return [piece.of(tensors[piece.key]) for piece in self.pieces]
 
 
-@functools.lru_cache(maxsize=256)  # every step and every pair of devices asks for the same ones
+@functools.lru_cache(maxsize=256)  # the same in every step and for every pair of devices
 def messages(
     sizes: tuple[tuple[int, int], ...], most: int, alone: int = sys.maxsize
 ) -> tuple[Message, ...]:
-    """Consecutive tensors, of at most so many elements in all, travel together.
+    """Group consecutive tensors into messages of at most so many elements.
 
-    How a tensor is cut depends on its own size alone.
-
-    Tensors of ``alone`` elements or more go before the others, and nothing goes with them.
+    Only its own size determines how a tensor is cut. Tensors of ``alone`` elements or more come
+    before the others, each in messages of its own.
 
     >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
     [(2,), (4,), (3,)]
@@ -81,9 +80,9 @@ def messages(
 
 
 def iter_messages(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tensor]]:
-    """1-D tensors as messages of one dtype: one, or a piece of one, as it is; several as a copy.
+    """Yield 1-D tensors as messages of one dtype: a single piece as a view, several as a copy.
 
-    There is room for one message at a time: be done with it before asking for the next.
+    Only one message has memory at a time: drop it before you request the next.
     """
     for dtype, keys in by_dtype(tensors.items()).items():
         sizes = tuple([(key, tensors[key].numel()) for key in keys])
@@ -99,7 +98,7 @@ def iter_messages(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tens
 def iter_received(
     tensors: Mapping[int, Tensor], device: torch.device, transfers: Transfers, phase: str
 ) -> Iterator[tuple[Message, tuple[Tensor, ...]]]:
-    """1-D tensors in the memory of ``device``: messages as in ``packed``, and what pieces hold."""
+    """Yield messages, as ``iter_messages``, and their pieces in the memory of ``device``."""
     for message, flat in iter_messages(tensors):
         arrived = transfers.copy(flat, device, phase)
         del flat
@@ -131,9 +130,9 @@ def copy_coalesced(
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
-    """The elements of a dense tensor in the order of memory: a 1-D view, or itself.
+    """A 1-D view of a dense tensor's elements in the order of memory, or the tensor itself.
 
-    ``None`` where there is none: for gaps, overlaps, and conjugates that are not resolved.
+    ``None`` if there is none: for gaps, overlaps, and lazy conjugates.
     """
     if not has_flat_view(tensor):
         return None
@@ -147,14 +146,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def has_flat_view(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each with a place of its own."""
+    """Whether the elements fill a contiguous range of memory, each with a separate place."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     return tensor.is_contiguous() or _is_dense(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """The same, by sizes and strides."""
+    """``has_flat_view`` by sizes and strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -165,7 +164,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def has_places(tensor: Tensor) -> bool:
-    """Whether each element of a dense tensor has a place of its own: it is not expanded."""
+    """Whether each element of a dense tensor has a separate place in memory: it is not expanded."""
     strides = tensor.stride()
     return 0 not in strides or all(
         stride or size < 2 for size, stride in zip(tensor.shape, strides, strict=True)
@@ -173,10 +172,10 @@ def has_places(tensor: Tensor) -> bool:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs (near, far) of a tree over replicas or memories: the far sum joins the near one.
+    """Pairs (near, far) of a tree over replicas or memories, in rounds: far is added to near.
 
-    Gradients go by it over replicas, parameters over memories.
-    Backwards, each round sends from those that have something to as many that have not.
+    Gradients use it over replicas. Parameters use it over memories, backwards: in each round,
+    memories that have the values send them to as many that have not.
 
     >>> rounds(5)
     [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
@@ -200,12 +199,12 @@ def by_dtype(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[torch.dtype, list[_
 def empty_like_on(
     tensors: Sequence[Tensor], device: torch.device, together: Callable[[Tensor], bool]
 ) -> list[Tensor]:
-    """Room on ``device``: like each tensor, but that gaps are closed.
+    """Uninitialised tensors on ``device``, like ``tensors`` but without gaps.
 
-    Each begins where allocations do: a kernel that finds one at 60 of 64 bytes goes about the same
-    sum in another order. Those that are ``together`` and share a storage lie in one here, as they
-    do there: what is written to ``table`` is read in ``table[0]``, and cuDNN takes the weights of a
-    recurrent layer as they are.
+    Each starts at an allocation boundary: a kernel may sum in another order if its input starts 60
+    bytes after a multiple of 64. Tensors that are ``together`` and share a storage share one here
+    as well: a write to ``table`` shows in ``table[0]``, and cuDNN accepts the weights of a
+    recurrent layer.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
@@ -231,7 +230,7 @@ def empty_like_on(
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where its memory begins, and where it ends."""
+    """The addresses where the tensor's memory begins and ends."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     start = tensor.data_ptr()
@@ -239,12 +238,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target, in the same memory."""
+    """Copy every source to its target, in the same memory."""
     copy_lists(grouped(targets, sources))
 
 
 def copy_lists(lists: Sequence[Pairs]) -> None:
-    """Copy the sources of each list, see ``grouped``, into its targets."""
+    """Copy the sources to their targets, list by list; see ``grouped``."""
     for targets, sources in lists:
         if _is_lazy(targets[0]):  # torch's operator for lists refuses these
             for target, source in zip(targets, sources, strict=True):
@@ -254,15 +253,15 @@ def copy_lists(lists: Sequence[Pairs]) -> None:
 
 
 def plus(one: Tensor, other: Tensor) -> Tensor:
-    """The sum; of sparse and dense, torch knows dense + sparse alone."""
+    """The sum of two tensors; if one is sparse, dense + sparse is the order that torch supports."""
     return one + other if one.layout == torch.strided else other + one
 
 
 def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]:
-    """Targets and their sources in lists of one dtype, of equal strides or not.
+    """Lists of targets and their sources; each list has one dtype and equal or unequal strides.
 
-    So each is a few kernels for torch's operators on lists. One pair that is otherwise, such as a
-    batch normalisation's integer, gives every tensor a kernel of its own.
+    torch's operators on lists then need few kernels per list. A single pair with another dtype,
+    such as a batch normalisation's integer, would cause one kernel per tensor.
     """
     groups: dict[Any, Pairs] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):

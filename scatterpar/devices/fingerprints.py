@@ -1,10 +1,10 @@
-"""Whether tensors hold the bits that others hold, or that they held; whether copies bring them.
+"""Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
 
--0.0 is not 0.0, and a NaN is equal to itself. Fingerprints stand in place of a copy: each word of
-32 bits is multiplied by an odd number of 64 bits that belongs to its position, and
-folded; the sums of these are the fingerprint (multilinear hashing: Lemire and Kaser, "Strongly
-universal string hashing is fast", 2014, https://arxiv.org/abs/1202.4961). One word that differs
-always shows; several do but for about one case in 2**60.
+-0.0 differs from 0.0, and a NaN equals itself. Fingerprints replace a copy for the comparison. Each
+32-bit word is multiplied by an odd 64-bit number that depends on its position, and folded; the sum
+is the fingerprint (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is
+fast", 2014, https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint;
+a change of several words is missed in about one case of 2**60.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from scatterpar.report import warn
 Fingerprint = tuple[int, ...]
 Route = tuple[torch.device, torch.device]
 
-_WORDS = 2**21  # at a time: what is in between needs some 40 bytes for each
+_WORDS = 2**21  # at a time; intermediate results need some 40 bytes per word
 
-_MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd, and without regularity
+_MULTIPLY, _AGAIN = -0x61C8864680B583EB, 0x2545F4914F6CDD1D  # odd pseudo-random numbers
 
 _BYTES = 2**20
-_BYTES_IN_THE_HOST = 2**14  # torch shares no work of this size out: a forked child could not
+_BYTES_IN_THE_HOST = 2**14  # torch uses one thread for this size, as a forked child must
 
 
 class Fingerprints:
-    """Those of dense tensors in one memory, computed there; the host reads ``values``."""
+    """Fingerprints of dense tensors in one memory, computed on that device.
+
+    Copy ``values`` to the host, then pass them to ``read``.
+    """
 
     def __init__(self, tensors: Mapping[int, Tensor], device: torch.device) -> None:
         self._owners: list[int] = []
@@ -52,7 +55,7 @@ class Fingerprints:
         self._keys = list(tensors)
 
     def read(self, values: Tensor) -> dict[int, Fingerprint]:
-        """Each tensor's, from ``values`` on the host."""
+        """The fingerprint of each tensor, from ``values`` on the host."""
         found: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
         for owner, value in zip(self._owners, values.tolist(), strict=True):
             found[owner] += (value,)
@@ -60,13 +63,13 @@ class Fingerprints:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements, 1-D, in the same order for all tensors of the same strides."""
+    """The elements as a 1-D tensor, in an order that depends on the strides only."""
     flat = flat_view(tensor)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1) if flat is None else flat
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """A 1-D tensor as integers of 32 bits, or of 8 where it has no whole number of them."""
+    """A 1-D tensor as 32-bit integers, or as bytes if its size is not a multiple of four."""
     size = tensor.element_size()
     if tensor.numel() * size % 4:
         return tensor.view(torch.uint8)
@@ -76,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Tensor:
-    """For each of some pieces the sum of its words, scattered: 1-D."""
+    """For each piece the sum of its scattered words: a 1-D tensor."""
     factors_of = {size: factors[:size] for size in set(sizes)}
     if len(parts) == 1:
         return _scattered(parts[0], factors_of[sizes[0]]).sum(0, keepdim=True)
@@ -87,14 +90,14 @@ def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Ten
 
 
 def _scattered(words: Tensor, factors: Tensor) -> Tensor:
-    """Products modulo 2**64; folded, or the upper bits of words had a say in few of theirs."""
+    """Products modulo 2**64, folded: otherwise the upper bits of words would affect few bits."""
     products = words * factors
     products ^= products >> 32
     return products
 
 
 def _factors(size: int, device: torch.device) -> Tensor:
-    """An odd number for each position, without regularity."""
+    """An odd pseudo-random number for each position."""
     numbers = runtime.empty(size, torch.int64, device)
     torch.arange(size, out=numbers, device=numbers.device)  # else on the user's default device
     numbers.add_(1).mul_(_MULTIPLY)
@@ -105,14 +108,14 @@ def _factors(size: int, device: torch.device) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are in one memory, and alike in shape, dtype and bits.
+    """Whether two tensors are in one memory, and equal in shape, dtype and bits.
 
-    Sparse ones in each of their pieces. Of quantised ones nothing is known.
+    Sparse tensors are compared piece by piece. Quantised tensors never count as equal.
     """
     if _kind(one) != _kind(other) or one.is_quantized:
         return False
     pairs = zip(pieces_of(one), pieces_of(other), strict=True)
-    return all(torch.equal(as_bytes(mine), as_bytes(its)) for mine, its in pairs)
+    return all(torch.equal(as_bytes(piece), as_bytes(other_piece)) for piece, other_piece in pairs)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -120,10 +123,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What the host wants to know: dense tensors of all dtypes, in one message from each device.
-
-    They travel as bytes.
-    """
+    """Copies of dense tensors of any dtype on the host, with one message per device, as bytes."""
     arrived = [tensor.detach() for tensor in tensors]
     away: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(arrived):
@@ -142,20 +142,19 @@ def check_links(
     device_ids: tuple[torch.device, ...],
     *senders: Callable[[Sequence[torch.device]], Iterable[Route]],
 ) -> None:
-    """Look once whether copies between these devices arrive as sent.
+    """Check once whether copies between these devices arrive intact.
 
-    Copies between two GPUs go past the host, by peer access, and on some machines they bring
-    other bytes, or none, without any error: with an IOMMU that translates them, with PCIe's access
-    control (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
+    Copies between two GPUs bypass the host by peer access. On some machines they arrive corrupted
+    or not at all, without any error: with an IOMMU that translates them, with PCIe's access control
+    (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 
     ``senders`` return the routes of their copies, (source, target). Known bytes are sent over each
-    route in both directions, and counted nowhere. Where they
-    changed, copies from that device to that other one go through the host's memory from now on, and
-    a warning says so.
+    route in both directions, without being counted. If they change, copies from that device to the
+    other one go through host memory from now on, and a warning says so.
 
     Raises:
-        RuntimeError: bytes change on the way through the host's memory too.
+        RuntimeError: bytes change on the way through host memory, too.
     """
     routes = dict.fromkeys(route for sender in senders for route in sender(device_ids))
     with torch.inference_mode(False), torch.no_grad():
@@ -188,13 +187,16 @@ def _find_staged_route(source: torch.device, target: torch.device) -> None:
 
 @functools.cache
 def pattern(size: int) -> Tensor:
-    """``size`` bytes on the host that have no regularity; not to be written."""
+    """``size`` pseudo-random bytes on the host; do not write them."""
     numbers = torch.arange(size, dtype=torch.int64, device="cpu")
     return (numbers * 0x9E3779B1 >> 13).to(torch.uint8)
 
 
 def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
-    """Whether a copy by the engine's own verb brings every byte, and not what was there before."""
+    """Whether ``copy_into`` delivers every byte.
+
+    The target starts with inverted bytes, so a copy that does nothing is noticed.
+    """
     sent = pattern(size)
     there = physical(target)
     arrived = (~sent).to(there)

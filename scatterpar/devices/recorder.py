@@ -1,4 +1,4 @@
-"""Record the work that a device is given, and replay it as one launch: CUDA graphs."""
+"""Capture the work that is launched on a device, and replay it as one launch: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def can_record(device: torch.device) -> bool:
 
 
 class Recorder:
-    """Records work on one device, as graphs that share memory and never run at the same time.
+    """Captures work on one device, as graphs that share memory and never run at the same time.
 
-    On the CPU nothing is recorded; a replay calls the work itself.
+    On the CPU nothing is captured; a replay calls the work itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,12 +36,12 @@ class Recorder:
         self._session = contextlib.ExitStack()
 
     def forget(self) -> None:
-        """Let later graphs share no memory with earlier ones."""
+        """Let later graphs use a separate memory pool."""
         self._pool = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The body warms up and records, while no other recorder of this device does."""
+        """The body warms up and captures; no other recorder of this device does meanwhile."""
         if self._stream is None:
             yield
             return
@@ -55,9 +55,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Run the body on the recording stream, in the memory of the recording.
+        """Run the body on the capturing stream, in the memory pool of the graphs.
 
-        A recording cannot use memory that torch has cached for other streams, so the memory of
+        A capture cannot use memory that torch has cached for other streams, so the memory of
         activations would be reserved twice.
         """
         if self._stream is None:
@@ -68,10 +68,12 @@ class Recorder:
             yield
 
     def record(self, work: Callable[..., None], *args: Any) -> Callable[..., None]:
-        """Record ``work(*args)`` without running it on the device. Returns the replay, a function.
+        """Capture the kernels that ``work(*args)`` launches, without running them.
 
-        On the CPU the replay is ``work`` itself, with the arguments of each call. Nothing in
-        ``work`` may wait for the device.
+        Returns the replay.
+
+        The replay is a function. On the CPU it is ``work`` itself, with the arguments of each call.
+        ``work`` must not synchronize with the device.
         """
         if self._stream is None:
             return work

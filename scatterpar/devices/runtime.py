@@ -1,8 +1,8 @@
-"""What differs between devices, such as streams and events; copies are in ``transfers``.
+"""The runtime of devices: names, streams, events, memory; copies are in ``transfers``.
 
-A *memory* is named by a ``torch.device``. ``cpu`` is the host's own. ``cpu:0``, ``cpu:1``, …
-are virtual devices: separate memories in the host's RAM. What several GPUs would copy between
-them is then really copied, and counted, on a machine without GPUs. Equal devices share one memory.
+A *memory* is named by a ``torch.device``. ``cpu`` is host memory. ``cpu:0``, ``cpu:1``, … are
+virtual devices: separate memories in host RAM. Copies between several GPUs are then really made,
+and counted, on a machine without GPUs. Equal devices share one memory.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _resolve_one(entry: DeviceLike, accelerator: torch.device | None) -> torch.d
 
 
 def physical(device: torch.device) -> torch.device:
-    """The device that torch knows: ``cpu`` for a virtual ``cpu:i``, as its tensors say."""
+    """The device as torch knows it: ``cpu`` for a virtual ``cpu:i``."""
     return torch.device("cpu") if device.type == "cpu" else device
 
 
@@ -108,7 +108,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Give cached memory back, so that it can serve blocks of other sizes; not while recording."""
+    """Free cached memory, so that it can be used for blocks of other sizes; not while capturing."""
     with _counting:
         if not _recordings and torch.accelerator.is_available():
             _empty_cache()
@@ -139,11 +139,11 @@ def recording() -> Iterator[None]:
 
 
 def tune_malloc(device: torch.device) -> None:
-    """Let the host's malloc keep what one sub-step on the CPU frees for the next one.
+    """Let the host's malloc keep freed memory, so that sub-steps on the CPU reuse it.
 
-    glibc gives large blocks, and a thread's memory, back to the kernel at once, so that every
-    sub-step causes page faults for its activations again. The setting holds for the process. A
-    setting of the user's is kept.
+    glibc returns large blocks, and a thread's memory, to the kernel at once, so every sub-step
+    would cause page faults for its activations. The setting holds for the process. It is skipped if
+    the user has configured malloc.
     """
     if device.type == "cpu":
         _set_malloc_thresholds()
@@ -159,7 +159,7 @@ def _set_malloc_thresholds() -> None:
 
 
 def max_concurrency(devices: Sequence[torch.device]) -> int:
-    """How many replicas can compute at once; if all are on the CPU, one per core of the process."""
+    """How many replicas compute at the same time; on the CPU one per core of the process."""
     if any(device.type != "cpu" for device in devices):
         return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -167,7 +167,7 @@ def max_concurrency(devices: Sequence[torch.device]) -> int:
 
 
 def is_async(device: torch.device) -> bool:
-    """Whether the host only launches operators on ``device``, which return before they are done."""
+    """Whether operators on ``device`` return before they are done."""
     return device.type != "cpu"
 
 

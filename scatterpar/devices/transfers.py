@@ -1,4 +1,4 @@
-"""What one step moves between memories, counted where it happens."""
+"""Copies between memories, counted where they happen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from scatterpar.devices.runtime import (
 
 PHASES = ("scatter", "replicate", "compute", "reduce")
 
-# From which device to which copies go through the host's memory: see ``check_links``.
+# Pairs (source, target) whose copies are staged through host memory: see ``check_links``.
 HOST_STAGED: set[tuple[torch.device, torch.device]] = set()
 
-_STAGED = 2  # parcels that may lie in the host's pinned memory at once
+_STAGED = 2  # copy groups in the host's pinned memory at the same time
 
 
 _COMPRESSED = {
@@ -38,12 +38,12 @@ _COMPRESSED = {
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of indices and values."""
+    """Whether ``tensor`` consists of indices and values."""
     return tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that one is made of: itself, or a sparse one's indices and values."""
+    """The dense tensors in a tensor: itself, or a sparse tensor's indices and values."""
     if not is_sparse(tensor):
         return (tensor,)
     tensor = tensor.detach()
@@ -53,13 +53,12 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 class Transfers:
-    """Copies between memories, and counts what it copied, by phase.
+    """Copies between memories, counted by phase.
 
-    What a step moves from one memory to another goes through ``copy``, ``copy_into`` or, ahead of
-    time, ``issue``; the counts are those of the tensors that were copied.
+    All copies of a step go through ``copy``, ``copy_into`` or, ahead of time, ``issue``.
 
-    As a context manager it ends only when everything on the host that was copied may be
-    written again: a copy from pinned memory reads it some time after it was asked for.
+    Leaving the context waits until no pending copy reads host memory: copies from pinned memory are
+    asynchronous.
     """
 
     def __init__(self) -> None:
@@ -75,11 +74,11 @@ class Transfers:
         try:
             self.synchronize()
         except Exception:
-            if error is None:  # else the first error is the one to tell
+            if error is None:  # else the first error is raised
                 raise
 
     def synchronize(self) -> None:
-        """Wait until nothing that was copied is read any more."""
+        """Wait until no pending copy reads its source."""
         while self._under_way:
             _, event = self._under_way.popitem()
             event.synchronize()
@@ -91,11 +90,11 @@ class Transfers:
                 self.messages[phase] += other.messages[phase]
 
     def follow(self, other: Transfers) -> None:
-        """Count, once both are settled, what ``other`` has copied too: it is another thread's."""
+        """Add the counts of ``other``, which another thread uses, once both are synchronized."""
         self._followed.append(other)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
-        """A copy of ``tensor`` in the memory of ``device``, memory format kept."""
+        """A copy of ``tensor`` in the memory of ``device``, with the same memory format."""
         self.count(tensor, phase)
         tensor = stage_if_needed(tensor, device) if HOST_STAGED else tensor
         copied = tensor.to(physical(device), copy=True, non_blocking=has_streams(device))
@@ -104,9 +103,9 @@ class Transfers:
         return copied
 
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
-        """Copy ``source`` into ``target``, a tensor of the same size in another memory.
+        """Copy ``source`` to ``target``, a tensor of the same size in another memory.
 
-        Virtual devices are not told apart here: their tensors all say ``cpu``.
+        Every call is counted, because the tensors of all virtual devices are on ``cpu``.
         """
         self.count(source, phase)
         source = stage_if_needed(source, target.device)
@@ -120,29 +119,29 @@ class Transfers:
 
 
 def stage_if_needed(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, or a copy of it on the host where the direct way to ``device`` is broken."""
+    """``tensor``, or a copy on the host if direct copies to ``device`` arrive corrupted."""
     return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
 
 
 class Prefetcher(Transfers):
-    """Copies to one device, asked for before they are needed, by the thread that computes there.
+    """Copies to one device ahead of use, requested by the thread that computes there.
 
-    The copies between two calls of ``issue`` are a parcel. If the device has streams, parcels have
-    a stream of their own there, and one on each device that they come from, since torch puts a copy
-    between devices on the current streams of both. So neither end's computation waits for parcels.
-    Their memory belongs to the computing stream, whose earlier work may still read what it held. A
-    parcel therefore waits for that earlier work, not for later work. Later work waits for a parcel
-    in ``wait_on_stream``. Host memory that is not pinned is staged in pinned memory, at most two
-    parcels.
+    The copies between two calls of ``issue`` form a group. If the device has streams, groups use a
+    side stream there, and one on each source device, because torch puts a copy between devices on
+    the current streams of both. So neither device's computation waits for them. Their memory
+    belongs to the computing stream, whose earlier work may still read its former content. So a
+    group waits for that earlier work, but not for later work. Later work waits for a group in
+    ``wait_on_stream``. Pageable host memory is staged in pinned memory, at most two groups at a
+    time.
 
-    What the streams of ``sources``, where tensors to be copied are, were given before this is made
-    comes before the copies.
+    Copies come after the work queued on the streams of ``sources``, the devices of the tensors,
+    before this object is made.
     """
 
     def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
         super().__init__()
         self._asked: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
-        # The targets of each parcel: freed earlier, they would be written after their time.
+        # The targets of each group: if they were freed earlier, copies would write freed memory.
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
         self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
@@ -156,7 +155,7 @@ class Prefetcher(Transfers):
                 self._senders.append(sender)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # nobody could catch it
+        with contextlib.suppress(Exception):  # no caller could handle an error here
             if self._targets:
                 self.settle()
 
@@ -182,7 +181,7 @@ class Prefetcher(Transfers):
         return target
 
     def issue(self, number: int) -> None:
-        """What was asked for since the last time sets out, as the parcel of this number."""
+        """Issue the copies requested since the last call, as group ``number``."""
         if self._stream is None or not self._asked:
             return
         asked, self._asked = self._asked, []
@@ -202,7 +201,7 @@ class Prefetcher(Transfers):
                 self._staged.append(record_event(self._stream.device))
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
-        """``tensor``, or a copy of it in pinned memory; torch reuses that once it was read."""
+        """``tensor``, or a copy of it in pinned memory, which torch reuses after it was read."""
         if is_async(tensor.device):
             return tensor
         if tensor.is_pinned() and tensor.stride() == target.stride():
@@ -212,7 +211,7 @@ class Prefetcher(Transfers):
         return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def wait_on_stream(self, number: int) -> None:
-        """What the current stream is given from now on comes after the parcel of this number."""
+        """Make the current stream wait for copy group ``number``."""
         if self._stream is not None and number in self._copied:
             current = torch.accelerator.current_stream(self._stream.device)
             current.wait_event(self._copied.pop(number))

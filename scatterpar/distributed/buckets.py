@@ -109,14 +109,14 @@ def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     return torch.cat([each.to(flat[0].device) for each in flat])
 
 
-def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
+def unpack(payload: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
     """The tensors and numbers that another rank packed.
 
     Returns the tensors in the structure of ``like``.
 
     The last of its ``numbers`` numbers are the sizes of the tensors; the others are returned.
     """
-    sizes = parcel[-8 * numbers :].clone().view(torch.int64).tolist()
+    sizes = payload[-8 * numbers :].clone().view(torch.int64).tolist()
     num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
     others, remaining = sizes[: numbers - num_sizes], iter(sizes[numbers - num_sizes :])
     end = 0
@@ -125,7 +125,7 @@ def unpack(parcel: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
         nonlocal end
         shape = [next(remaining) for _ in leaf.shape]
         start, end = end, end + math.prod(shape) * leaf.itemsize
-        return parcel[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
+        return payload[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
 
     return nested.map_tensors(read, like), others
 

@@ -158,16 +158,16 @@ class Ranks:
         own_data = output, unwrap_markers(targets)
         tensors = [*nested.tensors(own_data)]
         numbers = [seed, sum(rows), *(n for tensor in tensors for n in tensor.shape)]
-        parcel, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own_data, dim)}")
+        payload, layout = pack(tensors, numbers), _checksum(f"outputs {kind_of(own_data, dim)}")
         self._all_know = True  # what is raised from here on, every rank raises
         _, sizes = self._collectives.exchange_status(
-            [0.0] * 4, layout, parcel.numel(), _OTHER_OUTPUTS
+            [0.0] * 4, layout, payload.numel(), _OTHER_OUTPUTS
         )
-        parcels = self._collectives.all_gather(
-            parcel, sizes, "the outputs and targets of all ranks"
+        payloads = self._collectives.all_gather(
+            payload, sizes, "the outputs and targets of all ranks"
         )
         self._all_know = False
-        unpacked = [unpack(each, own_data, len(numbers)) for each in parcels]
+        unpacked = [unpack(each, own_data, len(numbers)) for each in payloads]
         outputs = [[output] for (output, _), _ in unpacked]
         counts = [[count] for _, (_, count) in unpacked]
         outputs[self.rank], counts[self.rank] = list(pieces), list(rows)

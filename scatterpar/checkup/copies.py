@@ -65,9 +65,10 @@ def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
     """Every route between these memories, one after the other, and then all pairs at once."""
     HOST_STAGED.clear()  # the direct ways are examined; the next engine checks them itself
-    for source, target in routes(devices):
+    for way in routes(devices):
+        source, target = way
         altered, speed, failed = {}, 0.0, None
-        is_peer = all(isinstance(p, torch.device) and p.type != "cpu" for p in (source, target))
+        is_peer = all(isinstance(place, torch.device) and has_streams(place) for place in way)
         try:
             for size in (*SIZES, *LARGE) if is_peer else SIZES:
                 altered[size], seconds = _try(size, source, target)

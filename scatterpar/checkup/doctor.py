@@ -100,7 +100,7 @@ def doctor(
     if json is not None:
         Path(json).open("ab").close()  # a minute later is late for a name that cannot be written
     load = load_per_core()  # before this adds to it
-    found = Report([str(place) for place in places], _describe(places, load))
+    found = Report([str(place) for place in places], describe(places, load))
     lines = (f"{name + ':':22} {words}" for name, words in found.machine.items())
     found.show("what there is", "-------------", *lines)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
@@ -121,7 +121,7 @@ def doctor(
     return found
 
 
-def _describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
+def describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
     """The machine in words, by what is described."""
     from scatterpar import __version__
 

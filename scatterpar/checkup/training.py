@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from scatterpar.checkup.copies import settle
-from scatterpar.devices.runtime import physical
+from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16
@@ -102,7 +102,7 @@ class Speed:
 
 def measure(devices: Sequence[torch.device]) -> Speed:
     """Some rounds of all who take the step, as many as fit into some seconds."""
-    size = 2 if any(device.type == "cpu" for device in devices) else 64  # rows of a sub-step
+    size = 64 if all(map(has_streams, devices)) else 2  # rows of a sub-step; 2 on processors
     speed = Speed(size * ACCUM * len(devices))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the engine warns of, the exact step has told

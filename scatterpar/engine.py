@@ -428,8 +428,8 @@ class ScatterOnceParallel(Wrapper):
 
     def _request(self, *args: Any, **options: Any) -> Request:
         """The arguments of one call, with the engine's options."""
-        names = "dim", "check_finite", "verify", "graphs"
-        return replace(Request(*args), **{name: getattr(self, name) for name in names} | options)
+        engine_options = {"dim": self.dim, "check_finite": self.check_finite, "verify": self.verify}
+        return replace(Request(*args), graphs=self.graphs, **engine_options | options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Inference: scatter once, run in micro-batches without a graph, gather to the master.

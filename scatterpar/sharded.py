@@ -87,7 +87,7 @@ class ShardedOptimizer(Optimizer):
         self.engine = engine
         self._memories = list(dict.fromkeys(engine.device_ids))
         self._owners: dict[Any, torch.device] = {}
-        self._ledger = Transfers()
+        self._transfers = Transfers()
         self.state = self._plain.state
         if self.state and len(self._memories) > 1:  # some have state from the start
             with engine.replicas_for_update() as copies:
@@ -149,11 +149,11 @@ class ShardedOptimizer(Optimizer):
                 stand_in.grad = None  # makes room for what is brought now
             try:
                 replica_set.broadcast_updates(
-                    {p: self._owners[p] for p in updated if p in parameter_copies}, self._ledger
+                    {p: self._owners[p] for p in updated if p in parameter_copies}, self._transfers
                 )
             except Exception:  # no room for messages; the others get theirs in the next refresh
                 for p, stand_in in stand_ins.items():
-                    self._ledger.copy_into(p, stand_in, "replicate")
+                    self._transfers.copy_into(p, stand_in, "replicate")
         return loss
 
     def _assign_owners(
@@ -188,7 +188,7 @@ class ShardedOptimizer(Optimizer):
         for device in self._memories[1:]:
             owned = [p for p in stand_ins if self._owners[p] == device]
             gradients = {i: p.grad.detach() for i, p in enumerate(owned) if p.grad is not None}
-            for i, gradient in copy_coalesced(gradients, device, self._ledger, "reduce").items():
+            for i, gradient in copy_coalesced(gradients, device, self._transfers, "reduce").items():
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class ShardedOptimizer(Optimizer):
         except BaseException as error:
             self.state = defaultdict(dict, state)
             for p, value in zip(master_params, values, strict=True):
-                self._ledger.copy_into(p, value, "replicate")
+                self._transfers.copy_into(p, value, "replicate")
             copy_each(dense, saved)
             add_note(error, "optimizer.step(): parameters and state are as they were before it")
             raise
@@ -288,7 +288,7 @@ class ShardedOptimizer(Optimizer):
 
         def move(tensor: Tensor) -> Tensor:
             stays = not tensor.ndim and tensor.device == _HOST
-            return tensor.clone() if stays else self._ledger.copy(tensor, device, "reduce")
+            return tensor.clone() if stays else self._transfers.copy(tensor, device, "reduce")
 
         return nested.map_tensors(move, state)
 

@@ -14,7 +14,6 @@ import threading
 import pytest
 import torch
 from helpers.oracle import seeded
-from helpers.touchy import Touchy, assert_arrives_from_everywhere
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -279,22 +278,6 @@ def test_autocast_reaches_every_replica(device_ids, dtype):
     assert_close(gradients(model), expected, rtol=0.1, atol=0.02)
 
 
-def test_the_scaler_takes_its_factor_out_again(device_ids):
-    model, inputs, targets = problem(dtype=torch.float32)
-    _, expected = whole_batch(model, inputs, targets)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(kind(), init_scale=1024.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with ScatterOnceParallel(model, 2, device_ids) as engine:
-        loss = nn.CrossEntropyLoss()
-        engine.forward_backward(inputs, targets, loss, scaler=scaler)
-    assert_close(gradients(model), [1024 * gradient for gradient in expected], rtol=1e-4, atol=1e-3)
-    scaler.step(optimizer)
-    scaler.update()
-    after = [one - 0.1 * gradient for one, gradient in zip(before, expected, strict=True)]
-    assert_close(list(model.parameters()), after, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("factor", [1, 0.5])
 def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids, factor):
     """Autograd's thread hands the gradients over, after the step, and before what comes next."""
@@ -322,21 +305,6 @@ def test_the_backward_pass_of_a_loss_in_another_stream_than_its_step(device_ids,
             theirs.zero_grad()
     torch.accelerator.current_stream().wait_stream(end)
     assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.draws
-def test_the_same_seed_gives_the_same_gradients(device_ids):
-    model, inputs, targets = problem(nn.Dropout(0.5))
-    found = []
-    with ScatterOnceParallel(model, 3, device_ids) as engine:
-        for seed in (1, 1, 2, 1):
-            model.zero_grad()
-            torch.manual_seed(seed)
-            engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-            found.append(gradients(model))
-    assert_close(found[0], found[1], rtol=0, atol=0)
-    assert_close(found[0], found[3], rtol=0, atol=0)
-    assert any(not torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
 
 
 @pytest.mark.draws
@@ -582,30 +550,6 @@ def test_memory_that_runs_out(device_ids, where, who, monkeypatch):
     assert len(released) >= engine.last_step.retries > 0
 
 
-class Tracks(nn.Module):
-    """A buffer that takes the mean of what comes by."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(16, dtype=torch.float64))
-
-    def forward(self, features):
-        self.seen.copy_(features.detach().mean(0))
-        return features
-
-
-@pytest.mark.parametrize("policy", ["master", "mean"])
-def test_buffers(device_ids, policy):
-    model, inputs, targets = problem(Tracks())
-    with ScatterOnceParallel(model, 1, device_ids, buffers=policy) as engine:
-        shares = engine.plan(ROWS).shares
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    features = model[0](inputs.to(kind())).detach()
-    first = features[: shares[0].stop].mean(0)
-    wanted = first if policy == "master" else features.mean(0)
-    torch.testing.assert_close(model[1].seen, wanted, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_statistics_of_the_whole_batch(device_ids, reentrant):
     """Checkpoints compute anew in the threads of autograd, which counts nothing twice."""
@@ -626,40 +570,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, inputs):
         return checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
-
-
-class Adds(nn.Module):
-    """Adds one to a table in memory, and a row of that table to its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.zeros(4, 16, dtype=torch.float64, device=kind()))
-        self.register_buffer("row", self.table[2])
-
-    def forward(self, inputs):
-        self.table += 1
-        return inputs + self.row
-
-
-def test_what_overlaps_in_memory_does_so_in_replicas(device_ids):
-    adds = Adds()
-    model, inputs, targets = problem(adds)
-    adds.row = adds.table[2]  # ``.to()`` has torn them apart
-    _, expected = whole_batch(model, inputs, targets)
-    with ScatterOnceParallel(model, 1, device_ids) as engine:
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    assert_close(gradients(model), expected, rtol=1e-10, atol=1e-12)
-    assert adds.table.eq(1).all()
-
-
-@pytest.mark.parametrize("device_ids", [[0], [0, 1]], indirect=True, ids=str)
-def test_stop_iteration_of_a_tensor_arrives_as_it_is_wherever_it_is_raised(device_ids):
-    model, inputs, targets = problem()
-    targets = targets.as_subclass(Touchy)
-    with ScatterOnceParallel(model, 2, device_ids) as engine:
-        assert_arrives_from_everywhere(
-            lambda: engine.forward_backward(inputs, targets, nn.functional.cross_entropy)
-        )
 
 
 class Noisy(nn.Module):
@@ -744,31 +654,6 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 assert not number or engine.last_step.bytes["replicate"] == 0
                 saved = step_of_both(sharded, plain, model, twin)
-
-
-class Numbers(nn.Module):
-    """0-dim parameters; the optimizer's state of each is 0-dim, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.all = nn.ParameterList([nn.Parameter(torch.tensor(float(n))) for n in range(1, 6)])
-
-    def forward(self, inputs):
-        for number in self.all:
-            inputs = inputs * number
-        return inputs
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_a_sharded_optimizer_of_numbers(device_ids, make):
-    model = Numbers().to(torch.device(kind(), 0))
-    twin = copy.deepcopy(model)
-    plain = make(twin.parameters())
-    with ScatterOnceParallel(model, 1, device_ids) as engine:
-        sharded = ShardedOptimizer(engine, make)
-        for _ in range(2):
-            engine.forward_backward(torch.ones(8, 2), None, lambda output, _: output.mean())
-            sharded.load_state_dict(step_of_both(sharded, plain, model, twin))
 
 
 class Together(torch.optim.AdamW):

@@ -12,9 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from helpers.models import CLASSES, FEATURES, Returns, mlp
-from helpers.oracle import assert_close, assert_step, build, randint, randn
-from helpers.weighted import CLASS_WEIGHTS
+from helpers.models import FEATURES, Returns
+from helpers.oracle import assert_close, assert_step, build, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -37,34 +36,6 @@ def setups(draw):
     if draw(st.booleans()):
         return devices, {"accum": draw(st.integers(1, 6))}
     return devices, {"micro_batch_size": draw(st.integers(1, 9))}
-
-
-@settings(max_examples=40)
-@given(setup=setups(), rows=st.integers(1, 24), seed=st.integers(0, 99))
-def test_any_mean(setup, rows, seed):
-    devices, options = setup
-    with ScatterOnceParallel(mlp(seed), device_ids=devices, **options) as engine:
-        inputs, targets = randn(rows, FEATURES, seed=seed), randint(CLASSES, rows, seed=seed)
-        assert_step(engine, inputs, targets, nn.CrossEntropyLoss())
-
-
-@settings(max_examples=40)
-@given(
-    setup=setups(),
-    targets=st.lists(st.sampled_from([0, 1, 2, 3, -100]), min_size=1, max_size=20).filter(
-        lambda targets: any(target != -100 for target in targets)
-    ),
-    weighted=st.booleans(),
-    smoothing=st.sampled_from([0.0, 0.1]),
-    reduction=st.sampled_from(["mean", "sum"]),
-)
-def test_any_weighted_loss(setup, targets, weighted, smoothing, reduction):
-    devices, options = setup
-    criterion = nn.CrossEntropyLoss(
-        CLASS_WEIGHTS if weighted else None, label_smoothing=smoothing, reduction=reduction
-    )
-    with ScatterOnceParallel(mlp(), device_ids=devices, **options) as engine:
-        assert_step(engine, randn(len(targets), FEATURES), torch.tensor(targets), criterion)
 
 
 @settings(max_examples=25)

@@ -236,6 +236,10 @@ def test_a_generator_of_the_user_s_own_is_respected(devices):
         first = step()
         own.manual_seed(4)
         assert equal(first, step())
+    with training("engine", build(Own), devices(3), 1) as step:
+        state = own.get_state()
+        step()
+    assert not torch.equal(own.get_state(), state)
     assert torch.equal(torch.get_rng_state(), before)
 
 

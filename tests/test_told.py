@@ -477,6 +477,24 @@ def test_a_check_leaves_no_trace_in_arrays_slots_classes_and_hooks():
     assert (Counts.seen, slots.calls, array[0], queue.qsize(), rows) == (3, 3, 3, 3, [8] * 3)
 
 
+def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devices):
+    generator, fails = torch.Generator().manual_seed(3), [True]
+
+    def criterion(output, targets):
+        loss = F.cross_entropy(output, targets) * (
+            1 + 0 * torch.rand((), generator=generator).item()
+        )
+        if fails and len(output) == 4:
+            raise RuntimeError("as planned")
+        return loss
+
+    with ScatterOnceParallel(mlp(), 3, devices(2)) as engine:
+        before = generator.get_state()
+        with pytest.raises(RuntimeError, match="as planned"):
+            engine.forward_backward(INPUTS, LABELS, criterion)
+        assert torch.equal(generator.get_state(), before)
+
+
 # --- false alarms ---
 
 

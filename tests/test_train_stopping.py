@@ -148,7 +148,9 @@ def test_a_killed_run_leaves_no_process_behind(folder, tmp_path):
     assert finish(process).code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_ends_a_run_at_once(tmp_path, number):
     options = ["--model", "test_train_stopping:Stuck", "--batch", "1024", "--devices", "cpu"]
     options += ["--accum", "1", "--checkpoint-every", "1", "--out", str(tmp_path)]

@@ -212,6 +212,7 @@ def look_at_threads():
 @pytest.mark.skipif(
     not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="no turns without the lock"
 )
+@pytest.mark.slow
 def test_where_another_thread_is_can_be_looked_at():
     """A collection while CPython 3.11 made a frame's object let the thread leave that frame.
 

@@ -13,7 +13,7 @@ from helpers.torchrun import finish, launched, steps
 
 from scatterpar.train.run import main
 
-pytestmark = pytest.mark.draws
+pytestmark = [pytest.mark.draws, pytest.mark.slow]
 TOOL = [
     *("--model", "helpers.torchrun:Small", "--batch", "1000", "--epochs", "1"),
     *("--devices", "cpu:0,cpu:1", "--accum", "2"),

@@ -374,7 +374,7 @@ def _refuse(args: Any, model: Any) -> None:
 
 def _refuse_losses(trainer: Any) -> None:
     """Refuse, by name, losses of batches that do not make up that of all: detectors', TRL's."""
-    model, name = trainer.model, _owner(trainer).__name__
+    model = trainer.model
     kind = str(getattr(model, "loss_type", None))
     if "Detection" in kind and trainer.args.gradient_accumulation_steps > 1:
         raise ValueError(
@@ -382,7 +382,9 @@ def _refuse_losses(trainer: Any) -> None:
             f"(loss_type={kind!r}) on several replicas or with accumulated batches: its loss "
             f"is divided by the boxes of a whole batch; use the stock Trainer"
         )
-    if not _is_trl(trainer):
+    of_trl = [base for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
+    name = next((base.__name__ for base in of_trl if "compute_loss" in vars(base)), None)
+    if name is None:
         return
     types = getattr(trainer, "loss_types", None) or [getattr(trainer, "loss_type", None)]
     bad, term = _OF_TRL.get(name, ()), "is a term over a batch"

@@ -1,4 +1,4 @@
-"""The master's tensors in the memory of every other device: what has changed goes out, once."""
+"""The master's tensors in the memory of every other device: changed tensors are sent, once."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from scatterpar.devices.transfers import Transfers
 
 
 def version(tensor: Tensor) -> int:
-    """How often ``tensor`` was written; inference tensors do not count."""
+    """How often ``tensor`` was written; 0 for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """That of each of them."""
+    """The version of each tensor, as from ``version``."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # an inference tensor's words
+    except RuntimeError:  # there are inference tensors
         return list(map(version, tensors))
 
 
@@ -45,15 +45,15 @@ def broadcast_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
 
 
 class Broadcast:
-    """Copies of dense ``tensors`` on every device of ``device_ids`` but the first, their own.
+    """Copies of dense ``tensors`` on every device of ``device_ids`` except the first.
 
-    A parameter travels when its version has moved since it was sent last: an optimizer has
-    stepped. Writes through ``.data``, a NumPy view or another storage leave the version as it
-    is, so the fingerprints of the others are compared with those of what was sent, as another
-    device has it; so are those of buffers, whose versions every commit moves.
+    A parameter is sent if its version has changed since it was last sent, for example by an
+    optimizer step. Writes through ``.data``, a NumPy view or another storage do not change the
+    version. So the fingerprints of the other parameters are compared with those of the values on
+    another device. So are the fingerprints of buffers, whose versions every commit changes.
 
-    What travels takes the same tree every time: the master sends to one device, then both to
-    two others, and so on, chunk by chunk.
+    Values always take the same tree: the master sends to one device, then both send to two others,
+    and so on, chunk by chunk.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
@@ -67,20 +67,20 @@ class Broadcast:
         }
         self.parameters = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)]
         self._kinds = list(map(_kind, tensors))
-        self._sent: list[int] | None = None  # the versions; unknown while not all have arrived
-        self._fingerprints: dict[int, Fingerprint] = {}  # of what was sent, where they are known
+        self._sent: list[int] | None = None  # the versions; ``None`` until all have arrived
+        self._fingerprints: dict[int, Fingerprint] = {}  # of sent values, as far as known
         self._versions: list[int] = []
         self._asked: list[Fingerprints] = []
         self._find_places()
 
     def is_of(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> bool:
-        """Whether these are the tensors, and of the kinds that they had, on these devices."""
+        """Whether these are the same tensors, of the same kinds, on the same devices."""
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         same = same and self.memories == list(dict.fromkeys(device_ids))
         return same and self._have_kinds() and self.fits()
 
     def fits(self) -> bool:
-        """Whether the tensors have the shapes that they had, wherever they lie now."""
+        """Whether the tensors have the same shapes as before, also if they were moved."""
         if all(map(Tensor.is_set_to, self._tensors, self.places)):
             return True
         self._find_places()
@@ -90,20 +90,23 @@ class Broadcast:
         return list(map(_kind, self._tensors)) == self._kinds
 
     def at(self, device: torch.device) -> Sequence[Tensor]:
-        """The tensors as ``device`` has them."""
+        """The tensors in the memory of ``device``."""
         return self._tensors if device == self.memories[0] else self._arrivals[device]
 
     def invalidate(self) -> None:
-        """Send all of it the next time, whatever has changed."""
+        """Send all tensors the next time, also unchanged ones."""
         self._sent = None
 
     def compare(self) -> list[Tensor]:
-        """Ask what has changed since it was sent: what the host is to read, for ``send``."""
+        """Start to compare fingerprints.
+
+        Returns the tensors that the host must read, for ``send``.
+        """
         if not self._arrivals:
             return []
-        self._versions = versions(self._tensors)  # before the values
+        self._versions = versions(self._tensors)  # read before the values
         doubtful = [] if self._sent is None else self._with_doubts(self._sent)
-        if not doubtful:  # an optimizer has stepped, and there are no buffers
+        if not doubtful:  # an optimizer has updated all, and there are no buffers
             self._asked = []
             return []
         master, other = self.memories[:2]
@@ -117,23 +120,25 @@ class Broadcast:
         return [here.values, known]
 
     def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
-        """Send what has changed, as the host has read in ``values``."""
+        """Send the changed tensors; ``values`` are the tensors of ``compare``, on the host."""
         if not self._arrivals:
             return
-        found = [asked.read(own) for asked, own in zip(self._asked, values, strict=True)]
-        here, there = found or ({}, {})
+        fingerprints = [
+            asked.read(fingerprint) for asked, fingerprint in zip(self._asked, values, strict=True)
+        ]
+        here, there = fingerprints or ({}, {})
         self._fingerprints |= there
-        quiet = {i for i, own in here.items() if own == self._fingerprints[i]}
-        moving = set(range(len(self._tensors))) - quiet
-        if moving:
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == self._fingerprints[i]}
+        changed = set(range(len(self._tensors))) - unchanged
+        if changed:
             self._sent = None
-            self._send(dict.fromkeys(moving, self.memories[0]), transfers)
+            self._send(dict.fromkeys(changed, self.memories[0]), transfers)
         self._sent = self._versions
         self._fingerprints = here
 
     def receive_updates(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Bring new values from the memory that has them to all others, the master's too."""
-        self.fits()  # whoever wrote the values may have moved them
+        """Copy new values from their owner's memory to all others, including the master's."""
+        self.fits()  # the code that wrote the values may have moved them
         sent, self._sent = self._sent, None
         self._send(owners, transfers)
         now = versions(self._tensors)
@@ -143,21 +148,21 @@ class Broadcast:
             self._fingerprints.pop(i, None)
 
     def _with_doubts(self, sent: Sequence[int]) -> list[int]:
-        """Positions of the tensors whose versions do not tell whether they have changed."""
+        """Positions of the tensors whose versions do not show whether they have changed."""
         parameters = set(self.parameters)
         pairs = enumerate(zip(sent, self._versions, strict=True))
         return [i for i, (old, now) in pairs if old == now or i not in parameters]
 
     def _find_places(self) -> None:
-        """Look where the master's tensors lie, and their elements there, 1-D."""
+        """Look up where the master's tensors are stored, and their 1-D views."""
         self.places = [tensor.detach() for tensor in self._tensors]
         if self._arrivals:
             self._flats[self.memories[0]] = list(map(flat_view, self.places))
 
     def _flat(self, i: int, device: torch.device) -> Tensor:
-        """The elements of a tensor in that memory, 1-D, in the order that all others have them."""
+        """A 1-D view of a tensor in that memory, with the same order on all devices."""
         flat = self._flats[device][i]
-        if flat is None:  # the master's own has gaps, or is a conjugate
+        if flat is None:  # the master's tensor has gaps, or is a conjugate
             tensor = self._tensors[i].detach()
             there = self._arrivals[self.memories[1]][i]
             tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
@@ -166,7 +171,7 @@ class Broadcast:
         return flat
 
     def _send(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
-        """Chunk by chunk, each over the whole tree: one message per dtype where there is little."""
+        """Send chunk by chunk, each over the whole tree; small tensors of a dtype together."""
         for number, owner in enumerate(self.memories):
             flats = {i: self._flat(i, owner) for i in sorted(owners) if owners[i] == owner}
             tree = [*self.memories[number:], *self.memories[:number]]
@@ -177,7 +182,10 @@ class Broadcast:
     def _spread(
         self, message: Message, flat: Tensor, tree: Sequence[torch.device], transfers: Transfers
     ) -> None:
-        """Bring a message from the first device to all; what comes alone, straight to its place."""
+        """Copy a message from the first device to all.
+
+        A single tensor is copied directly to its place.
+        """
         here = {0: flat}
         keys = {piece.key for piece in message.pieces}
         for pairs in reversed(rounds(len(tree))):
@@ -192,14 +200,14 @@ class Broadcast:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is no parameter, and each of its elements has a place that can be written."""
+    """Whether it is not a parameter, and each of its elements has a separate place in memory."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return has_places(tensor) and tensor.numel() > 0 and not tensor.is_neg()
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What copies of ``tensor`` in other memories depend on."""
+    """The properties of ``tensor`` on which copies in other memories depend."""
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 

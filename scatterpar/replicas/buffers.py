@@ -1,10 +1,10 @@
-"""What becomes of buffers in a step: which a module has then, and what running statistics are.
+"""The values of buffers after a step, and running statistics of batch normalisation.
 
-Running statistics of batch normalisation may move once a step, from all of its rows: with sub-steps
-they would move at each, from few rows. Instead replicas note what each call sees,
-and leave their statistics alone; what all have noted in the step is pooled at its end. A call is
-noted where it is first made: what a backward pass computes anew (activation checkpointing) counts
-once. After torchgpipe's DeferredBatchNorm.
+With sub-steps, running statistics would be updated at each sub-step, from few rows. With
+``buffers="batch"`` they are updated once per step, from all rows. Replicas record the statistics of
+each call and leave the running ones unchanged; at the end of the step the records are pooled. Only
+the first computation of a call is recorded, not its recomputation in a backward pass (activation
+checkpointing). After torchgpipe's DeferredBatchNorm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ModuleBuffers(NamedTuple):
-    """The buffers of a module, and the names of those that state dicts leave out."""
+    """The buffers of a module, and the names of its non-persistent buffers."""
 
     buffers: Buffers
     left_out: set[str]
@@ -66,9 +66,10 @@ def values_after(
 
 
 class BufferWriter:
-    """How to write buffers, in place or anew; what that takes memory for is made here.
+    """Prepared writes of buffers, in place if possible.
 
-    Sparse ones, and those that torch refuses to write, are bound anew if they have changed.
+    The constructor allocates, so that the call need not. Sparse buffers, and buffers that torch
+    refuses to write, are replaced if they have changed.
     """
 
     def __init__(self, buffers: Iterable[BufferValue]) -> None:
@@ -93,7 +94,7 @@ class BufferWriter:
         )
 
     def __call__(self) -> None:
-        """Write them."""
+        """Write the buffers."""
         with torch.no_grad():
             copy_lists(self._pairs)
         for place, name, value in self.anew:
@@ -105,10 +106,10 @@ class BufferPolicy:
     """Which buffers a step leaves: the engine's ``buffers=``.
 
     Attributes:
-        name: the user's word.
-        combine: makes one of the replicas' floating-point buffers, given the weights of their
-            rows. ``None``: buffers are replica 0's.
-        pools_batch_norms: running statistics of batch normalisation move once per step.
+        name: the value that the user passed.
+        combine: combines the replicas' values of a floating-point buffer, given the replicas'
+            weights. ``None``: buffers are those of replica 0.
+        pools_batch_norms: running statistics of batch normalisation are updated once per step.
     """
 
     name: str
@@ -126,7 +127,7 @@ class BufferPolicy:
 
 
 def _can_be_written(tensor: Tensor) -> bool:
-    """Whether it is dense, not expanded, and was not made in inference mode."""
+    """Whether a tensor is dense, not expanded, and was not made in inference mode."""
     if tensor.layout != torch.strided:
         return False
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -139,7 +140,7 @@ def _fits(target: Tensor, value: Tensor) -> bool:
 
 
 def mean_of(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Their weighted mean: exactly what all have where all have the same, infinities included."""
+    """The weighted mean: exactly the common value if all are equal, also if it is infinite."""
     first, mean = values[0], values[0].clone()
     for value, weight in zip(values[1:], weights[1:], strict=True):
         mean += torch.where(value == first, 0, value - first) * weight
@@ -147,7 +148,7 @@ def mean_of(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class Moments(NamedTuple):
-    """Of the values of each channel: how many, their mean, and their unbiased variance."""
+    """Per channel: the number of values, their mean, and their unbiased variance."""
 
     values: int
     mean: Tensor
@@ -160,7 +161,7 @@ RecordedMoments = dict[
 
 
 class BatchNormUpdate(NamedTuple):
-    """One batch normalisation of the user's, and what it has seen in a step, if anything."""
+    """A batch normalisation of the user's module, and its statistics of a step, if called."""
 
     buffers: Buffers
     momentum: float | None
@@ -168,12 +169,15 @@ class BatchNormUpdate(NamedTuple):
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> dict[int, Any]:
-    """Those of the modules that batch normalise, by number."""
+    """The batch normalisations among the modules, by number."""
     return {m: module for m, module in enumerate(modules) if isinstance(module, _KINDS)}
 
 
 def listening(copies: Mapping[int, Any]) -> RecordedMoments:
-    """Let these batch normalisations note what they see, here; their own statistics stay."""
+    """Install hooks that record the statistics of these batch normalisations.
+
+    Returns the records.
+    """
     seen: RecordedMoments = {m: [] for m in copies}
     for m, module in copies.items():
         call = _Call(m, seen)
@@ -183,10 +187,10 @@ def listening(copies: Mapping[int, Any]) -> RecordedMoments:
 
 
 class _Call:
-    """What is around each call of one batch normalisation, of whatever class.
+    """Hooks around the calls of one batch normalisation, of any class.
 
-    Running statistics that are zero, with a momentum of 1, become those of the batch: so the
-    kernel that needs them anyway gives them.
+    In a call the running statistics are zero and the momentum is 1. So the kernel writes the
+    statistics of the batch to them, which it computes anyway.
     """
 
     def __init__(self, number: int, seen: RecordedMoments) -> None:
@@ -195,11 +199,11 @@ class _Call:
 
     def begin(self, module: Any, _: object) -> None:
         buffers = module._buffers
-        own = [buffers.get(name) for name in RUNNING[:2]]
-        tracks = module.training and module.track_running_stats and own[0] is not None
-        self._own = (*own, module.momentum) if tracks else None
+        saved = [buffers.get(name) for name in RUNNING[:2]]
+        tracks = module.training and module.track_running_stats and saved[0] is not None
+        self._own = (*saved, module.momentum) if tracks else None
         if tracks:
-            buffers.update(zip(RUNNING, map(torch.zeros_like, own), strict=False))
+            buffers.update(zip(RUNNING, map(torch.zeros_like, saved), strict=False))
             vars(module)["momentum"] = 1.0
 
     def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
@@ -208,22 +212,22 @@ class _Call:
         buffers = module._buffers
         mean, variance = (buffers[name] for name in RUNNING[:2])
         buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._own
-        if current_graph_task() == -1:  # else a backward pass computes anew what was noted
-            (given, *_) = (*args, *kwargs.values())
-            values = given.numel() // given.size(1)
+        if current_graph_task() == -1:  # else a backward pass recomputes a recorded call
+            (layer_input, *_) = (*args, *kwargs.values())
+            values = layer_input.numel() // layer_input.size(1)
             self._seen[self._number].append(Moments(values, mean, variance))
 
 
 def pooled(moments: Sequence[Moments | None]) -> Moments | None:
-    """The moments of all values together; ``None`` of none. Added up in the order given."""
-    found = [one for one in moments if one is not None]
-    if not found:
+    """The moments of all values together, added in the given order; ``None`` if there are none."""
+    recorded = [moment for moment in moments if moment is not None]
+    if not recorded:
         return None
-    wide = torch.promote_types(found[0].mean.dtype, torch.float32)
-    counts = [one.values for one in found]
-    means = [one.mean.to(wide) for one in found]
-    variances = [one.variance.to(wide) for one in found]
-    if len(found) == 1:
+    wide = torch.promote_types(recorded[0].mean.dtype, torch.float32)
+    counts = [moment.values for moment in recorded]
+    means = [moment.mean.to(wide) for moment in recorded]
+    variances = [moment.variance.to(wide) for moment in recorded]
+    if len(recorded) == 1:
         return Moments(counts[0], means[0], variances[0])
     total = sum(counts)
     mean = _sum(torch._foreach_mul(means, [count / total for count in counts]))
@@ -239,9 +243,9 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def running(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
-    """Where each running statistic of a layer is, its name, and its value after the step.
+    """The running statistics of a layer after the step: container, name and value of each.
 
-    As torch computes it in one call.
+    The values are those that torch would compute in one call.
     """
     if layer.moments is None:
         return []
@@ -250,7 +254,7 @@ def running(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
     tracked = layer.buffers.get("num_batches_tracked")
     if tracked is not None:
         values["num_batches_tracked"] = tracked + 1
-    if factor is None:  # the mean of all batches; torch's own, where nobody counts them
+    if factor is None:  # the mean of all batches; without a count torch uses 0
         factor = 0.0 if tracked is None else 1.0 / (tracked.item() + 1)
     for name, new in zip(RUNNING, layer.moments[1:], strict=False):
         old = layer.buffers[name]

@@ -1,4 +1,4 @@
-"""What replicas can be made of, fx and sparse tensors too; what is refused."""
+"""Checks whether modules can be replicated; copies of fx modules and of sparse tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from scatterpar.devices.transfers import pieces_of
 
 
 def new_like(module: nn.Module) -> nn.Module:
-    """A copy that shares everything, for a mirror to take apart.
+    """A shallow copy of a module, whose contents ``ModuleCopy`` replaces.
 
-    fx gives every GraphModule a class of its own, and copies only what the graph mentions:
-    here the copy has the same class, with its code, and all attributes.
+    fx gives every GraphModule a separate class, and copies only what its graph mentions. This copy
+    has the same class, with its code, and all attributes.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise _no_script("the module holds, in something that is no module,")
@@ -36,7 +36,7 @@ def new_like(module: nn.Module) -> nn.Module:
 
 
 def _zero_grad(set_to_none: bool = True) -> None:
-    """What ``self.zero_grad()`` is inside a forward pass, as in ``nn.DataParallel``."""
+    """``self.zero_grad()`` inside a forward pass, as in ``nn.DataParallel``: warns."""
     warnings.warn(
         "zero_grad() inside forward has no effect: a replica's gradients are those of earlier "
         "sub-steps of the same step; call zero_grad() before forward_backward",
@@ -45,7 +45,7 @@ def _zero_grad(set_to_none: bool = True) -> None:
 
 
 def slots(module: nn.Module) -> list[tuple[types.MemberDescriptorType, Any]]:
-    """What its classes keep in ``__slots__`` instead of its ``__dict__``, and what is there."""
+    """The ``__slots__`` of the module's classes that are set, with their values."""
     kind: Any = type(module)
     members = _slots_of(kind)
     return [(slot, slot.__get__(module)) for slot in members if hasattr(module, slot.__name__)]
@@ -58,10 +58,10 @@ def _slots_of(kind: Any) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a sparse one is made of, in its own memory.
+    """The dense tensors of which a sparse tensor consists, in its own memory.
 
     Raises:
-        ValueError: it is trained, for which replicas have no leaf to offer.
+        ValueError: the tensor requires grad, and replicas have no leaf for it.
     """
     if tensor.requires_grad:
         raise ValueError(
@@ -73,7 +73,7 @@ def pieces_to_copy(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """A sparse tensor of ``like``'s shape and layout on these pieces' memory."""
+    """A sparse tensor of ``like``'s shape and layout that uses the memory of ``pieces``."""
     if like.layout == torch.sparse_coo:
         indices, values = pieces
         return torch.sparse_coo_tensor(
@@ -88,21 +88,21 @@ def assembled(like: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 def check_placement(
     roots: Iterable[Any], device_ids: Sequence[torch.device], *, lazy: bool = False
 ) -> None:
-    """Refuse modules that cannot be replicated from the master, naming what is in the way.
+    """Refuse modules that cannot be replicated from the master; the error names the reason.
 
-    With ``lazy``, parameters that are not initialised yet are let pass. Of a partial nothing is
-    asked: what it binds may stay elsewhere.
+    With ``lazy``, uninitialised parameters are accepted. A partial is not checked: tensors that it
+    binds may be on other devices.
 
     Raises:
         RuntimeError: a lazy module that has not been initialised.
-        TypeError: a TorchScript module, or tensors that are made of others.
+        TypeError: a TorchScript module, or tensors that consist of other tensors.
         ValueError: a parameter or buffer on another device, an embedding that writes its weight.
     """
     expected = runtime.physical(device_ids[0])
     for root in (root for root in roots if isinstance(root, nn.Module)):
         _refuse_script(root)
         _refuse_renormalised(root)
-        owner = type(root).__name__
+        kind = type(root).__name__
         tensors: list[tuple[str, str, Tensor]]
         tensors = [("parameter", *one) for one in root.named_parameters()]
         tensors += [("buffer", *one) for one in root.named_buffers()]
@@ -111,15 +111,15 @@ def check_placement(
                 if lazy:
                     continue
                 raise RuntimeError(
-                    f"{owner} has an uninitialised lazy {what}, {name!r}: call the module once on "
+                    f"{kind} has an uninitialised lazy {what}, {name!r}: call the module once on "
                     f"one micro-batch before the first step"
                 )
             if tensor.device != expected:
                 raise ValueError(
-                    f"{owner} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
+                    f"{kind} must be on device_ids[0], which is {device_ids[0]}, but its {what} "
                     f"{name!r} is on {tensor.device}; call .to({str(expected)!r})"
                 )
-            _refuse_packed(f"{owner} has the {what} {name!r}", tensor, len(set(device_ids)))
+            _refuse_packed(f"{kind} has the {what} {name!r}", tensor, len(set(device_ids)))
 
 
 def _refuse_script(root: nn.Module) -> None:
@@ -138,7 +138,7 @@ def _no_script(where: str) -> TypeError:
 
 
 def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
-    """Refuse quantised tensors whose values replicas would not take along."""
+    """Refuse quantised tensors whose values copies would not contain."""
     kind = type(tensor)
     if tensor.is_quantized:
         raise TypeError(
@@ -161,7 +161,7 @@ def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
 
 
 def _refuse_renormalised(root: nn.Module) -> None:
-    """Refuse torch's own modules that write a parameter in forward: replicas share it."""
+    """Refuse modules of torch that write a parameter in forward, because replicas share it."""
     for name, module in root.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             kind, norm, order = type(module).__name__, module.max_norm, module.norm_type

@@ -1,9 +1,8 @@
-"""Replicas of compiled modules run compiled: one piece of compiled code for all of them.
+"""Replicas of compiled modules run compiled, and share the compiled code.
 
-``torch.compile(model)`` and ``model.compile()`` hold code that calls the one module that they were
-made for. A replica needs a compiled call of its own. All replicas of a class of modules share
-one code object, and torch keeps compiled graphs by code object: so each size and kind of device is
-compiled once, not once a replica.
+``torch.compile(model)`` and ``model.compile()`` compile calls of one module object, so each replica
+needs its own compiled call. All replicas of a class share one code object. torch stores compiled
+graphs per code object, so each size and kind of device is compiled once, not once per replica.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Compiler:
-    """Makes the compiled calls of replicas: all compile by ``how``, or what the user compiled."""
+    """Makes the compiled calls of replicas. With ``how`` all of the module is compiled."""
 
     def __init__(self, how: CompileFn | None = None) -> None:
         self._how = how
@@ -36,13 +35,14 @@ class Compiler:
     def compiled_call(
         self, module: nn.Module, replica: nn.Module, is_root: bool, how: CompileFn | None = None
     ) -> Callable[..., Any] | None:
-        """The compiled call of a replica; ``None`` where it is not to be compiled.
+        """The compiled call of a replica; ``None`` if it runs uncompiled.
 
-        ``how`` is that of the user's own compiled module; ``is_root``: all of it is to be compiled.
+        ``how`` compiles as the user compiled this module. ``is_root``: the module is the whole
+        model.
         """
-        own = module._compiled_call_impl
-        if own is not None:
-            how = torch_private.compile_fn_of(own)
+        compiled = module._compiled_call_impl
+        if compiled is not None:
+            how = torch_private.compile_fn_of(compiled)
         elif how is None and is_root:
             how = self._how
         if how is None:
@@ -56,13 +56,14 @@ class Compiler:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # A code object of its own: another engine's graphs neither fit nor count here.
+        # A separate code object: the graphs of another engine do not fit, and would count to the
+        # limit.
         call.__code__ = self._code.setdefault(kind, call.__code__.replace())
         return call
 
 
 def compile_fn_from(compile: bool | Mapping[str, Any] | None) -> CompileFn | None:
-    """What ``compile=`` asks for: a function that compiles as ``torch.compile`` does.
+    """The compile function for the option ``compile=``, like ``torch.compile``; ``None`` for none.
 
     Raises:
         TypeError: not a bool, nor a mapping of torch.compile's keywords.
@@ -91,7 +92,7 @@ def _refuse_cuda_graphs(what: str) -> NoReturn:
 
 
 def unwrapped(module: Any) -> tuple[Any, CompileFn | None]:
-    """The module that ``torch.compile`` was given, and how it compiles; others as they are."""
+    """The module inside a compiled one, and its compile function; any other value and ``None``."""
     if torch_private.is_compiled_module(module):
         return module._orig_mod, module.dynamo_ctx
     return module, None

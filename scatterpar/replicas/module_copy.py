@@ -1,13 +1,13 @@
-"""What a module holds, snapshots of it, and copies that share nothing they could fight over.
+"""Find what a module holds, notice when it is rebound, and copy it for a replica.
 
-A module is more than parameters: attributes, lists of its own submodules, hooks, a
-``forward`` that is a bound method of itself. ``ModuleContents`` finds all of it, ``Snapshot`` tells
-whether any of it was rebound since, and ``ModuleCopy`` makes a replica of it on the protocol of
-``torch.nn.parallel`` (``Module._replicate_for_data_parallel``).
+A module holds more than parameters: attributes, lists of submodules, hooks, a ``forward`` that is a
+bound method of itself. ``ModuleContents`` finds all of it. ``Snapshot`` detects whether any of it
+was rebound since. ``ModuleCopy`` makes a replica with the protocol of ``torch.nn.parallel``
+(``Module._replicate_for_data_parallel``).
 
-``module.forward = lambda x: old(x)`` runs the user's module, whoever calls it. So functions that
-close over what is replicated get twins: the same code, and cells that lead to the replica. Cells
-that lead elsewhere stay shared, so that a list that hooks fill is the user's.
+A function that closes over the module, such as ``module.forward = lambda x: old(x)``, would run the
+user's module in every replica. So it is copied: the same code, with closure cells that refer to the
+replica. Cells with other contents stay shared, so that a list that hooks fill is the user's.
 """
 
 from __future__ import annotations
@@ -49,19 +49,18 @@ ValueChange = tuple[int, Any, Any]  # the number of a container, a key, the valu
 class ModuleContents:
     """Everything that ``roots`` hold: modules, containers and tensors, each once.
 
-    Modules are followed through attributes and plain containers too, so that a list of
-    blocks that was never registered is replicated like the rest. Tensors are those on ``device``,
-    where it is given.
+    Attributes and plain containers are searched, too, so that an unregistered list of blocks is
+    replicated as well. With ``device``, only tensors on this device are found.
     """
 
     def __init__(self, roots: Iterable[Any], device: torch.device | None = None) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.containers: list[Any] = []
         self.tensors: dict[int, Tensor] = {}
-        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # what torch.compile wrapped
+        self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # modules inside compiled ones
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
-        # Of functions that copies have twins of, and what is in them: twins do not see that change.
+        # Cells of copied functions, with their contents: the copies do not see if these change.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
         self.told: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
@@ -104,9 +103,9 @@ class ModuleContents:
 
     @property
     def attributes(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """What Python keeps on each tensor, such as ``bias.scale = 5.0``, where copies have it too.
+        """Each tensor with its Python attributes, such as ``bias.scale = 5.0``, for its copies.
 
-        Not what wrappers keep there: those are the tensors that they are made of.
+        Tensor subclasses that wrap other tensors are left out: their attributes are these tensors.
         """
         tensors = [*self.tensors.values(), *(tensor for tensor, _ in self.sparse.values())]
         return [
@@ -116,9 +115,11 @@ class ModuleContents:
         ]
 
     def facts(self, copies: Iterable[Tensor]) -> list[Any]:
-        """What no container shows, and copies depend on; ``copies`` are the sparse ones of these.
+        """State that copies depend on and that no container shows.
 
-        What cells and slots held is kept: no id comes again.
+        ``copies`` are the sparse tensors' copies.
+
+        The contents of cells and slots are kept alive, so that no id is reused.
         """
         tensors, sparse = self.tensors.values(), [tensor for tensor, _ in self.sparse.values()]
         return [
@@ -133,16 +134,16 @@ class ModuleContents:
     def _visit_container(self, container: Any) -> None:
         self._seen.add(id(container))
         self.containers.append(container)
-        # A list of them: looking at one, such as a module that imports itself late, may add some.
+        # A list, because an item, such as a module that is imported lazily, may add others.
         for item in [*(container.values() if isinstance(container, dict) else container)]:
             self._visit(item)
 
 
 class Snapshot:
-    """What was in some containers, by identity, and whether it still is; and ``facts`` beside it.
+    """The contents of some containers, by identity, and ``facts``; detects any change of them.
 
     The comparison runs in C loops: a tree of 287 modules has eight thousand entries. It reads all
-    of them each time, because no Python API tells reliably which dictionaries were written.
+    of them each time, because no Python API reports reliably which dictionaries were written.
     """
 
     def __init__(
@@ -182,19 +183,19 @@ class Snapshot:
 
     def _keys_unchanged(self) -> bool:
         keys = chain.from_iterable(self._dicts)
-        if self._are_names:  # whose comparison is quick, and calls nobody else's
+        if self._are_names:  # comparing strings is fast, and calls no user code
             return list(keys) == self._keys
         return all(map(is_, keys, self._keys))
 
     @functools.cached_property
     def flags(self) -> tuple[Any, ...]:
-        """The values that may be switches, in order: plain ones that are no numbers."""
+        """The values that may be switches, in order: strings, booleans, bytes and ``None``."""
         dicts = (saved for _, saved in self._pairs if isinstance(saved, dict))
         values = chain.from_iterable(map(dict.values, dicts))
         return tuple(value for value in values if type(value) in _SWITCHES)
 
     def restore(self) -> None:
-        """Put back whatever the containers held, but for what torch's compiler notes there."""
+        """Restore the contents of the containers, except attributes that torch's compiler sets."""
         for container, saved in self._pairs:
             if (container or saved) and not _is_same(container, saved):
                 if isinstance(saved, dict):
@@ -205,20 +206,22 @@ class Snapshot:
         self._remember()
 
     def value_changes(self) -> list[ValueChange] | None:
-        """Plain values that were exchanged for others; ``None`` if anything else changed."""
+        """The plain values that were replaced by others; ``None`` if anything else has changed."""
         if self._facts() != self._known:
             return None
-        found = []
+        changes = []
         for i, (now, saved) in enumerate(self._pairs):
             if (now or saved) and not _is_same(now, saved):
                 if not isinstance(saved, dict) or list(now) != list(saved):
                     return None
-                found += [(i, key, value) for key, value in now.items() if value is not saved[key]]
-        values = [v for i, key, _ in found for v in (one[key] for one in self._pairs[i])]
-        return found if _PLAIN.issuperset(map(type, values)) else None
+                changes += [
+                    (i, key, value) for key, value in now.items() if value is not saved[key]
+                ]
+        values = [v for i, key, _ in changes for v in (one[key] for one in self._pairs[i])]
+        return changes if _PLAIN.issuperset(map(type, values)) else None
 
     def apply_changes(self, found: Iterable[ValueChange]) -> None:
-        """Exchange plain values in the containers, and in what is remembered of them."""
+        """Replace plain values in the containers and in their remembered contents."""
         for i, key, value in found:
             for one in self._pairs[i]:
                 one[key] = value
@@ -226,18 +229,18 @@ class Snapshot:
 
 
 def _is_same(container: Any, saved: Any) -> bool:
-    """Whether it holds the same objects, under the same keys."""
+    """Whether the container holds the same objects, under the same keys, as ``saved``."""
     if len(container) != len(saved) or not all(map(is_, container, saved)):
         return False
     return not isinstance(saved, dict) or all(map(is_, container.values(), saved.values()))
 
 
 class ModuleCopy:
-    """A copy of what a survey found, with tensors of its own.
+    """A copy of ``ModuleContents``, with other tensors.
 
     Modules, containers, bound methods, partials, weak references and functions that close over any
-    of these are made anew and point to each other inside the copy; everything else is shared with
-    the original. ``tensors`` has the copy's tensor for the ``id`` of each original one.
+    of these are copied and refer to each other inside the copy. Everything else is shared with the
+    original. ``tensors`` maps the ``id`` of each original tensor to the copy's tensor.
     """
 
     def __init__(
@@ -248,25 +251,27 @@ class ModuleCopy:
         self._made: dict[int, Any] = dict(tensors)
         self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
         self._inside.update(survey.modules)
-        self._kept: list[Any] = []  # so that no id in _made is used again
+        self._kept: list[Any] = []  # keeps objects alive, so that no id in _made is reused
         self.sparse: list[Tensor] = []
         self._rebinds: list[Callable[[], object]] = []  # of slots
         for original, pieces in survey.sparse.values():
-            own = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
-            self._made[id(original)] = own
-            self.sparse.append(own)
+            copied = assembled(original, [self._made.get(id(piece), piece) for piece in pieces])
+            self._made[id(original)] = copied
+            self.sparse.append(copied)
         for module in survey.modules.values():
             self.copy_of(module)
         self.rebind()
         self.containers = [self.copy_of(container) for container in survey.containers]
         for original, attributes in survey.attributes:
-            own = vars(self.copy_of(original))
+            copied = vars(self.copy_of(original))
             for name, value in attributes.items():
-                own[name] = self.copy_of(value) if isinstance(value, (Tensor, nn.Module)) else value
-            self.containers.append(own)
+                copied[name] = (
+                    self.copy_of(value) if isinstance(value, (Tensor, nn.Module)) else value
+                )
+            self.containers.append(copied)
 
     def copy_of(self, value: Any) -> Any:
-        """The copy's counterpart of ``value``, or ``value`` itself where it is shared."""
+        """The copy of ``value``, or ``value`` itself if it is shared."""
         if type(value) in _PLAIN:
             return value
         if id(value) in self._made:
@@ -294,12 +299,12 @@ class ModuleCopy:
             )
         if type(value) is weakref.ref:
             target = value()
-            own = self.copy_of(target)
-            return value if own is target else weakref.ref(own)
+            copied = self.copy_of(target)
+            return value if copied is target else weakref.ref(copied)
         return value
 
     def rebind(self) -> None:
-        """Undo what a forward pass rebound where no snapshot sees it."""
+        """Undo what a forward pass rebound in slots, which no snapshot covers."""
         for rebind in self._rebinds:
             rebind()
 
@@ -309,7 +314,7 @@ class ModuleCopy:
         original, state = vars(module), vars(replica)
         self._made[id(original)] = state
         for name, item in state.items():
-            # The protocol copies some containers; the mirror copies all of them, from the source.
+            # The protocol copies some containers; this copies all of them, from the source.
             source = original[name] if type(item) in _CONTAINERS and name in original else item
             state[name] = self.copy_of(source)
         for slot, value in slots(module):
@@ -321,7 +326,7 @@ class ModuleCopy:
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
-        """A twin of a function that leads to what is replicated: there it leads to the copy."""
+        """A copy of a function that refers to replicated objects; it refers to their copies."""
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._leads(of_file[name]):
@@ -331,22 +336,24 @@ class ModuleCopy:
         self._kept.append(function)
         cells = function.__closure__ or ()
         new = tuple(types.CellType() if self._leads(contents(cell)) else cell for cell in cells)
-        twin: Any = types.FunctionType(function.__code__, of_file, closure=new)
-        self._made[id(function)] = twin  # before its cells are filled: it may call itself
-        defaults, named = function.__defaults__, function.__kwdefaults__
-        twin.__defaults__ = defaults and tuple(map(self._led, defaults))
-        twin.__kwdefaults__ = named and {name: self._led(value) for name, value in named.items()}
+        copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
+        self._made[id(function)] = copied  # before its cells are filled: a function may call itself
+        defaults, kwdefaults = function.__defaults__, function.__kwdefaults__
+        copied.__defaults__ = defaults and tuple(map(self._led, defaults))
+        copied.__kwdefaults__ = kwdefaults and {
+            name: self._led(value) for name, value in kwdefaults.items()
+        }
         for name in functools.WRAPPER_ASSIGNMENTS:
-            setattr(twin, name, getattr(function, name))
-        vars(twin).update(vars(function))
-        for cell, own in zip(cells, new, strict=True):
-            if own is not cell:
-                own.cell_contents = self.copy_of(cell.cell_contents)
+            setattr(copied, name, getattr(function, name))
+        vars(copied).update(vars(function))
+        for cell, new_cell in zip(cells, new, strict=True):
+            if new_cell is not cell:
+                new_cell.cell_contents = self.copy_of(cell.cell_contents)
                 self._survey.cells[id(cell)] = cell, cell.cell_contents
-        return twin
+        return copied
 
     def _leads(self, value: Any, seen: set[int] | None = None) -> bool:
-        """Whether ``value`` is inside of what is replicated, or something that leads there."""
+        """Whether ``value`` is replicated, or refers to something that is."""
         if id(value) in self._inside:
             return True
         seen = set() if seen is None else seen
@@ -385,7 +392,7 @@ def _refill(container: Any, items: Any) -> None:
 
 
 def contents(cell: types.CellType) -> Any:
-    """What is in a cell; the cell itself for a variable that is not bound."""
+    """The contents of a cell; the cell itself if its variable is not bound."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -393,7 +400,7 @@ def contents(cell: types.CellType) -> Any:
 
 
 def _next(value: Any) -> Iterable[Any]:
-    """What a function, or something like one, leads to."""
+    """The objects that a function, or an object like one, refers to."""
     if isinstance(value, types.MethodType):
         return (value.__self__,)
     if type(value) is weakref.ref:
@@ -409,17 +416,17 @@ def _next(value: Any) -> Iterable[Any]:
 
 
 def module_of(function: Any) -> nn.Module | None:
-    """The module that ``function`` is, or is a method of."""
+    """The module that ``function`` is, or is a method of; ``None`` if there is none."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
 
 
 def root_to_replicate(function: Any) -> Any:
-    """What is replicated for the sake of ``function``; ``None`` where nothing is.
+    """The object to replicate for ``function``; ``None`` if there is none.
 
-    The module that it is, or is a method of; or a partial itself, with what it binds.
+    That is the module that it is, or is a method of; for a partial, the partial with what it binds.
     """
     if type(function) is not functools.partial:
         return module_of(function)
-    survey = ModuleContents((function,))
-    return function if survey.tensors or survey.modules else None
+    held = ModuleContents((function,))
+    return function if held.tensors or held.modules else None

@@ -1,7 +1,7 @@
 """Forward passes read the parameters that replicas share; one that writes them is refused by name.
 
-Replicas in one memory would read what others have half written, and nothing tells what one device
-would have after the whole batch.
+Otherwise replicas in one memory would read half-written values, and the result of one device with
+the whole batch would be undefined.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _INSTEAD = (
 
 
 class ParameterGuard:
-    """The parameters of some modules, as their replicas share them.
+    """Detects and refuses writes to the parameters that replicas share.
 
     Args:
         roots: the user's modules.
         broadcast: their tensors in each memory.
-        copies: each replica's tensors, of which parameters have the values there.
+        copies: each replica's device and tensors.
 
     Attributes:
-        checked_modes: modes in which a pass has written none.
+        checked_modes: modes in which a pass has not written any parameter.
         stay: whether the last pass left each where it lay.
     """
 
@@ -55,12 +55,12 @@ class ParameterGuard:
         self._watched.insert(0, (self._master, self.originals))
 
     def invalidate(self) -> None:
-        """Somebody wrote: nothing is known of modes, nor of values in any memory."""
+        """A parameter was written: forget which modes are checked and which values were sent."""
         self.checked_modes.clear()
         self._broadcast.invalidate()
 
     def _name_of(self, position: int) -> str:
-        """What the user calls the parameter at ``position``."""
+        """The parameter's name in the user's modules, or its shape."""
         original = self.originals[position]
         modules = [root for root in self._roots if isinstance(root, nn.Module)]
         named = (item for module in modules for item in module.named_parameters())
@@ -69,31 +69,31 @@ class ParameterGuard:
 
     @contextlib.contextmanager
     def read_only(self, mode: Hashable) -> Iterator[None]:
-        """Leave the parameters as they are, whatever the body's forward passes do to them.
+        """Refuse forward passes in the body that write a parameter, and restore it if possible.
 
-        In the first pass of each ``mode`` the host keeps a copy of them, with which they are
-        compared in every memory, since writes through ``.data`` leave no version behind. Later
-        passes look at versions and storages only, and what is written in place in the master's
-        memory then cannot be put back.
+        In the first pass of each ``mode`` the host keeps a copy of the parameters and compares it
+        with the values in every memory, because writes through ``.data`` change no version. Later
+        passes compare versions and storages only; then a parameter that was written in place in the
+        master's memory cannot be restored.
 
         Raises:
-            ValueError: one was written; all are as they were.
-            RuntimeError: likewise, but its earlier values are lost.
+            ValueError: a parameter was written; all have their earlier values.
+            RuntimeError: a parameter was written, and its earlier values are lost.
         """
-        keeps = mode not in self.checked_modes
+        is_first = mode not in self.checked_modes
         before = [versions(tensors) for _, tensors in self._watched]
-        kept = [t.detach().to("cpu", copy=True) for t in self.originals] if keeps else []
+        saved = [t.detach().to("cpu", copy=True) for t in self.originals] if is_first else []
         try:
             yield
         except BaseException as error:
-            refusal = self._refusal(before, kept)
+            refusal = self._refusal(before, saved)
             if type(error) is RuntimeError and refusal is not None:  # torch's, by the writing
                 raise refusal from error
             if refusal is not None:
                 with contextlib.suppress(Exception):
                     error.add_note(f"before that, {refusal}")
             raise
-        refusal = self._refusal(before, kept)
+        refusal = self._refusal(before, saved)
         if refusal is not None:
             raise refusal
         self.checked_modes.add(mode)
@@ -101,7 +101,7 @@ class ParameterGuard:
     def _refusal(
         self, before: Sequence[list[int]], kept: Sequence[Tensor]
     ) -> ValueError | RuntimeError | None:
-        """Put back what was written, and refuse it."""
+        """Restore written parameters. Returns the error for them, or ``None``."""
         places = self._written(before, kept)
         if not places:
             return None
@@ -125,29 +125,31 @@ class ParameterGuard:
     def _written(
         self, before: Sequence[list[int]], kept: Sequence[Tensor]
     ) -> set[tuple[int, torch.device | None]]:
-        """Which were written, and in which memory; ``None`` where a replica's moved elsewhere.
+        """The written parameters by position, with the device; ``None`` for an exchanged storage.
 
         A pass may exchange a parameter's storage for another with the same values, as
-        ``flatten_parameters`` does; then its version may move too.
+        ``flatten_parameters`` does. The version may then change as well.
         """
         moved: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
         self.storages_unchanged = True
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
-            now, homes = versions(tensors), self.memories[device]
-            if now == earlier and (tensors is homes or all(map(Tensor.is_set_to, tensors, homes))):
+            now, canonical = versions(tensors), self.memories[device]
+            if now == earlier and (
+                tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
+            ):
                 continue
             self.storages_unchanged = False
-            for i, (tensor, home) in enumerate(zip(tensors, homes, strict=True)):
-                if not tensor.is_set_to(home):
+            for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
+                if not tensor.is_set_to(storage):
                     exchanged.add((i, device))
-                    written |= set() if same_bits(tensor, home) else {(i, None)}
+                    written |= set() if same_bits(tensor, storage) else {(i, None)}
                 elif now[i] != earlier[i]:
                     moved.add((i, device))
         for device, values in self.memories.items():
-            for i, own in enumerate(kept):  # in the host: a device has no room to spare
-                value = Transfers().copy(values[i].detach(), own.device, "replicate")
-                if not same_bits(value, own):
+            for i, saved in enumerate(kept):  # in the host: a device has no room to spare
+                value = Transfers().copy(values[i].detach(), saved.device, "replicate")
+                if not same_bits(value, saved):
                     written.add((i, device))
         return written | (moved - exchanged)

@@ -1,4 +1,4 @@
-"""Replicas: built once, kept, and made equal to the master's module before every step."""
+"""Replicas: built once, kept, and updated to match the master's module before every step."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class ReplicaSet:
     """The replicas of a module on some devices, and of the criterion that it is trained with.
 
-    Parameters on the master's own device share its storage; every other device has one
-    copy of them, which its replicas share. Buffers are each replica's own. ``refresh`` makes all
-    of it equal to the master's, whatever the user did to the module meanwhile.
+    On the master's device, parameters share the master's storage. Every other device has one copy
+    of them, which its replicas share. Each replica has private buffers. ``refresh`` makes all
+    replicas match the master, whatever the user has changed in the module.
 
     Args:
         device_ids: one entry per replica; the module lives on the first, the master.
-        wide: gradients add up in this dtype, where their own is narrower.
-        how: all of the module is to be compiled so.
+        wide: gradients are added in this dtype if their own is narrower.
+        how: the function that compiles the whole module.
         buffer_policy: which buffers a step leaves.
     """
 
@@ -73,7 +73,10 @@ class ReplicaSet:
         self.discard()
 
     def discard(self) -> None:
-        """Make all of them anew: threads of an interrupted step may still use these."""
+        """Forget the replicas, so that the next step builds new ones.
+
+        Threads of an interrupted step may still use the old ones.
+        """
         self.replicas: list[Replica] = []
         self.tensors: list[Tensor] = []  # the master's
         self._state: Snapshot | None = None
@@ -87,7 +90,7 @@ class ReplicaSet:
 
     @property
     def replica_sets(self) -> list[ReplicaSet]:
-        """These and, where the criterion has any of its own, those of the criterion."""
+        """The set itself and, if the criterion needs replicas, the set of the criterion."""
         return [self, self._of_criterion] if self._has_beside else [self]
 
     def refresh(
@@ -97,46 +100,46 @@ class ReplicaSet:
         transfers: Transfers,
         criterion_once: bool = False,
     ) -> None:
-        """Make all replicas equal to the master's.
+        """Update all replicas to match the user's modules.
 
         A criterion that is a module, or a method of one, is replicated like the model, or with
-        ``criterion_once`` on the master alone; so are the modules and tensors that are bound
-        in a ``functools.partial``. Any other callable is called as it is.
+        ``criterion_once`` on the master only. So are the modules and tensors that a
+        ``functools.partial`` binds. Any other callable is called unchanged.
         """
-        owner = root_to_replicate(criterion)
+        root = root_to_replicate(criterion)
         with torch.inference_mode(False), torch.no_grad():
-            asked = [self._follow((module,), self.device_ids)]
-            self._has_beside = owner is not None and not self._has_all_of(owner)
+            to_read = [self._follow((module,), self.device_ids)]
+            self._has_beside = root is not None and not self._has_all_of(root)
             if self._has_beside:
                 devices = self.device_ids[:1] if criterion_once else self.device_ids
-                asked.append(self._of_criterion._follow((owner,), devices))
+                to_read.append(self._of_criterion._follow((root,), devices))
             replicas = self.replica_sets[-1].replicas
-            self.criteria = [criterion if owner is None else r.copy_of(criterion) for r in replicas]
-            values = iter(to_host([*chain(*asked)]))  # the host waits once
-            for part, its in zip(self.replica_sets, asked, strict=True):
-                part._broadcast.send(transfers, list(islice(values, len(its))))
+            self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
+            values = iter(to_host([*chain(*to_read)]))  # the host waits once
+            for part, tensors in zip(self.replica_sets, to_read, strict=True):
+                part._broadcast.send(transfers, list(islice(values, len(tensors))))
                 for replica in part.replicas:
                     replica.refresh(part._broadcast.places)
 
     def clear_step_state(self) -> None:
-        """Let go of what the replicas computed, and of the user's criterion."""
+        """Drop the replicas' gradients and the references to the user's criterion."""
         self.criteria = []
         for part in self.replica_sets:
             part.clear_gradients()
 
     def _has_all_of(self, owner: Any) -> bool:
-        """Whether what a criterion brings along is the model's: modules, tensors."""
+        """Whether the model contains all modules and tensors of a criterion."""
         if isinstance(owner, nn.Module):
             return self.contains(owner)
-        survey = ModuleContents((owner,))
+        held = ModuleContents((owner,))
         tensors = set(map(id, self.tensors))
-        return (
-            tensors >= survey.tensors.keys()
-            and self._survey.modules.keys() >= survey.modules.keys()
-        )
+        return tensors >= held.tensors.keys() and self._survey.modules.keys() >= held.modules.keys()
 
     def parameter_copies(self) -> ParameterCopies:
-        """Parameters that may be written in any memory; then they are taken in, or distrusted."""
+        """The parameters that may be written, each with its copy on every device.
+
+        After writing call ``broadcast_updates``, or ``shared.invalidate`` if the write failed.
+        """
         starts = Counter(map(Tensor.data_ptr, self.tensors))  # not two parameters in one place
         return {
             tensor: {device: copies[i] for device, copies in self.shared.memories.items()}
@@ -147,26 +150,26 @@ class ReplicaSet:
     def broadcast_updates(
         self, owners: Mapping[Tensor, torch.device], transfers: Transfers
     ) -> None:
-        """Bring the new values of parameters from these memories to all others."""
+        """Copy the new values of parameters from their owners' memories to all others."""
         positions = {i: owners[t] for i, t in enumerate(self.tensors) if t in owners}
         self._broadcast.receive_updates(positions, transfers)
 
     def contains(self, module: nn.Module) -> bool:
-        """Whether ``module`` is one of those that are replicated."""
+        """Whether ``module`` is one of the replicated modules."""
         return id(module) in self._survey.modules
 
     @property
     def flags(self) -> tuple[Any, ...]:
-        """Every switch of the modules, such as ``training``: plain values that are no numbers."""
+        """Every switch of the modules, such as ``training``: plain values that are not numbers."""
         return () if self._state is None else self._state.flags
 
     def refuse_made(self) -> None:
-        """Refuse trained parameters that forward passes made: the user's module never has them."""
+        """Refuse trained parameters that forward passes create: the user's module lacks them."""
         for replica in self.replicas:
-            own = set(map(id, [*replica.tensors, *replica.sparse]))
+            known = set(map(id, [*replica.tensors, *replica.sparse]))
             modules = (root for root in replica.roots if isinstance(root, nn.Module))
             named = (item for module in modules for item in module.named_parameters())
-            name = next((n for n, p in named if p.requires_grad and id(p) not in own), None)
+            name = next((n for n, p in named if p.requires_grad and id(p) not in known), None)
             if name is not None:
                 raise ValueError(
                     f"the forward pass makes the parameter {name!r}, each replica for itself, and "
@@ -176,13 +179,16 @@ class ReplicaSet:
                 )
 
     def clear_gradients(self) -> None:
-        """Let go of what the replicas computed."""
+        """Drop the replicas' gradients."""
         for replica in self.replicas:
             for i in self.trained_indices:
                 replica.tensors[i].grad = None
 
     def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
-        """Obey what was done to the master's modules, and ask which tensors have changed."""
+        """Update or rebuild the replicas to match the user's modules.
+
+        Returns the tensors that the host must read to find out which tensors have changed.
+        """
         are_others = (self.roots, self.device_ids) != (roots, device_ids)
         self.roots, self.device_ids = roots, device_ids
         if are_others or not self._is_followed():
@@ -190,18 +196,19 @@ class ReplicaSet:
         return self._broadcast.compare()
 
     def _is_followed(self) -> bool:
-        """Whether the replicas are still those of the modules, if plain values are taken over.
+        """Whether the replicas match the modules, after copying changed plain values to them.
 
-        Schedules turn these at every step. All else that changes is a reason to build them anew.
+        Plain values are numbers, strings and flags, which schedules change at every step. Any other
+        change requires new replicas.
         """
         if self._state is None or not self._broadcast.fits():
             return False
         if not self._state.unchanged():
-            turned = self._state.value_changes()
-            if turned is None:
+            changed = self._state.value_changes()
+            if changed is None:
                 return False
             for state in (self._state, *(replica.state for replica in self.replicas)):
-                state.apply_changes(turned)
+                state.apply_changes(changed)
             self.warmed_up_kinds.clear()
             self.changes += 1
         if self._trained_as is None or self._training() != self._trained_as:
@@ -209,7 +216,7 @@ class ReplicaSet:
         return True
 
     def _train(self) -> None:
-        """From now on there are gradients for what requires some, in the dtypes they add up in."""
+        """Let the tensors that require gradients be trained, in the dtypes of their sums."""
         dtypes = [
             sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
             for t in self.tensors
@@ -227,15 +234,15 @@ class ReplicaSet:
     def _build(self) -> None:
         self._state = None
         check_placement(self.roots, self.device_ids)
-        survey = ModuleContents(self.roots, runtime.physical(self.device_ids[0]))
-        modules = list(survey.modules.values())
-        self.tensors = list(survey.tensors.values())
-        self._survey = survey
+        module_contents = ModuleContents(self.roots, runtime.physical(self.device_ids[0]))
+        modules = list(module_contents.modules.values())
+        self.tensors = list(module_contents.tensors.values())
+        self._survey = module_contents
         self.registered = [buffers_of(module) for module in modules]
         self.batch_norms = batch_norms(modules) if self.buffer_policy.pools_batch_norms else {}
         if not self._broadcast.is_of(self.tensors, self.device_ids):
             self._broadcast = Broadcast(self.tensors, self.device_ids)
-        common = survey, self.compiler, self.batch_norms
+        common = module_contents, self.compiler, self.batch_norms
         self.replicas = [
             Replica(device, self._broadcast.at(device), *common) for device in self.device_ids
         ]
@@ -243,12 +250,15 @@ class ReplicaSet:
         self.shared = ParameterGuard(self.roots, self._broadcast, copies)
         self._train()
         sparse = [tensor for replica in self.replicas for tensor in replica.sparse]
-        containers = [*survey.containers, *(own for _, own in survey.attributes)]
-        self._state = Snapshot(containers, partial(survey.facts, sparse))
+        containers = [
+            *module_contents.containers,
+            *(attributes for _, attributes in module_contents.attributes),
+        ]
+        self._state = Snapshot(containers, partial(module_contents.facts, sparse))
         self._plan_buffer_writer()
 
     def _plan_buffer_writer(self) -> None:
-        """Of buffers that are the same tensors before and after a step."""
+        """Prepare the writer for buffers that are the same tensors before and after a step."""
         first = self.replicas[0]
         registered = [*self.registered, *first.registered]
         self._registered = Snapshot(container for one in registered for container in one)
@@ -257,16 +267,16 @@ class ReplicaSet:
         self._buffer_writer = None if writer.anew else writer
 
     def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
-        """What the master's buffers are after a step of replica 0's; see ``values_after``.
+        """The master's buffers after a step, with the values of replica 0; see ``values_after``.
 
-        But for statistics that move once a step.
+        Without running statistics that are updated once per step.
         """
         first = self.replicas[0]
         after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
 
     def note_places(self) -> None:
-        """Note which replicas have all tensors in place, so that the next refresh trusts that."""
+        """Record which replicas have all tensors in place; the next refresh relies on it."""
         for replica in self.replicas:
             is_checked = self.shared.storages_unchanged and replica.state_is_canonical()
             replica.checked_places = self._broadcast.places if is_checked else None
@@ -278,21 +288,21 @@ class ReplicaSet:
         return self._buffer_writer if is_valid else None
 
     def _training(self) -> list[Any] | None:
-        """What decides which gradients there are, and in which dtypes; ``None``: nobody knows."""
+        """What determines which gradients there are, and their dtypes; ``None`` if unknown."""
         try:
             return [
                 *map(_REQUIRES_GRAD, self.tensors),
                 *[self.tensors[i].grad_dtype for i in self.leaf_indices],
             ]
-        except RuntimeError:  # a leaf is none any more
+        except RuntimeError:  # a leaf has become a non-leaf
             return None
 
 
 @contextlib.contextmanager
 def parameter_writes_refused(parts: Sequence[ReplicaSet], *, again: bool = False) -> Iterator[None]:
-    """Refuse forward passes in the body that write parameters or make some.
+    """Refuse forward passes in the body that write or create parameters.
 
-    Those that come ``again``, after the criterion, prove themselves.
+    ``again``: the second passes of ``whole_batch=True``; they are checked as a separate mode.
     """
     with contextlib.ExitStack() as stack:
         unproven = [part for part in parts if (part.flags, again) not in part.shared.checked_modes]
@@ -305,18 +315,18 @@ def parameter_writes_refused(parts: Sequence[ReplicaSet], *, again: bool = False
 
 
 def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype that a gradient adds up in: a leaf's ``grad_dtype``, or ``wide`` if wider."""
+    """The dtype in which a gradient is added: the leaf's ``grad_dtype``, or ``wide`` if wider."""
     try:
-        own = tensor.grad_dtype or tensor.dtype
+        dtype = tensor.grad_dtype or tensor.dtype
     except RuntimeError:  # no leaf
-        own = tensor.dtype
-    return own if wide is None else torch.promote_types(own, wide)
+        dtype = tensor.dtype
+    return dtype if wide is None else torch.promote_types(dtype, wide)
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether a gradient ends here, in ``.grad``.
+    """Whether the tensor is a leaf, which accumulates gradients in ``.grad``.
 
-    torch answers with an error for chunks of a weight that was written since: they are none.
+    torch raises an error for chunks of a weight that was written since; these are not leaves.
     """
     try:
         return tensor.is_leaf
@@ -325,7 +335,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 class Replica(ModuleCopy):
-    """One working copy: its modules, and its tensors in the order of the master's."""
+    """A working copy of the modules, with its tensors in the order of the master's."""
 
     def __init__(
         self,
@@ -338,18 +348,18 @@ class Replica(ModuleCopy):
         self.device = device
         originals = list(survey.tensors.values())
         private = [i for i, tensor in enumerate(originals) if is_state(tensor)]
-        own = empty_like_on([originals[i] for i in private], device, is_plain)
-        # Where each tensor lies: with the sources, or in memory of this replica's own.
+        private_tensors = empty_like_on([originals[i] for i in private], device, is_plain)
+        # The storage of each tensor: that of the source, or private memory of this replica.
         self._canonical = list(sources)
-        for i, room in zip(private, own, strict=True):
-            self._canonical[i] = room
-        # ``.data``: an alias that counts its own versions, so that writes can be told apart.
+        for i, allocated in zip(private, private_tensors, strict=True):
+            self._canonical[i] = allocated
+        # ``.data``: an alias with its own version counter, so that writes can be attributed.
         self.tensors = [
-            home.data if is_state(original) else parameter_like(original, home.data)
-            for original, home in zip(originals, self._canonical, strict=True)
+            storage.data if is_state(original) else parameter_like(original, storage.data)
+            for original, storage in zip(originals, self._canonical, strict=True)
         ]
         states = [self.tensors[i] for i in private]
-        self._states = states, own
+        self._states = states, private_tensors
         self._copied = grouped(states, [sources[i] for i in private])
         super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
         self.roots = tuple(map(self.copy_of, survey.roots))
@@ -359,25 +369,26 @@ class Replica(ModuleCopy):
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
         self.checked_places: object = (
-            None  # where the master's tensors lay when each of these was there
+            None  # the master's storages when the replica's were last checked
         )
 
     def refresh(self, places: object = None) -> None:
-        """Undo what a forward pass rebound, and copy in the sources' buffers: without grad mode.
+        """Undo what a forward pass rebound, and copy the sources' buffers; without grad mode.
 
-        A forward pass may also leave a tensor in place and exchange its storage (``p.data =``,
-        ``p.set_``, ``flatten_parameters``), and so may the user: each goes home, unless that was
-        seen since the last pass, and the master's still lie in these ``places``. A leaf requires
-        grad as the master's does, whatever a forward pass did to it.
+        A forward pass or the user may exchange the storage of a tensor (``p.data =``, ``p.set_``,
+        ``flatten_parameters``). Each tensor gets its canonical storage back. This is skipped if the
+        storages were checked after the last pass and the master's tensors are still those in
+        ``places``. Afterwards a leaf requires grad as the master's tensor does, whatever a forward
+        pass has set.
         """
         if not self.state.unchanged():
             self.state.restore()
         self.rebind()
-        at_home, self.checked_places = self.checked_places, None
-        if (at_home is None or at_home is not places) and not self._is_canonical():
-            for tensor, home in zip(self.tensors, self._canonical, strict=True):
-                if not tensor.is_set_to(home):
-                    tensor.data = home
+        checked_places, self.checked_places = self.checked_places, None
+        if (checked_places is None or checked_places is not places) and not self._is_canonical():
+            for tensor, storage in zip(self.tensors, self._canonical, strict=True):
+                if not tensor.is_set_to(storage):
+                    tensor.data = storage
         if list(map(_REQUIRES_GRAD, self.tensors)) != self._is_trained:
             self.train_like(self._sum_dtypes)
         copy_lists(self._copied)
@@ -385,19 +396,22 @@ class Replica(ModuleCopy):
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
-        """The body begins with the state of the last refresh, and leaves the one that it found.
+        """The body begins with the state of the last refresh.
 
-        That is the values of buffers and which are registered, and what batch normalisations noted.
+        Afterwards the present state is restored.
+
+        The state is the registered buffers with their values, and the statistics that batch
+        normalisations have recorded.
         """
-        own: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
-        named: list[BufferValue] = [(own, *item) for item in own.items()]
+        private_tensors: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
+        buffers: list[BufferValue] = [(private_tensors, *item) for item in private_tensors.items()]
         registered = [(set(one.buffers), set(one.left_out)) for one in self.registered]
         for one in self.registered:
-            named += [(one.buffers, *item) for item in one.buffers.items()]
+            buffers += [(one.buffers, *item) for item in one.buffers.items()]
         seen = dict(self.seen)
         with torch.inference_mode(False), torch.no_grad():
-            copies = {id(t): t.detach().clone() for _, _, t in named if t is not None}
-            before = [(place, name, copies.get(id(t))) for place, name, t in named]
+            copies = {id(t): t.detach().clone() for _, _, t in buffers if t is not None}
+            before = [(place, name, copies.get(id(t))) for place, name, t in buffers]
             self.refresh()
         try:
             yield
@@ -421,11 +435,11 @@ class Replica(ModuleCopy):
         return all(map(Tensor.is_set_to, self.tensors, self._canonical))
 
     def state_is_canonical(self) -> bool:
-        """Whether what is this replica's own lies where it did at the refresh."""
+        """Whether the replica's private tensors have the storages of the refresh."""
         return all(map(Tensor.is_set_to, *self._states))
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
-        """Take over which tensors are trained, and in which dtype their gradients add up."""
+        """Set which tensors are trained, and the dtypes in which their gradients are added."""
         self._sum_dtypes = dtypes
         self._is_trained = [dtype is not None for dtype in dtypes]
         for tensor, dtype in zip(self.tensors, dtypes, strict=True):
@@ -436,13 +450,13 @@ class Replica(ModuleCopy):
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether every replica needs its own copy: all but parameters, which a step only reads."""
+    """Whether every replica needs a private copy: all except parameters, which steps only read."""
     return not isinstance(tensor, nn.Parameter)
 
 
 def parameter_like(original: Tensor, values: Tensor) -> Tensor:
-    """A parameter on the memory of ``values``, of the original's own class of parameters."""
+    """A parameter of the original's class that uses the memory of ``values``."""
     kind = type(original)
     is_own = issubclass(kind, nn.Parameter)
-    # Not its constructor, which may ask for more than values.
+    # Not the constructor of a subclass, which may need more arguments.
     return nn.Parameter.__new__(kind if is_own else nn.Parameter, values, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What all wrappers of a module share: state dicts with its own keys, copies, pickles."""
+"""The base class of wrappers of a module: state dicts with its own keys, copies, pickles."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PREFIX = "module."
 
 
 def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with a leading ``module.`` taken off the keys that are not the module's own.
+    """``state_dict`` without the prefix ``module.``, except in keys that the module has itself.
 
-    So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and so does a
-    model that has a child named ``module``.
+    So checkpoints of ``nn.DataParallel`` and ``DistributedDataParallel`` load, and a model may have
+    a child named ``module``.
     """
-    own = module.state_dict().keys()
+    own_keys = module.state_dict().keys()
 
     def rename(key: str) -> str:
-        return key if key in own or not key.startswith(_PREFIX) else key.removeprefix(_PREFIX)
+        return key if key in own_keys or not key.startswith(_PREFIX) else key.removeprefix(_PREFIX)
 
     renamed: OrderedDict[str, Any] = OrderedDict((rename(k), v) for k, v in state_dict.items())
     versions = getattr(state_dict, "_metadata", None)
@@ -35,8 +35,7 @@ def to_own_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, A
 class Wrapper(nn.Module):
     """A wrapper of ``self.module`` that saves and loads it under the module's own keys.
 
-    What it works with at run time (threads, replicas) is neither copied nor pickled: a copy
-    makes its own.
+    Its run-time state (threads, replicas) is neither copied nor pickled: a copy creates its own.
     """
 
     module: Any
@@ -68,28 +67,28 @@ class Wrapper(nn.Module):
         """Load the module's state from keys with or without a leading ``module.``."""
         if not isinstance(self.module, nn.Module):
             return super().load_state_dict(state_dict, strict, assign)
-        if isinstance(state_dict, Mapping):  # of anything else torch says what it is
+        if isinstance(state_dict, Mapping):  # torch raises an error for anything else
             state_dict = to_own_keys(self.module, state_dict)
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module, as ``train``, ``to`` and ``apply`` ask for it."""
+        """The module; ``train``, ``to`` and ``apply`` call this."""
         self._check_outside()
         return super().named_children()
 
     def _check_outside(self) -> None:
-        """A module that has its wrapper as a child would walk in a circle, without an end."""
+        """Refuse a module that has its wrapper as a child: traversing it would never end."""
         if isinstance(self.module, nn.Module) and any(m is self for m in self.module.modules()):
-            own, wrapper = type(self.module).__name__, type(self).__name__
+            module_name, wrapper_name = type(self.module).__name__, type(self).__name__
             raise ValueError(
-                f"{own} has the {wrapper} that wraps it as a child, as self.engine = "
-                f"{wrapper}(self) makes it: train(), to() and state_dict() would never end. Keep "
-                f"it outside of the module, engine = {wrapper}(model), or in a list, "
-                f"self.engine = [{wrapper}(self)], which is no child"
+                f"{module_name} has the {wrapper_name} that wraps it as a child (self.engine = "
+                f"{wrapper_name}(self)), so train(), to() and state_dict() would never end; keep "
+                f"it outside of the module, engine = {wrapper_name}(model), or in a list, "
+                f"self.engine = [{wrapper_name}(self)]"
             )
 
     def _init_transient(self) -> None:
-        """Make what is transient."""
+        """Create the attributes that ``_transient`` lists."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,10 +100,12 @@ class Wrapper(nn.Module):
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """When a parent loads: its keys for the wrapper are the module's own; torch wants its path."""
+    """Hook for a parent that loads: convert the wrapper's keys to those that torch expects."""
     assert isinstance(wrapper, Wrapper)
     if not isinstance(wrapper.module, nn.Module):
         return
-    mine = {k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)}
-    for key, value in to_own_keys(wrapper.module, mine).items():
+    wrapper_state = {
+        k[len(prefix) :]: state_dict.pop(k) for k in list(state_dict) if k.startswith(prefix)
+    }
+    for key, value in to_own_keys(wrapper.module, wrapper_state).items():
         state_dict[prefix + _PREFIX + key] = value

@@ -53,6 +53,7 @@ class Attempt:
         self.clock = clock or Clock()
         self._values: list[tuple[Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._states: list[tuple[torch.Generator, Tensor]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -62,14 +63,18 @@ class Attempt:
             self.undo(error)
 
     def save_for_undo(
-        self, tensors: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor | None]] = ()
+        self,
+        tensors: Iterable[Tensor],
+        gradients: Iterable[tuple[Tensor, Tensor | None]] = (),
+        generators: Iterable[torch.Generator] = (),
     ) -> None:
-        """Save the values of tensors, and the ``.grad`` of leaves, for ``undo``.
+        """Save tensors, the ``.grad`` of leaves and the user's own generators for ``undo``.
 
         User code may write these before a step is complete.
         """
         self._values += [(tensor, tensor.detach().clone()) for tensor in tensors]
         self._gradients += gradients
+        self._states += [(generator, generator.get_state()) for generator in generators]
 
     def undo(self, error: BaseException | None = None) -> None:
         """Restore everything because of an ``error``, and wait for copies that are under way.
@@ -79,6 +84,7 @@ class Attempt:
         restores: list[Callable[[], object]]
         restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
         restores += [partial(tensor.copy_, value) for tensor, value in self._values]
+        restores += [partial(generator.set_state, state) for generator, state in self._states]
         with torch.no_grad():
             for restore in [self.generators.rollback, *restores]:
                 try:

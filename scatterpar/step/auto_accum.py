@@ -62,7 +62,9 @@ class AutoAccum:
         """
         max_accum = -(-max(request.sizes) // len(devices))  # with so many, a sub-step has one row
         lean, retries = replace(request, retain_rows=False), 0
-        start, failed, fits = self.accum, self.accum - 1, self.accum  # fits: 0 if no trial fits yet
+        start = self.accum
+        failed = start - 1  # the largest number that is known not to fit
+        fits = start  # the smallest number that a trial fitted with; 0 if none did
         while True:
             is_whole = fits == failed + 1
             number = (failed + fits + 1) // 2 if fits else min(2 * failed, max_accum)

@@ -25,6 +25,7 @@ from scatterpar.replicas.replicas import ReplicaSet, parameter_writes_refused
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.criterion_closure import (
+    closure_generators,
     closure_tensors_and_modules,
     external_leaves,
     training_buffers,
@@ -104,7 +105,7 @@ def compute(
     parts = copies.replica_sets
     brought = closure_tensors_and_modules(request.criterion)
     reached = training_buffers(brought)
-    attempt.save_for_undo(reached)
+    attempt.save_for_undo(reached, generators=closure_generators(request.criterion))
     named = external_leaves(brought, parts) if peers else None
     with Stash(attempt.workers.claims, parts, named) as stash:
         clock = attempt.clock

@@ -55,6 +55,14 @@ def closure_tensors_and_modules(function: Any) -> list[Tensor | nn.Module]:
     return found
 
 
+def closure_generators(function: Any) -> list[torch.Generator]:
+    """The generators that a criterion closes over and draws from."""
+    with contextlib.suppress(Exception):  # of something of the user's that cannot be looked at
+        every = _found(function, _DEPTH, set())
+        return [value for value in every if isinstance(value, torch.Generator)]
+    return []
+
+
 def describe(*functions: Any) -> tuple[Hashable, Hashable]:
     """What functions are made of (code, classes, dtypes, switches), and the numbers in them.
 

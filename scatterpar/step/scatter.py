@@ -135,12 +135,12 @@ class LeafMover:
     """Copies leaves to devices; each value without rows only once per device."""
 
     def __init__(self, transfers: Transfers) -> None:
-        self._ledger = transfers
+        self._transfers = transfers
         self._arrived: dict[tuple[int, torch.device], Tensor] = {}
 
     def move(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device``."""
-        return move_rows(self._ledger, device, self.move_rowless(device, leaf))
+        return move_rows(self._transfers, device, self.move_rowless(device, leaf))
 
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device`` if it has no rows, else ``leaf`` itself."""
@@ -155,7 +155,7 @@ class LeafMover:
             return leaf
         key = (id(leaf), device)
         if key not in self._arrived:
-            self._arrived[key] = self._ledger.copy(leaf, device, "scatter")
+            self._arrived[key] = self._transfers.copy(leaf, device, "scatter")
         return self._arrived[key]
 
 

@@ -161,7 +161,7 @@ class WholeBatch:
         transfers: Transfers,
         layout: Any,
     ) -> None:
-        self._request, self._shares, self._ledger = request, shares, transfers
+        self._request, self._shares, self._transfers = request, shares, transfers
         self._layout = layout
         self._own = [
             nested.map_tensors(partial(self._leaf, share), one.joined)
@@ -232,7 +232,7 @@ class WholeBatch:
         found = [_gradients(values) for values in self._own]
         for share, own in zip(self._shares, found, strict=True):
             if share.device != self._shares[0].device:
-                copy = partial(self._ledger.copy, device=share.device, phase="compute")
+                copy = partial(self._transfers.copy, device=share.device, phase="compute")
                 own[:] = [gradient if gradient is None else copy(gradient) for gradient in own]
         return found
 
@@ -240,7 +240,7 @@ class WholeBatch:
         """A share's output in the master's memory, ready to take a gradient."""
         master, here = self._shares[0].device, output.detach()
         if share.device != master:
-            here = self._ledger.copy(here, master, "compute")
+            here = self._transfers.copy(here, master, "compute")
         return here.requires_grad_(output.requires_grad)
 
     def _joined(self) -> Any:
@@ -255,7 +255,7 @@ class WholeBatch:
     def _whole(self, targets: list[Any]) -> Any:
         """All targets, in memory that the criterion may write; values without rows are marked."""
         master = self._shares[0].device
-        here = nested.map_leaves(partial(LeafMover(self._ledger).move, master), targets)
+        here = nested.map_leaves(partial(LeafMover(self._transfers).move, master), targets)
         is_home = master in [tensor.device for tensor in all_tensors(targets)]
         dim, sizes = self._request.dim, self._request.sizes
 

@@ -1,8 +1,8 @@
-"""The caller's thread: what a new thread would lose of it, and when Ctrl-C may reach it."""
+"""The caller's thread: the context that a new thread would lose, and interrupts."""
 
 from __future__ import annotations
 
-# Not signal's functions around these: they look for enum members, and a step asks nine times.
+# Not the functions of ``signal``: they look up enum members, and a step calls them nine times.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import contextvars
@@ -38,10 +38,10 @@ def autocast_types() -> list[str]:
 
 @contextlib.contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Without autocast's cache in this thread.
+    """In the body, this thread does not use autocast's cache of weights.
 
-    There is one for the process, and whoever leaves autocast empties it: a weight that is used
-    twice would be cast once or twice, as another replica's timing falls.
+    The whole process shares the cache, and any thread that leaves autocast clears it. A weight used
+    twice would be cast once or twice, depending on another replica's timing.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -52,12 +52,12 @@ def no_autocast_cache() -> Iterator[None]:
 
 
 class CallerContext:
-    """Grad and inference mode, autocast, default device, saved-tensor hooks, context variables.
+    """Grad and inference mode, autocast, default device, saved-tensor hooks, variables, streams.
 
-    And the current streams of all devices: a worker may use what the caller has computed on
-    another. Captured where it is made, and entered in another thread. What is as a new thread
-    has it anyway costs nothing. Modes, which see every operator of their thread, stay behind: few
-    of them can work in several threads. A warning says so.
+    Captured at construction, and entered in another thread. The current streams of all devices
+    belong to it, because a worker may use tensors that the caller has computed on another stream.
+    Modes that see every operator of their thread are not carried over, because few of them can work
+    in several threads; a warning says so.
     """
 
     def __init__(self) -> None:
@@ -111,10 +111,10 @@ _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)
 
 
 class Interrupts:
-    """For as long as it is entered, an interrupt is delivered only where it is ``allowed``.
+    """While it is entered, an interrupt is delivered only where it is ``allowed``.
 
-    That is Ctrl-C, and any other signal that has a handler, which may raise: a time limit, say.
-    Python delivers signals to the main thread alone; in any other this does nothing.
+    Interrupts are Ctrl-C and other signals with a handler, which may raise, such as that of a time
+    limit. Python delivers signals to the main thread only; in any other thread this does nothing.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,11 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            found = {number: _signal.getsignal(number) for number in _INTERRUPTS}
-            self._handlers = {number: one for number, one in found.items() if callable(one)}
-            self._allowed = True  # one may come between these lines
+            handlers = {number: _signal.getsignal(number) for number in _INTERRUPTS}
+            self._handlers = {
+                number: handler for number, handler in handlers.items() if callable(handler)
+            }
+            self._allowed = True  # an interrupt may come between these lines
             for number in self._handlers:
                 _signal.signal(number, self._receive)
             self._allowed = False
@@ -141,11 +143,11 @@ class Interrupts:
             self.deliver()
 
     def defer(self) -> None:
-        """From here on, interrupts wait."""
+        """From now on, interrupts wait."""
         self._allowed = False
 
     def deliver(self) -> None:
-        """Raise what has been waiting."""
+        """Run the handlers of interrupts that have been waiting."""
         if self._pending:
             number, frame = self._pending.popitem()
             try:
@@ -155,7 +157,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Interrupts are raised inside the body, at once."""
+        """In the body, interrupts are delivered at once."""
         self._allowed = True
         try:
             self.deliver()

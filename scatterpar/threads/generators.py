@@ -1,19 +1,19 @@
-"""Random numbers of a step: reproducible, another generator for every replica, on any layout.
+"""Random numbers of a step: reproducible, different for every replica, equal on any layout.
 
-What a replica draws depends on its number and on the master's generators, not on where it is: so
-eight replicas draw the same numbers on one, two or eight devices. Replica 0 goes on with the
-process's own generator, as a plain loop would; the others are seeded from it.
+The numbers that a replica draws depend on its number and on the master's generators, not on its
+device. So eight replicas draw the same numbers on one, two or eight devices. Replica 0 continues
+the process's own generator, as a plain loop would; the others are seeded from it.
 
-The CPU has one generator for the whole process. So during a step random operators reach a kernel of
-ours, at a dispatch key that is switched on in the workers' threads alone, which fills in the
-replica's generator: docs/clever.md has the reasons. An accelerator has one generator, and its
-replicas run in turn: each puts its own state in, and takes it out when it ends.
+The process has one generator for the CPU. During a step, random operators of the workers are sent
+to a kernel of ours by a dispatch key that only the workers switch on; the kernel passes the
+replica's generator. docs/clever.md has the reasons. An accelerator has one generator, and its
+replicas run one after the other: each installs its own state, and removes it when it ends.
 
-A step commits by moving the master's generators on, if anything was drawn; others stay as they
-were. So who saves and restores the CPU's and the master's has all there is.
+If anything was drawn, the commit advances the CPU's and the master's generators; all others keep
+their state. To resume a run it is enough to save and restore these two.
 
 ``SCATTERPAR_RANDOM_STREAMS=0`` in the environment turns the CPU's streams off, for a version of
-torch that has not what they need (``torch_private``): masks then differ from run to run.
+torch that lacks what they need (``torch_private``): masks then differ from run to run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
 
 
 class generator_for_backward:
-    """Let the backward pass from ``roots``, in the body, draw from this thread's generator.
+    """In the body, a backward pass from ``roots`` draws from this thread's generator.
 
-    Accelerators' backward passes run in threads of autograd's own; activation checkpointing draws
-    there again what the forward pass drew. (No generator: a tensor may raise ``StopIteration``.)
+    Backward passes of accelerators run in autograd's own threads, where activation checkpointing
+    draws the numbers of the forward pass again. (A class, not a ``@contextmanager``: a tensor may
+    raise ``StopIteration``.)
     """
 
     def __init__(self, roots: Sequence[Tensor]) -> None:
@@ -60,7 +61,7 @@ class generator_for_backward:
             self._tasks.add(task)
             _graph_tasks[task] = make
 
-        # Each root: what a node draws comes after the hook of some root above it.
+        # On each root: every node runs, and draws, after the hook of a root above it.
         self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +72,7 @@ class generator_for_backward:
 
 
 def _current() -> torch.Generator | None:
-    """The generator of the replica that this thread works for."""
+    """The generator of the replica for which this thread works; ``None`` outside of a step."""
     make: Callable[[], torch.Generator] | None = getattr(_thread, "generator", None)
     if make is None:
         make = _graph_tasks.get(torch_private.current_graph_task())
@@ -79,7 +80,7 @@ def _current() -> torch.Generator | None:
 
 
 class _ThreadAwareGenerator:
-    """Stands in for ``default_generator`` in ``torch.random`` during a step."""
+    """Replaces ``default_generator`` in ``torch.random`` during a step."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current() or torch.default_generator, name)
@@ -91,9 +92,10 @@ _open = 0
 
 @contextlib.contextmanager
 def _thread_aware_default_generator() -> Iterator[None]:
-    """``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed``, per replica.
+    """In the body, torch's functions for random state and seeds act on the replica's generator.
 
-    Activation checkpointing saves and rewinds the generator through them.
+    ``torch.get_rng_state``, ``set_rng_state``, ``fork_rng`` and ``manual_seed`` are these
+    functions. Activation checkpointing saves and rewinds the generator through them.
     """
     global _open
     with _lock:
@@ -110,21 +112,21 @@ def _thread_aware_default_generator() -> Iterator[None]:
 
 @functools.cache
 def _install_kernels() -> tuple[Library, ...]:
-    """Route the random operators to kernels of ours, once per process: call it under the lock."""
+    """Register our kernels of random operators, once per process; call it under the lock."""
     return torch_private.register_random_kernels(_kernel_of)
 
 
 def _kernel_of(operator: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """A kernel that fills in the replica's generator where an operator draws from the CPU's."""
+    """A kernel that passes the replica's generator if the operator would draw from the CPU's."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = args[position] if position < len(args) else kwargs.get("generator")
-        if (given is None or given is torch.default_generator) and _is_on_cpu(args, kwargs):
-            mine = _current()
-            if mine is not None and position < len(args):
-                args = (*args[:position], mine, *args[position + 1 :])
-            elif mine is not None:
-                kwargs["generator"] = mine
+        generator = args[position] if position < len(args) else kwargs.get("generator")
+        if (generator is None or generator is torch.default_generator) and _is_on_cpu(args, kwargs):
+            replica_generator = _current()
+            if replica_generator is not None and position < len(args):
+                args = (*args[:position], replica_generator, *args[position + 1 :])
+            elif replica_generator is not None:
+                kwargs["generator"] = replica_generator
         with torch_private.random_key_off():
             return operator(*args, **kwargs)
 
@@ -140,19 +142,19 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not is_async(device)
 
 
-_SEEDS = 2**32  # what the CPU's generator keeps of a seed
+_SEEDS = 2**32  # the CPU's generator ignores higher bits of a seed
 _CPU = torch.device("cpu")
-_CRITERION = -2  # the number of the generators that no replica draws from
-_NEXT = -1  # what seeds the next step, where replica 0 draws nothing
+_CRITERION = -2  # the number of the criterion's generators
+_NEXT = -1  # the number that seeds the next step if replica 0 draws nothing
 
 State = dict[torch.device, Tensor]  # the state of each generator that a replica has drawn from
 
 
 class Generators:
-    """The generators of one step: of each replica on the CPU, and on its accelerator if it has one.
+    """The generators of one step: each replica's on the CPU, and on its accelerator if it has one.
 
-    ``earlier`` replicas of other processes are numbered before these; ``None``: there are no other
-    processes.
+    The replicas of other processes with lower numbers are counted by ``earlier``; with ``None``
+    there are no other processes.
     """
 
     def __init__(self, devices: Sequence[torch.device], earlier: int | None = None) -> None:
@@ -163,20 +165,20 @@ class Generators:
         self._marks: dict[int, tuple[int, State]] = {}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
         self._alone = len(devices) == 1 and earlier is None
-        if self._alone:  # it draws from the process's own
+        if self._alone:  # it draws from the process's own generators
             for device in self._before:
                 self._generator(0, device).is_installed = True
 
     def of(self, replica: int) -> contextlib.AbstractContextManager[None]:
-        """Let the current thread draw from the generators of ``replica``."""
+        """In the body, this thread draws from the generators of ``replica``."""
         if self._alone:
             return contextlib.nullcontext()
         return self._drawing(replica, self._devices[replica])
 
     def of_criterion(self, seed: int | None) -> contextlib.AbstractContextManager[None]:
-        """Let the current thread draw what a criterion draws that sees all outputs.
+        """In the body, this thread draws the random numbers of a criterion that sees all outputs.
 
-        It goes on with the generators of replica 0, or from a ``seed`` that all processes have.
+        It continues the generators of replica 0, or starts from a ``seed`` that all processes have.
         """
         if seed is None:
             return self.of(0)
@@ -197,17 +199,19 @@ class Generators:
                 stack.enter_context(torch_private.random_key_on())
                 stack.callback(vars(_thread).clear)
                 _thread.generator = lambda: self._generator(number, _CPU).generator
-                _thread.has_helpers = device != _CPU  # threads of autograd's own draw for this one
+                _thread.has_helpers = device != _CPU  # autograd's own threads draw for this one
             yield
 
     def seed_of_criterion(self) -> int:
-        """What the first process gives the others, so that their criteria draw alike."""
+        """The seed that the first process sends to the others, for the same random numbers."""
         return self._seed(_CPU, _CRITERION)
 
     def get_state(self, replica: int) -> State:
-        """Where the generators of ``replica`` are; ``set_state`` goes back there."""
-        found = ((device, self._generators.get((replica, device))) for device in self._before)
-        return {device: one.state for device, one in found if one is not None}
+        """The present state of the generators of ``replica``, for ``set_state``."""
+        generators = ((device, self._generators.get((replica, device))) for device in self._before)
+        return {
+            device: generator.state for device, generator in generators if generator is not None
+        }
 
     def mark(self, replica: int, sub_step: int) -> State:
         """Record the state of the generators of ``replica`` as ``sub_step`` begins. Returns it."""
@@ -217,8 +221,8 @@ class Generators:
 
     def has_drawn(self, replica: int) -> bool:
         """Whether ``replica`` drew a random number."""
-        known = [self._generators.get((replica, device)) for device in self._before]
-        return any(one.drawn for one in known if one is not None)
+        generators = [self._generators.get((replica, device)) for device in self._before]
+        return any(generator.drawn for generator in generators if generator is not None)
 
     def to_draw_again(self, replica: int, sub_step: int) -> tuple[int, State]:
         """Where a replay has to begin, so that ``sub_step`` draws the same random numbers again.
@@ -238,7 +242,7 @@ class Generators:
 
     @property
     def are_latest(self) -> bool:
-        """Whether the process's generators have the state in which this step found or left them."""
+        """Whether the process's generators have the state from before or after this step."""
         now = {device: _state(device) for device in {_CPU, self._devices[0]}}
         return any(
             all(torch.equal(state, there.get(device, state)) for device, state in now.items())
@@ -246,11 +250,11 @@ class Generators:
         )
 
     def set_state(self, replica: int, state: State) -> None:
-        """Let ``replica`` draw again what it drew from ``state`` on."""
+        """Set the generators of ``replica`` to ``state``, to draw the same numbers again."""
         for device in self._before:
-            one = self._generators.get((replica, device))
-            if one is not None:
-                one.set_state(state.get(device))
+            generator = self._generators.get((replica, device))
+            if generator is not None:
+                generator.set_state(state.get(device))
 
     @property
     def drawn(self) -> bool:
@@ -258,9 +262,10 @@ class Generators:
         return any(one.drawn for one in self._generators.values())
 
     def commit(self) -> None:
-        """Move the master's generators on if anything was drawn, so that the next step differs.
+        """Advance the master's generators if anything was drawn, so that the next step differs.
 
-        The CPU's stays where it is else: what others drew meanwhile, they do not draw again.
+        Otherwise the CPU's keeps its state. Numbers that other threads drew meanwhile are not
+        repeated.
         """
         if all(
             one.is_installed for one in self._generators.values()
@@ -280,8 +285,8 @@ class Generators:
         put_all(after)
 
     def rollback(self) -> None:
-        """Leave all generators as they were before the step; replicas begin anew."""
-        if not self._alone:  # who draws from the process's own
+        """Restore all generators to their state before the step; replicas start again."""
+        if not self._alone:  # a single replica draws from the process's own generators
             self._generators.clear()
         put_all(self._before)
 
@@ -294,19 +299,22 @@ class Generators:
         return self._generators[key]
 
     def _source(self, device: torch.device) -> torch.device:
-        """Which of the master's generators seeds those of ``device``."""
+        """The master's generator that seeds those of ``device``, given by its device."""
         return _CPU if device == _CPU else self._devices[0]
 
     def _seed(self, source: torch.device, number: int) -> int:
-        """A seed out of a generator's state, without an operator: ``vmap`` may be around us."""
+        """A seed from a generator's state, computed without an operator: ``vmap`` may be active."""
         state = self._before[source]
-        content = ctypes.string_at(state.data_ptr(), state.numel())  # a storage goes byte by byte
+        content = ctypes.string_at(state.data_ptr(), state.numel())  # reading a storage is slow
         digest = hashlib.blake2b(content, digest_size=4)
         return (int.from_bytes(digest.digest(), "big") + number) % _SEEDS
 
 
 class _Generator:
-    """What one replica draws from on one device; while it ``is_installed``, by the device's own."""
+    """The generator of one replica on one device.
+
+    While ``is_installed``, the device's own generator has its state and draws for it.
+    """
 
     def __init__(self, device: torch.device, start: int | Tensor) -> None:
         self.device = device
@@ -327,7 +335,7 @@ class _Generator:
         return not torch.equal(self.state, self.start)
 
     def set_state(self, state: Tensor | None) -> None:
-        """Back to ``state``, or to the start."""
+        """Set the state, or with ``None`` the start."""
         state = self.start if state is None else state
         if self.is_installed:
             _set_state(self.device, state)
@@ -336,12 +344,12 @@ class _Generator:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In the body the device's own generator goes on with this one."""
+        """In the body, the device's own generator continues this one."""
         _set_state(self.device, self.generator.get_state())
         self.is_installed = True
         try:
             yield
-        finally:  # the step restores the device's own state; threads that end late write nothing
+        finally:  # the step restores the device's state, so abandoned threads never write it
             self.generator.set_state(_state(self.device))
             self.is_installed = False
 

@@ -159,9 +159,9 @@ class SpotCheck:
                     raise
                 doubt = error
                 continue
-            if finding is None and wrong is not None:
-                raise Inconclusive("other rows say something else")
             if finding is None:
+                if wrong is not None:
+                    raise Inconclusive("other rows say something else")
                 return None
             wrong = wrong or finding
         if wrong is None:
@@ -186,14 +186,13 @@ class SpotCheck:
         self, choices: Sequence[Sequence[int]], output_of: Callable[[Any], Any]
     ) -> list[Any]:
         """What ``output_of`` gives for each choice of rows, with the same random numbers."""
+        outputs = []
         with self._isolated(), torch.no_grad():
-            return [self._outputs(rows, output_of) for rows in choices]
-
-    def _outputs(self, rows: Sequence[int], output_of: Callable[[Any], Any]) -> Any:
-        with SameNumbers():
-            output = self._output(rows, output_of)
-        self._restore()
-        return output
+            for rows in choices:
+                with SameNumbers():
+                    outputs.append(self._output(rows, output_of))
+                self._restore()
+        return outputs
 
     def compare_with_plain(self, model: nn.Module, rows: Sequence[int]) -> None:
         """Compare the loss of some rows with that of the user's own module and criterion.
@@ -290,7 +289,8 @@ class SpotCheck:
             return loss_of(nested.merge(cut, [self._probe, whole]), targets, self._task.criterion)
 
         own = [t for one in self._task.replicas[1:] for t in one.tensors if t.requires_grad]
-        if any(t.dtype in _HALF for t in nested.tensors(self._probe)) and not self._request.count:
+        is_half = any(t.dtype in _HALF for t in nested.tensors(self._probe))
+        if is_half and self._request.count is None:
             try:
                 loss(parts[-1], wide=True)
                 loss = partial(loss, wide=True)  # a criterion in half precision rounds, too

@@ -215,7 +215,8 @@ class Verifier:
         model, criterion = parts[0].roots[0], request.criterion
         reaches = _leads_to(criterion, model)
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        ignored = [-100, 255, -1, *ignored_values(criterion or model.forward)]
+        computes = model.forward if criterion is None else criterion
+        ignored = [-100, 255, -1, *ignored_values(computes)]
         ignored = [*dict.fromkeys([*ignored, *ignored_values(request.count)])]
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         most = max(_FEW, _MANY * micro if not kind.checks else micro // 4)
@@ -389,7 +390,7 @@ def _refusal(request: Request, finding: Finding) -> str:
 
 def _unchecked(request: Request, error: Exception) -> str:
     """That nobody could tell, and what to do if it is something else."""
-    terms = "what count= gives" if request.count else "rows"
+    terms = "rows" if request.count is None else "what count= gives"
     return (
         f"could not check how {_name_of(request)} combines micro-batches ({str(error)[:120]}). The "
         f"engine assumes {f'a mean over {terms}' if request.is_mean else 'a sum'}. If it is a mean "

@@ -41,7 +41,7 @@ def lines_of(request, layout):
     return lines
 
 
-@strikes(["shared", "alone"], few="40", many="160")
+@strikes(["shared", "alone"], few="24", many="160")
 def test_between_any_two_instructions(lines_of, layout, times):
     found = lines_of("faults.everywhere", times)
     assert len(found) > int(times) // 2

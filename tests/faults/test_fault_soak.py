@@ -12,7 +12,7 @@ from faults.forked import run_forked
 @pytest.mark.parametrize(
     ("layout", "good", "faults"),
     [
-        ("shared", 80, 40),
+        ("shared", 50, 30),
         pytest.param("shared", 200, 60, marks=pytest.mark.slow),
         pytest.param("virtual", 200, 60, marks=pytest.mark.slow),
     ],

@@ -39,13 +39,6 @@ def test_no_change_in_eval(placed):
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
 
 
-def test_a_layer_left_in_training_inside_a_model_in_eval(placed):
-    model = build(normalised).eval()
-    model[1].train()
-    DataParallelModel(model, placed(4))(INPUTS)
-    assert model[1].num_batches_tracked == 1
-
-
 def test_two_forwards_in_training_before_one_backward(placed):
     def program(of):
         pieces = [INPUTS] if isinstance(of, Pair) else INPUTS.split(3)

@@ -1,4 +1,4 @@
-"""The engine's gradient beside that of a plain whole-batch backward, parameter by parameter."""
+"""Compare the engine's gradient with that of a plain backward pass, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from scatterpar.threads.workers import Workers
 from scatterpar.verify.user_state import preserve_user_state
 
 _LIMITS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are nothing but rounding
+_SMALLEST_SCALE = 1e-6  # gradients smaller than this part of the largest are only rounding
 
 Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """How far the engine's gradients are from those of a plain whole-batch backward.
+    """The difference between the engine's gradients and those of a plain whole-batch backward.
 
     Attributes:
         rows: the size of the batch.
-        worst: the largest relative difference of a parameter: the largest difference of an
-            entry over the largest entry. Infinite where one of the two has no gradient, or NaN.
-        parameter: where that is.
-        limit: what rounding may do, by the coarsest dtype that was seen.
-        meaning: what a difference would come from.
+        worst: the largest relative difference of a parameter: the largest difference of an entry
+            over the largest entry. Infinite if only one of the two has a gradient, or for NaN.
+        parameter: the name of this parameter.
+        limit: the largest difference that rounding explains, given the coarsest dtype in the step.
+        meaning: possible reasons of a difference.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class GradientCheck:
         return self.worst <= self.limit
 
     def __str__(self) -> str:
-        """One sentence, and a second one where something differs."""
+        """One sentence, and a second one if something differs."""
         verdict = "only rounding differs" if self.passed else "NOT the same"
         return (
             f"gradients of {self.rows:,} rows beside those of a plain whole-batch backward: "
@@ -145,7 +145,7 @@ def _magnitude(tensor: Tensor | None) -> float:
 def _plain(
     module: nn.Module, request: Request, device: torch.device, tensors: Sequence[Tensor]
 ) -> tuple[torch.dtype, Gradients]:
-    """What a user's own lines compute: the loss's dtype, and each tensor's gradient."""
+    """The result of plain user code: the loss's dtype, and each tensor's gradient."""
     prepare_autograd()
     with Transfers() as transfers, torch.inference_mode(False), torch.enable_grad():
         bring = partial(LeafMover(transfers).move, device)

@@ -1,4 +1,4 @@
-"""Measure how many entries of an output belong to a row, on three rows and on parts of them."""
+"""Measure how many entries of an output belong to a row, with three rows and parts of them."""
 
 from __future__ import annotations
 

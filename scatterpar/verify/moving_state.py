@@ -1,4 +1,4 @@
-"""Find state that forward passes change: each sub-step changes it, not each step once."""
+"""Find state that forward passes change: every sub-step changes it, instead of once per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch tell most about how losses combine, and what its labels range over."""
+"""Choose the rows of a batch that show best how losses combine; find ranges of labels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Parts = Sequence[Sequence[int]]
 
 
 def is_label(tensor: Tensor) -> bool:
-    """Whether it may hold labels."""
+    """Whether the tensor may hold labels."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def informative_tensors(request: Request) -> list[Tensor]:
-    """What may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
+    """Tensors that may hold labels, masks, lengths or weights of each row; rows are in dimension 0.
 
-    Floating-point inputs are looked at where there are no targets.
+    Floating-point inputs are included if there are no targets.
     """
 
     def one(leaf: Any) -> Any:
@@ -55,9 +55,9 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def value_ranges(tensors: Iterable[Tensor]) -> list[float]:
-    """How far each tensor's numbers go, down and up; and whether rows of labels end in repetition.
+    """The lowest and highest numbers of each tensor, and whether rows of labels end in padding.
 
-    As padding does. Numbers that are not whole count by their sign and power of two.
+    Padding is a repeated value. Numbers that are not integers count by their sign and power of two.
     """
     asked: list[Tensor] = []
     labels: list[bool] = []
@@ -92,10 +92,10 @@ def choose_rows(
     ignored_labels: Iterable[int] = (),
     variant: int = 0,
 ) -> list[Parts]:
-    """Rows in parts of different sizes, which differ as much as they can; twice.
+    """Two choices of rows, each in parts of different sizes, which differ as much as possible.
 
-    The second choice has other rows, as far as others are as informative. Each ``variant`` starts
-    from something else that distinguishes rows; ``ignored_labels`` are labels that may be left out.
+    The second choice has other rows if others are as informative. Each ``variant`` starts from
+    another feature of rows. ``ignored_labels`` are labels that the loss may ignore.
     """
     if num_rows == 1:  # other ranks have more: twice the same tells a mean from a sum
         return [[[0], [0]]] * 2
@@ -113,7 +113,7 @@ def _sizes(rows: int) -> tuple[int, ...]:
 
 
 def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
-    """The rows at the ends of each of the numbers that tell them apart, then those between."""
+    """The rows with the lowest and highest value of each feature, then those between."""
     generator = torch.Generator().manual_seed(seed)
     score = torch.rand(rows, generator=generator, dtype=torch.float64) * 1e-9
     for position, n in enumerate(numbers[:8]):
@@ -133,7 +133,7 @@ def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Par
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
-    """A number of each row, the most telling ones first."""
+    """Numbers that distinguish rows, one tensor per feature, the most informative first."""
     own = tensor.reshape(len(tensor), -1)
 
     def share(mask: Tensor) -> Tensor:

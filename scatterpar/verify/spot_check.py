@@ -1,4 +1,4 @@
-"""Compare the loss of some rows with what the engine makes of the losses of parts of them.
+"""Compare the gradient of the loss of some rows with the weighted sum of those of parts of them.
 
 One replica computes, in the dtypes of the step, and everything is restored::
 
@@ -6,9 +6,9 @@ One replica computes, in the dtypes of the step, and everything is restored::
     expected = d criterion(outputs, targets) / d outputs                              of all rows
     combined = sum of weight * d criterion(outputs, targets) / d outputs             of each part
 
-Gradients are compared, since wrong weights may not show in a loss: that of a model at
-initialisation is the same for all rows. If the module computes the loss, or outputs do not have one
-entry per row, these are gradients by the smallest parameters.
+Gradients are compared, because wrong weights may not show in a loss: at initialisation the loss of
+all rows is the same. If the module computes the loss, or outputs do not have one entry per row, the
+gradients are those of the smallest parameters.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _TOLERANCES = {
     torch.bfloat16: 3e-2,
 }
 _HALF = torch.float16, torch.bfloat16
-_ROUNDING = 3e-2  # what differs by more is not rounding, whatever kernels do
-_CHEAP = 2**20  # elements of outputs or parameters that cost next to nothing
-_MANY = 2**24  # elements of outputs that are too many, unless two rows have more
-_SMALLEST_LOSS = 1e-2  # of smaller ones, sums that cancel, rounding may be a large part
+_ROUNDING = 3e-2  # larger differences are not rounding, whatever the kernels
+_CHEAP = 2**20  # elements of outputs or parameters; so many cost next to nothing
+_MANY = 2**24  # maximal elements of outputs, unless two rows have more
+_SMALLEST_LOSS = 1e-2  # smaller losses are sums that cancel, with a large part of rounding
 
 Gradients = list[Tensor]
 Loss = Callable[[Sequence[int]], Tensor]  # of some rows
 
 
 class Inconclusive(Exception):
-    """The check says nothing; if ``lasting``, not in any later step either."""
+    """The check is inconclusive. ``lasting``: a later step would not help."""
 
     def __init__(self, why: str, *, lasting: bool = False) -> None:
         super().__init__(why)
@@ -66,17 +66,17 @@ class Inconclusive(Exception):
 
 
 class DiffersFromPlain(Exception):
-    """The user's own module and criterion give another loss than a replica."""
+    """The loss of the user's own module and criterion differs from that of a replica."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How far the engine's arithmetic is off for ``parts`` of rows.
+    """The error of the engine's combination for ``parts`` of rows.
 
     Attributes:
         relative_error: of a gradient, or of the loss if only the loss differs (``of_losses``).
-        factor: how much larger the engine's gradient would be.
-        advice: what the loss seems to be, and what to pass.
+        factor: the ratio of the engine's gradient to the expected one.
+        advice: how the loss seems to combine, and what to pass.
     """
 
     relative_error: float
@@ -87,7 +87,7 @@ class Finding:
 
 
 class SpotCheck:
-    """A check of some rows of a request, by the replica of a task."""
+    """A check on some rows of a request, computed by the replica of a task."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class SpotCheck:
                 self._restore()
 
     def _restore(self) -> None:
-        """Undo what the user's code has changed."""
+        """Undo the changes of user code."""
         with torch.no_grad():
             for replica in self._task.replicas:
                 replica.refresh()
@@ -224,7 +224,7 @@ class SpotCheck:
                 first = both()
                 if not differ(*first) or any(map(differ, first, both())):
                     return
-            except Exception:  # the user's code, with rows that it never met
+            except Exception:  # raised by user code for these rows
                 return
             raise DiffersFromPlain(*reversed(first))
 
@@ -243,8 +243,8 @@ class SpotCheck:
                 if isinstance(error, Inconclusive) or is_out_of_memory(error):
                     raise
             else:
-                # What a module merely passes on, such as a mask beside the logits, has a gradient
-                # that no parameter ever gets. They overrule if they could see the difference.
+                # An input that the module returns, such as a mask with the logits, has a gradient
+                # that no parameter gets. So parameters decide, if they could show the difference.
                 with contextlib.suppress(Exception):
                     if finding and not self._check_by_parameters(
                         finding.parts, finding.relative_error / 4
@@ -398,7 +398,7 @@ class SpotCheck:
         return Finding(error, factor, parts, advice), joined
 
     def _advice(self, parts: Parts, fits: Callable[[Sequence[float]], bool], several: bool) -> str:
-        """What the loss of all rows is of the parts' losses, of which ``several`` are not zero."""
+        """How the loss of all rows depends on the parts' losses; ``several`` are not zero."""
         labelled = filter(is_label, self._labels)
         for labels, value, shifted in product(labelled, self._ignored, (0, 1)):
             if shifted and labels.ndim < 2:
@@ -416,7 +416,7 @@ class SpotCheck:
         return _OTHER
 
     def _engine_weights(self, parts: Parts) -> list[float]:
-        """What the engine would multiply the losses of the parts with."""
+        """The factors by which the engine would multiply the losses of the parts."""
         request, batch = self._request, (self._request.inputs, self._request.targets)
         if not request.is_mean:
             return [1.0] * len(parts)
@@ -439,7 +439,7 @@ class SpotCheck:
         return (output_of or self._task.output_of)(self._move(self._request.inputs, rows))
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
-        """These rows of the caller's batch on the replica's device; nobody else has them."""
+        """These rows of the caller's batch, copied to the replica's device."""
         move = partial(LeafMover(Transfers()).move, self._task.share.device)  # not counted
         few = nested.map_leaves(move, _select(value, rows, self._request.dim))
         return unwrap_markers(few, copy=True)
@@ -471,14 +471,14 @@ _OTHER = (
 
 
 class SameNumbers(TorchDispatchMode):
-    """Random numbers that do not depend on the rows: each operator draws one for all places.
+    """Random numbers that do not depend on rows: each operator draws one number for all elements.
 
-    Dropout keeps everything: one number for all would keep all or nothing.
+    Dropout keeps all elements: with one number for all it would keep all or nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = 0  # how many operators drew
+        self.calls = 0  # the number of operators that drew
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -508,7 +508,7 @@ class SameNumbers(TorchDispatchMode):
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """These rows; no index tensor is made, which would be in the replica's memory."""
+    """These rows, without an index tensor, which would be in the replica's memory."""
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -519,7 +519,7 @@ def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:
-    """Those of ``leaves``; the dtypes that they go through on their way are added to ``dtypes``."""
+    """The gradients of ``leaves``; adds the dtypes of the graph to ``dtypes``."""
     dtypes.add(loss.dtype)
 
     def note(gradients: Sequence[Tensor | None]) -> None:
@@ -548,7 +548,10 @@ def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients
 
 
 def _nudge(leaves: Sequence[Tensor], eps: float) -> None:
-    """Move the leaves, which are this replica's alone until all is restored, by rounding."""
+    """Change the leaves by the size of rounding.
+
+    They are private to this replica until they are restored.
+    """
     for leaf in leaves:
         errors = torch.arange(leaf.numel(), device=leaf.device).cos().view(leaf.shape)
         leaf.data = leaf.data * (1 + eps / 2 * errors.to(leaf.dtype))
@@ -559,12 +562,12 @@ def _norm(gradients: Gradients) -> float:
 
 
 def _wider(tensor: Tensor) -> Tensor:
-    """In single precision, where it is half: what wrong weights do is not lost in rounding."""
+    """Half-precision tensors in single precision, so that rounding does not hide wrong weights."""
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The smallest of them, and one at least: every layer has some."""
+    """The smallest leaves, at least one: every layer has some."""
     ordered = sorted(tensors, key=Tensor.numel)
     sizes = accumulate(map(Tensor.numel, ordered))
     return [t for t, n in zip(ordered, sizes, strict=True) if n <= _CHEAP] or ordered[:1]

@@ -1,4 +1,4 @@
-"""Save what the user's code may change (state, attributes, random generators), and restore it."""
+"""Save and restore state that user code may change: attributes, containers, generators."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class preserve_user_state:
         self.restore()
 
     def is_changed(self) -> bool:
-        """Whether objects, containers or variables hold something else than at first."""
+        """Whether objects, containers or variables differ from their saved contents."""
         moved = any(get() is not value for _, get, value in self._variables)
         return moved or not self._snapshot.unchanged()
 
@@ -164,7 +164,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _generators(devices: Sequence[torch.device]) -> Iterator[Variable]:
-    """Those of torch, whose states are tensors, of Python and of NumPy."""
+    """The random generators of torch, whose states are tensors, of Python and of NumPy."""
     yield torch.default_generator.get_state, torch.default_generator.set_state
     for device in {device for device in devices if device.type != "cpu"}:
         module = torch.get_device_module(device)

@@ -43,18 +43,18 @@ from scatterpar.verify.moving_state import StateWatch, warning_about
 from scatterpar.verify.row_choice import choose_rows, informative_tensors, value_ranges
 from scatterpar.verify.spot_check import DiffersFromPlain, Finding, Inconclusive, SpotCheck
 
-_FIRST = 8  # steps that are checked
-_SHARE = 0.01  # of the time, that checks may take after these
-_FEW, _MANY = 9, 2  # rows of a later check; micro-batches of rows of the first one
-_KINDS = 1000  # how many kinds are remembered
+_FIRST = 8  # the first steps are checked
+_SHARE = 0.01  # maximal part of the time for later checks
+_FEW, _MANY = 9, 2  # rows of later checks; micro-batches of rows in the first check
+_KINDS = 1000  # maximal number of remembered kinds
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "Return it from forward, and take it from the output that the criterion is given"
-_PATIENCE_SECONDS = 20.0  # how long the other replicas wait for a check before they join it
+_PATIENCE_SECONDS = 20.0  # the other replicas wait so long for a check before they join it
 
 
 @dataclass
 class _Kind:
-    """What is known of one kind of criterion and batch."""
+    """The results of checks for one kind of criterion and batch."""
 
     checks: int = 0
     inconclusive: int = 0  # checks in a row
@@ -77,19 +77,19 @@ class _Kind:
         return beyond or (changed and was_steady)
 
     def agree(self, ranges: list[float]) -> None:
-        """Labels that go so far are verified."""
+        """Record that losses agree for labels within ``ranges``."""
         self.is_refused, self.inconclusive = False, 0
         known = self.verified_ranges
         same = known is not None and len(known) == len(ranges)
         self.verified_ranges = [*map(max, known or (), ranges)] if same else ranges
 
     def refuse(self, text: str) -> None:
-        """Refuse the step, and the next ones until one agrees."""
+        """Refuse the step, and later ones until a check agrees."""
         self.is_refused = True
         raise ValueError(text)
 
     def add_inconclusive(self, error: Inconclusive) -> bool:
-        """Returns whether later steps cannot tell either."""
+        """Record an inconclusive check. Returns whether later checks would be inconclusive, too."""
         self.inconclusive += 1
         is_lasting = self.inconclusive >= (
             2 if error.lasting else _FIRST
@@ -249,7 +249,7 @@ class Verifier:
             kind.refuse(_refusal(request, finding))
 
     def _tell_shared(self, request: Request, plan: Plan, kind: _Kind, check: SpotCheck) -> None:
-        """Tell that forward passes change what the criterion leads to."""
+        """Warn that forward passes change state that the criterion refers to."""
         if not check.shares_state:
             return
         reads = f"{_name_of(request)} reads what forward passes leave behind (a hook?)"
@@ -271,7 +271,7 @@ class Verifier:
             self._warned.add(text[:60])
 
     def _kind_of(self, request: Request, combines: bool) -> tuple[_Kind, Hashable]:
-        """What is known of the request's kind, and the numbers that its criterion brings along."""
+        """The results for the request's kind, and the numbers that its criterion refers to."""
         if len(self._kinds) > _KINDS:
             self._kinds.clear()
         made_of, numbers = describe(request.criterion, request.count, request.reduction)
@@ -317,10 +317,10 @@ def _run_spot_check(
     checks: Sequence[SpotCheck],
     run: Callable[[SpotCheck], Finding | None],
 ) -> Finding | None:
-    """What the first replica finds.
+    """The result of the first replica's check.
 
-    The user's code may wait for the other replicas, as a loss across them does at a barrier. So
-    when it takes long, the others do the same, each with its own.
+    User code may wait for the other replicas, for example at a barrier. So if the check takes long,
+    the others run the same check with their own modules.
     """
     ended = threading.Event()
 
@@ -348,7 +348,7 @@ def _run_spot_check(
 
 
 def _leads_to(criterion: Any, model: nn.Module) -> bool:
-    """Whether the criterion brings along the model, a part of it or a parameter, by any name."""
+    """Whether the criterion refers to the model, a part of it or a parameter, by any name."""
     brought = closure_tensors_and_modules(criterion)
     brought = [value for value in brought if not isinstance(value, Wrapper)]
     own = {id(each) for each in (*model.modules(), *model.parameters())} if brought else set()
@@ -372,7 +372,7 @@ def _differs(request: Request, expected: float, found: float) -> str:
 
 
 def _refusal(request: Request, finding: Finding) -> str:
-    """What is off, by how much, and what to pass."""
+    """The error text: the difference, its size, and what to pass."""
     sizes = " + ".join(str(len(part)) for part in finding.parts)
     error = finding.relative_error
     size = f"off by {100 * error:.2g} %" if math.isfinite(error) else "NaN or infinite"
@@ -389,7 +389,7 @@ def _refusal(request: Request, finding: Finding) -> str:
 
 
 def _unchecked(request: Request, error: Exception) -> str:
-    """That nobody could tell, and what to do if it is something else."""
+    """The warning for an inconclusive check, with the assumption and what to pass."""
     terms = "rows" if request.count is None else "what count= gives"
     return (
         f"could not check how {_name_of(request)} combines micro-batches ({str(error)[:120]}). The "

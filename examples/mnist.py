@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.devices.runtime import named
 from scatterpar.train.data import load
 
 Batches = Iterable[Sequence[Tensor]]
@@ -102,17 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
     parser.add_argument("--dropout", type=float, default=0.25)
-    parser.add_argument("--devices", nargs="+", default=None, help="such as cuda:0 cuda:1")
+    parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
     parser.add_argument("--stock", action="store_true", help="the original's lines")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
+    devices = named(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = args.devices[0] if args.devices else default
+    device = devices[0] if devices else default
     dtype = torch.float64 if args.double else torch.float32
     model = Net(args.dropout).to(device, dtype)
-    engine = None if args.stock else ScatterOnceParallel(model, args.accum, args.devices)
+    engine = None if args.stock else ScatterOnceParallel(model, args.accum, devices)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
     batches, held_out = loaders(args.rows, dtype)

@@ -113,7 +113,7 @@ def test_the_scripts_run_and_print_the_same(name, capsys, images):
     module, printed = script(name), []
     if name == "mnist":
         module.loaders = lambda rows, dtype: (images, images)
-    for more in (["--stock"], ["--devices", "cpu", "cpu", "--accum", "2"]):
+    for more in (["--stock"], ["--devices", "cpu,cpu", "--accum", "2"]):
         module.main([*SHORT[name], "--steps", "2", "--double", "--dropout", "0", *more])
         printed.append(capsys.readouterr().out)
     assert "loss" in printed[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from helpers.optional import needed
@@ -21,13 +22,16 @@ from fastai.callback.rnn import RNNCallback  # noqa: E402
 from fastai.callback.schedule import *  # noqa: E402, F403  patches Learner
 from fastai.callback.tracker import SaveModelCallback  # noqa: E402
 from fastai.callback.training import GradientAccumulation, GradientClip  # noqa: E402
+from fastai.data.block import CategoryBlock, DataBlock  # noqa: E402
 from fastai.data.core import DataLoaders  # noqa: E402
 from fastai.data.load import DataLoader  # noqa: E402
+from fastai.data.transforms import RandomSplitter  # noqa: E402
 from fastai.learner import AvgSmoothLoss, Learner, load_learner  # noqa: E402
 from fastai.losses import CrossEntropyLossFlat  # noqa: E402
 from fastai.metrics import accuracy  # noqa: E402
 from fastai.optimizer import SGD  # noqa: E402
 from fastai.torch_core import params  # noqa: E402
+from fastai.vision.data import ImageBlock  # noqa: E402
 
 from scatterpar.integrations import fastai  # noqa: E402
 from scatterpar.integrations.fastai import ScatterOnce  # noqa: E402
@@ -217,6 +221,32 @@ def test_predictions_and_validation(device_ids, tmp_path):
     ):
         torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
     assert [*ours.validate()] == pytest.approx([*stock.validate()])
+
+
+def test_one_prediction_and_results_that_are_shown(device_ids):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+
+    def shown(*callbacks):
+        block = DataBlock(
+            (ImageBlock, CategoryBlock),
+            get_x=lambda i: numpy.full((8, 8, 3), 9 * i, numpy.uint8),
+            get_y=lambda i: "ab"[i % 2],
+            splitter=RandomSplitter(0.3, seed=1),
+        )
+        with seeded(2):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+        loaders = block.dataloaders([*range(20)], bs=4, device="cpu")
+        learn = Learner(loaders, model, CrossEntropyLossFlat(), cbs=callbacks)
+        with learn.no_bar(), learn.no_logging():
+            predicted = learn.predict(3)
+            learn.show_results(max_n=4)
+        titles = [axes.get_title() for axes in pyplot.gcf().axes]
+        pyplot.close("all")
+        return predicted, titles
+
+    (ours, titles), (stock, expected) = shown(ScatterOnce(device_ids, 2)), shown()
+    assert (ours[0], titles) == (stock[0], expected)
+    torch.testing.assert_close(ours[2], stock[2])
 
 
 def test_what_is_saved_and_exported_is_the_model(tmp_path):

@@ -195,6 +195,11 @@ def test_a_run_is_that_of_one_device(options, device_ids):
             torch.testing.assert_close(value, other[name], msg=name)
 
 
+def test_accum_auto_is_a_run_of_one_device(device_ids):
+    """Memory suffices here: one sub-step per replica."""
+    assert_same(fitted(ScatterOnceStrategy(device_ids, accum="auto"))[0], fitted()[0])
+
+
 def test_the_trainers_devices_are_replicas():
     strategy = ScatterOnceStrategy(accum=2)
     own = trainer(strategy, devices=2, max_epochs=1)

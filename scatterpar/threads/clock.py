@@ -37,6 +37,10 @@ class Span:
 
     start = end = own = 0.0
     elements = 0
+    _zero: Zero | None = None
+    _device: torch.device | None = None
+    _before: torch.Event | None = None
+    _after: torch.Event | None = None
 
     def __init__(
         self, name: str, share: Share | None, sub_step: int | None, step: RecordedStep | None
@@ -44,31 +48,26 @@ class Span:
         self.name, self.sub_step = name, sub_step
         self.replica = None if share is None else share.replica
         self._step = step
-        self._zero: Zero | None = None
-        self._device: torch.device | None = None
-        self._marks: list[torch.Event | None] = []
-        if step is not None and share is not None and name in ON_DEVICES:
-            self._zero = step.zeros.get(share.device)
-            self._device = self._zero and share.device
+        if step is not None and step.zeros and share is not None and name in ON_DEVICES:
+            self._zero, self._device = step.zeros.get(share.device), share.device
 
     def __enter__(self) -> Self:
-        self._marks.append(timed_mark(self._device))
+        self._before = timed_mark(self._device)
         self.start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end = time.perf_counter()
-        self._marks.append(timed_mark(self._device))
+        self._after = timed_mark(self._device)
         if self._step is not None:
             self._step.recorded.append(self)
 
     @cached_property
     def on_device(self) -> tuple[float, float] | None:
         """Start and end of the work on an accelerator, by the host's clock; else ``None``."""
-        marks = [mark for mark in self._marks if mark is not None]
-        if self._zero is None or len(marks) != 2:
+        if self._zero is None or self._before is None or self._after is None:
             return None
-        (event, at), (start, end) = self._zero, marks
+        (event, at), start, end = self._zero, self._before, self._after
         with contextlib.suppress(RuntimeError):  # of a device that failed
             end.synchronize()
             return at + event.elapsed_time(start) / 1e3, at + event.elapsed_time(end) / 1e3

@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sub-step warms up in other memory than it is captured with",
-        "with own.recorder.warming_up():",
+        "with replica_graphs.recorder.warming_up():",
         "if True:",
         STREAMS + "test_graphs_do_not_need_the_activations_twice",
         "OutOfMemoryError",
@@ -213,6 +213,21 @@ MUTATIONS = [
         "    with _counting:",
         STREAMS + "test_graphs_do_not_need_the_activations_twice",
         "Error",
+    ),
+    Mutation(
+        "replicas of one card share the memory of their graphs",
+        "self._pool or torch.get_device_module(self._device).graph_pool_handle()",
+        "self._pool or _POOLS.setdefault(0, torch.cuda.graph_pool_handle())",
+        GRAPHS + "test_gradients_are_those_of_the_whole_batch",
+        "already recording to mempool_id",
+        also=(("\n_RECORDING: dict[", "\n_POOLS: Any = {}\n_RECORDING: dict["),),
+    ),
+    Mutation(
+        "the host reads what has not arrived",
+        "torch.cat(parts).cpu().split(",
+        'torch.cat(parts).to("cpu", non_blocking=True).split(',
+        STREAMS + "test_what_the_host_reads_has_arrived",
+        "AssertionError",
     ),
     Mutation(
         "a capture that failed is not ended",

@@ -16,6 +16,7 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import script
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar.devices.fingerprints import to_host
 from scatterpar.devices.transfers import Prefetcher
 
 pytestmark = pytest.mark.draws
@@ -109,6 +110,13 @@ def test_rows_that_are_not_pinned_are_staged():
     size = batch[0].nbytes // 8
     copies = [r.pageable for r in records if r.kind == "copy_in" and r.bytes == size]
     assert copies == [False] * 8
+
+
+def test_what_the_host_reads_has_arrived():
+    """A copy to pinned memory, as torch makes one that does not wait, would be read too early."""
+    values = torch.ones(4, device=CARD)
+    records = traced(lambda: to_host([values]))
+    assert [r.blocks for r in records if r.kind == "copy_out"] == [True]
 
 
 def test_the_pairs_backward_pass_is_on_the_streams_of_its_forward_pass():

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+import scatterpar
 from scatterpar import DataParallelModel, ScatterOnceParallel
+from scatterpar.checkup import copies, training
 from scatterpar.devices.runtime import has_streams
 
 pytestmark = pytest.mark.draws
@@ -83,3 +85,10 @@ def test_the_pair_on_two_devices_and_graphs_are_refused_in_words():
         DataParallelModel(model, TWO)
     with pytest.raises(ValueError, match="captures no graphs"):
         ScatterOnceParallel(model, 1, TWO, graphs=True)
+
+
+def test_the_doctor_ends_and_finds_nothing_wrong(monkeypatch):
+    """It timed as many rows as on GPUs, and copied 256 MiB: ten minutes were not enough."""
+    monkeypatch.setattr(copies, "SIZES", (1000, 2**16))
+    monkeypatch.setattr(training, "BUDGET", 0)
+    assert scatterpar.doctor(TWO).passed

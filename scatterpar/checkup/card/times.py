@@ -25,8 +25,14 @@ from scatterpar.checkup.card.setting import Finding, Setting
 
 COUNTS = (1, 2, 4, 8)
 EAGER, GRAPHS, DDP = "eager", "graphs", "DDP"
-_ACCUM, _ROUNDS = 16, 5
+_ACCUM, _ROUNDS = 16, 3
 _Times = dict[str, list[float]]  # seconds of a step in each round, by who took it
+
+
+def join(setting: Setting) -> Finding:
+    """Start the processes of DistributedDataParallel, with which the other checks compare."""
+    _processes(setting)
+    return Finding(True, f"{len(setting.devices)} processes")
 
 
 def step(name: str, count: int, mode: str, setting: Setting) -> Finding:

@@ -232,6 +232,9 @@ class SpotCheck:
     def _has_outputs(self) -> bool:
         return self._task.criterion is not None and not self.shares_state
 
+    def _is_random(self) -> bool:
+        return self._hook_state.drawn or self._criterion_state.drawn
+
     def _note_shared(self) -> None:
         self.shares_state = self._is_shared and self._criterion_state.is_changed()
 
@@ -341,14 +344,17 @@ class SpotCheck:
         differ = partial(relative_difference, least=1e-2 if by_module else 1e-6)
 
         def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
-            with SameNumbers() as numbers:
+            numbers = SameNumbers()  # entered only if needed: torch imports its compiler for it
+            with numbers if self._is_random() else contextlib.nullcontext():
                 value = loss(rows)
                 gradients = _gradients(value, leaves, dtypes)
             draws.add(numbers.calls)
             self._restore()
             return float(value.detach()), gradients
 
-        self._hook_state.drawn = False
+        self._hook_state.drawn = self._criterion_state.drawn = False
+        evaluate(counted[-1])  # whether anything is drawn
+        draws.clear()
         total, joined = evaluate(rows)
         values, apart = zip(*map(evaluate, counted), strict=True)
         if len(draws) > 1:
@@ -361,7 +367,7 @@ class SpotCheck:
         combined = _combined([weight for weight in weights if weight], apart)
         error, _ = differ(combined, joined)
         if tolerance < error < math.inf:
-            if self._hook_state.drawn and draws == {0}:
+            if self._is_random() and draws == {0}:
                 raise Inconclusive("another thread draws random numbers", lasting=True)
             if differ(evaluate(rows)[1], joined)[0] > tolerance:
                 raise Inconclusive("it gives another result each time", lasting=True)

@@ -301,7 +301,7 @@ def test_the_pair_takes_them_too(devices):
     pair = Pair(build(Reader), LOSS, devices(2))
     labels = Rows(list(LABELS), torch.stack)
     pair.check(Rows(SENTENCES, pad), labels, plain=(pad(SENTENCES), LABELS))
-    with pytest.raises(ValueError, match="with the pair, call it for each of the batches"):
+    with pytest.raises(ValueError, match="with the pair, make one call per batch"):
         pair.model(Rows.from_batches([SENTENCES[1][None], SENTENCES[5][None]]))
 
 
@@ -432,12 +432,12 @@ REFUSED = {
     "a window among other inputs": (
         (ROWS, Rows.from_batches([ROWS[:4], ROWS[4:]])),
         ValueError,
-        "inputs: Rows.from_batches stands for all inputs, or for all targets",
+        "inputs: Rows.from_batches must be the whole inputs, or the whole targets",
     ),
     "a window in a window": (
         Rows.from_batches([Rows.from_batches([ROWS])]),
         ValueError,
-        "inputs, batch 0: Rows.from_batches stands for all inputs",
+        "inputs, batch 0: Rows.from_batches must be the whole inputs",
     ),
     "a batch disagrees inside": (
         Rows.from_batches([ROWS, (ROWS, ROWS[:2])]),
@@ -509,7 +509,7 @@ def test_inference_takes_one_batch_at_a_time(devices):
     batches, *_ = window()
     with (
         ScatterOnceParallel(build(Reader).eval(), 1, devices(2)) as engine,
-        pytest.raises(ValueError, match=r"for inference, .* call it for each of the batches"),
+        pytest.raises(ValueError, match=r"For inference, .* make one call per batch"),
     ):
         engine(Rows.from_batches(batches))
 

@@ -52,11 +52,11 @@ def test_parameters_that_a_forward_pass_makes_are_refused_by_name(device_ids, ki
     engine = ScatterOnceParallel(model, 2, device_ids)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"makes the parameter 'head\.weight'.*before the first"
+            ValueError, match=r"creates the parameter 'head\.weight'.*before the first"
         ):
             engine.forward_backward(inputs, targets, criterion, whole_batch=whole_batch)
         with (
-            pytest.raises(ValueError, match=r"makes the parameter 'head\.weight'"),
+            pytest.raises(ValueError, match=r"creates the parameter 'head\.weight'"),
             torch.no_grad(),
         ):
             engine(inputs)

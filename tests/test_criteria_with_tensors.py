@@ -115,10 +115,10 @@ def test_what_a_closure_brings_along_is_named(devices):
     with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
         with pytest.raises((RuntimeError, NotImplementedError)) as caught:
             engine.forward_backward(*BATCH, criterion)
-        (said,) = [note for note in caught.value.__notes__ if "brings" in note]
+        (said,) = [note for note in caught.value.__notes__ if "criterion uses" in note]
         assert said == (
-            "the criterion brings 'weight' along, which is on meta, but this replica computes on "
-            "cpu: what a function closes over cannot be moved; bind it with "
+            "the criterion uses 'weight' on meta, but this replica computes on "
+            "cpu, and what a function closes over cannot be moved; bind it with "
             "functools.partial(criterion, weight=weight), or make the criterion an nn.Module that "
             "has it as a buffer"
         )

@@ -283,7 +283,7 @@ def test_the_engine_refuses_devices_whose_memory_brings_other_bytes(monkeypatch)
                 with pytest.raises(RuntimeError) as refused:
                     call()
                 words = str(refused.value)
-                assert "from cpu:0 to cpu:1 brought other bytes than were sent" in words
+                assert "from cpu:0 to cpu:1 arrived corrupted" in words
                 assert "through the host's memory" in words
                 assert "python -m scatterpar doctor" in words
         assert module.weight.grad is None

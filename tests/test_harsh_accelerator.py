@@ -372,7 +372,7 @@ def test_a_broken_link_of_the_tree_is_found(late):
     with (
         control.broken_link(2, 3, "altered"),
         ScatterOnceParallel(model, 1, range(4)) as engine,
-        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 brought other bytes"),
+        pytest.warns(UserWarning, match=f"from {NAME}:2 to {NAME}:3 arrived corrupted"),
     ):
         engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
     for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
@@ -415,7 +415,7 @@ def test_where_copies_bring_other_bytes_the_engine_takes_another_way(way, kind):
     batch = inputs.to(FIRST), targets.to(FIRST)  # a batch on a card crosses that way too
     source, target = (f"{NAME}:{i}" for i in way)
     with control.broken_link(*way, kind), ScatterOnceParallel(model, 2, [FIRST, SECOND]) as engine:
-        with pytest.warns(UserWarning, match=f"from {source} to {target} brought other bytes"):
+        with pytest.warns(UserWarning, match=f"from {source} to {target} arrived corrupted"):
             engine.forward_backward(*batch, criterion)
         model.zero_grad()
         loss = engine.forward_backward(*batch, criterion)
@@ -431,7 +431,7 @@ def test_the_pair_looks_for_itself_too_and_only_once():
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     with control.broken_link(0, 1, "altered"):
         parallel, loss = DataParallelModel(model, [FIRST, SECOND]), DataParallelCriterion(criterion)
-        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} brought other bytes"):
+        with pytest.warns(UserWarning, match=f"from {FIRST} to {SECOND} arrived corrupted"):
             parallel(inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

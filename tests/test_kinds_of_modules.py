@@ -68,13 +68,13 @@ class Maps(nn.Linear):
 
 def test_a_generator_as_an_output_is_refused_in_words(devices):
     model = build(lambda: Yields(FEATURES, CLASSES)).eval()
-    words = "output holds a generator, which nobody has run yet; return a list"
+    words = "output contains a generator that has not been consumed; return a list"
     with ScatterOnceParallel(model, 2, devices(2)) as engine, pytest.raises(TypeError, match=words):
         engine(BATCH[0])
     with pytest.raises(TypeError, match=words):
         DataParallelModel(model, devices(2))(BATCH[0])
     pair = DataParallelModel(build(lambda: Maps(FEATURES, CLASSES)), devices(2))
-    with pytest.raises(TypeError, match="output holds a map, which nobody has run yet"):
+    with pytest.raises(TypeError, match="output contains a map that has not been consumed"):
         pair(BATCH[0])
 
 

@@ -714,6 +714,6 @@ def test_a_loss_of_versions_of_the_same_pictures():
     module = build(lambda: nn.Linear(5, 3))
     inputs, targets = randn(24, 5), randint(3, 24)
     with ScatterOnceParallel(module, 2, ["cpu:0", "cpu:1"]) as engine:
-        words = "Versions cuts the rows that it is given into 3 versions.*pass whole_batch=True"
+        words = "Versions splits its rows into 3 versions.*pass whole_batch=True"
         with pytest.raises(ValueError, match=words):
             engine.forward_backward(inputs, targets, Versions())

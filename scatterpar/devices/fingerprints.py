@@ -171,13 +171,13 @@ def _find_staged_route(source: torch.device, target: torch.device) -> None:
     HOST_STAGED.discard(pair)
     if _arrives(source, target, size):
         return
-    what = f"a copy of {size} bytes from {source} to {target} brought other bytes than were sent"
+    what = f"a copy of {size} bytes from {source} to {target} arrived corrupted"
     HOST_STAGED.add(pair)
     if not _arrives(source, target, size):
         HOST_STAGED.discard(pair)
         raise RuntimeError(
-            f"{what}, and so it did through the host's memory; nothing that is computed here can "
-            f"be trusted. Run: python -m scatterpar doctor"
+            f"{what}, also through the host's memory; do not trust any result of this machine. "
+            f"Run: python -m scatterpar doctor"
         )
     warn(
         f"{what}: copies between them go through the host's memory from now on, which is slower, "

@@ -172,9 +172,9 @@ class ReplicaSet:
             name = next((n for n, p in named if p.requires_grad and id(p) not in known), None)
             if name is not None:
                 raise ValueError(
-                    f"the forward pass makes the parameter {name!r}, each replica for itself, and "
-                    f"no optimizer finds it: nothing was changed; make it before the first step, "
-                    f"such as by calling the module once on one micro-batch; to give it other "
+                    f"the forward pass creates the parameter {name!r} on each replica, where no "
+                    f"optimizer finds it; nothing was changed. Create it before the first step, "
+                    f"for example by calling the module once on one micro-batch. To change its "
                     f"values, write it after the optimizer's step"
                 )
 

@@ -170,8 +170,8 @@ def note_wrong_devices(error: BaseException, function: Any, device: torch.device
         if isinstance(tensor, Tensor) and tensor.device != device:
             add_note(
                 error,
-                f"the criterion brings {name!r} along, which is on {tensor.device}, but this "
-                f"replica computes on {device}: what a function closes over cannot be moved; bind "
+                f"the criterion uses {name!r} on {tensor.device}, but this replica computes on "
+                f"{device}, and what a function closes over cannot be moved; bind "
                 f"it with functools.partial(criterion, {name}={name}), or make the criterion an "
                 f"nn.Module that has it as a buffer",
             )

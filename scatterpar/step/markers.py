@@ -330,9 +330,9 @@ def _size(name: str, leaf: Any, dim: int) -> int | None:
     """The number of rows of a leaf; ``None`` if every replica gets it unchanged."""
     if isinstance(leaf, Batches):
         raise ValueError(
-            f"{name}: Rows.from_batches stands for all inputs, or for all targets, of "
-            f"forward_backward: put into each batch all that belongs to it; for inference, and "
-            f"with the pair, call it for each of the batches"
+            f"{name}: Rows.from_batches must be the whole inputs, or the whole targets, of "
+            f"forward_backward; put everything that belongs to a batch into that batch. For "
+            f"inference, and with the pair, make one call per batch"
         )
     if isinstance(leaf, Marker):
         return leaf.num_rows

@@ -110,8 +110,8 @@ def refuse_generators(output: Any) -> None:
     for leaf in leaves(output):
         if isinstance(leaf, Iterator):
             raise TypeError(
-                f"the module's output holds a {type(leaf).__name__}, which nobody has run yet; "
-                f"return a list or tuple of what it yields"
+                f"the module's output contains a {type(leaf).__name__} that has not been consumed; "
+                f"return a list or tuple of its items"
             )
 
 

@@ -162,9 +162,9 @@ class Request:
         """Refuse values that are not functions, or functions at another argument's position."""
         if callable(self.targets) or isinstance(self.criterion, Tensor):
             raise TypeError(
-                f"targets is {_shown(self.targets)} and criterion is {_shown(self.criterion)}: "
-                f"argument order? It is forward_backward(inputs, targets, criterion), with "
-                f"criterion= by name where there are no targets"
+                f"got targets={_shown(self.targets)} and criterion={_shown(self.criterion)}, which "
+                f"look swapped or misplaced; call forward_backward(inputs, targets, criterion), or "
+                f"pass criterion= by name if there are no targets"
             )
         for name, value in (("criterion", self.criterion), ("count", self.count)):
             if value is not None:
@@ -270,8 +270,8 @@ def check_module(module: Any) -> None:
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel, Wrapper)):
         raise TypeError(
-            f"module is wrapped in {type(module).__name__}, whose work this does; pass the model "
-            f"itself, which is its .module (and process_group=, for several processes)"
+            f"module is already wrapped in {type(module).__name__}, which does the same work; pass "
+            f"the model inside it, its .module (and process_group= for several processes)"
         )
 
 
@@ -321,9 +321,9 @@ def _refuse_splits(criterion: Any) -> None:
     splits = getattr(criterion, "num_splits", 1)
     if isinstance(splits, int) and splits > 1:
         raise ValueError(
-            f"{type(criterion).__name__} cuts the rows that it is given into {splits} versions of "
-            f"the same pictures, and a micro-batch's rows are no such: pass whole_batch=True, so "
-            f"that it is called once with all rows"
+            f"{type(criterion).__name__} splits its rows into {splits} versions of the same "
+            f"images, which the rows of a micro-batch are not; pass whole_batch=True, which "
+            f"calls it once with all rows"
         )
 
 

@@ -24,8 +24,9 @@ _SHOWN = 72  # characters of a share's row numbers in a table
 class Share:
     """The rows of the batch that one replica handles.
 
-    ``start``, ``stop`` and the pairs in ``micro_batches`` are positions in the batch. A sub-step
-    computes ``batch[start:stop]`` of its pair.
+    ``start``, ``stop`` and the pairs in ``micro_batches`` count rows in the order of the plan.
+    Without costs that is the order of the batch, and a sub-step computes ``batch[start:stop]`` of
+    its pair.
 
     If the batch consists of several (``Rows.from_batches``), positions count through all of them,
     one after the other, and a share has some rows of each. ``start`` is its first row, and ``stop``

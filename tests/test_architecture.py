@@ -1,4 +1,4 @@
-"""Rooms call downwards only: docs/architecture.md says in which order."""
+"""Packages import only from lower packages, in the order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import scatterpar
 
 PACKAGE = Path(scatterpar.__file__).parent
 
-ROOMS = ["devices", "threads", "replicas", "step", "verify", "distributed"]  # from the ground up
-ABOVE = len(ROOMS)  # the engine, the pair and the tool
+PACKAGES = ["devices", "threads", "replicas", "step", "verify", "distributed"]  # the lowest first
+ABOVE = len(PACKAGES)  # the engine, the pair and the tool
 PLAIN_DATA = {"scatterpar.plan", "scatterpar.report", "scatterpar.torch_private"}
 
 
-def floor(module):
+def level_of(module):
     parts = module.split(".")
-    room = parts[1] if len(parts) > 1 else ""
-    return ROOMS.index(room) if room in ROOMS else ABOVE
+    package = parts[1] if len(parts) > 1 else ""
+    return PACKAGES.index(package) if package in PACKAGES else ABOVE
 
 
 def imports(path):
@@ -43,12 +43,12 @@ def graph():
     return {name_of(path): set(imports(path)) for path in PACKAGE.rglob("*.py")}
 
 
-def test_no_room_calls_upwards():
+def test_no_package_imports_a_higher_one():
     upwards = [
         f"{module} imports {other}"
         for module, others in graph().items()
         for other in others - PLAIN_DATA
-        if floor(other) > floor(module)
+        if level_of(other) > level_of(module)
     ]
     assert not upwards
 
@@ -63,7 +63,7 @@ def test_there_is_no_circle():
 
 def test_the_engine_is_not_known_below_it():
     for module, others in graph().items():
-        if floor(module) < ABOVE:
+        if level_of(module) < ABOVE:
             assert "scatterpar.engine" not in others, module
 
 

@@ -582,7 +582,7 @@ def test_copies_ahead_wait_for_nothing_that_comes_later(late):
     computed = first * 2  # waits in the queue of the stream that computes
     second = sent(ahead, kept, 1)
     third = first * 3
-    ahead.settle()  # the copies, and what came before them
+    ahead.synchronize()  # the copies, and what came before them
     assert control.queued() > 0
     kept.zero_()
     torch.testing.assert_close(third.cpu() * 2, computed.cpu() * 3)
@@ -619,7 +619,7 @@ def test_no_more_than_two_micro_batches_are_staged(late):
         for number in range(4):
             copies.append(sent(ahead, tensor, number))
         assert control.counters().synchronizations - before == waits
-        ahead.settle()
+        ahead.synchronize()
         assert all(copy.sum().item() == 32 for copy in copies)
 
 
@@ -631,7 +631,7 @@ def test_what_comes_from_another_card_leaves_its_computation_alone(late):
     ahead = Prefetcher(torch.device(SECOND), [torch.device(FIRST)])
     computed = torch.zeros(4, device=FIRST) + 1  # queued, and not begun
     copied = sent(ahead, rows, 0)
-    ahead.settle()
+    ahead.synchronize()
     assert control.queued() > 0
     ahead.wait_on_stream(0)
     assert copied.sum().item() == 32
@@ -669,7 +669,7 @@ def test_memory_that_a_copy_will_write_is_not_let_go(late):
     torch.accelerator.synchronize(1)
     ahead = Prefetcher(device)
     sent(ahead, kept, 0)
-    ahead.settle()  # by the caller
+    ahead.synchronize()  # by the caller
     assert control.queued() == 0
     rows = sent(ahead, kept, 1)  # by the worker
     assert control.queued() > 0
@@ -687,7 +687,7 @@ def test_what_is_copied_while_the_caller_settles_is_kept_too(late):
 
     with mock.patch("scatterpar.devices.transfers.record_event") as mark:
         mark.return_value.synchronize = copy_another
-        ahead.settle()
+        ahead.synchronize()
     assert made[0]() is not None
     ahead.wait_on_stream(0)
     assert made[0]() is None

@@ -172,10 +172,10 @@ def has_places(tensor: Tensor) -> bool:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs (near, far) of a tree over replicas or memories, in rounds: far is added to near.
+    """Pairs (target, source) of a tree, in rounds. The pairs of one round are independent.
 
-    Gradients use it over replicas. Parameters use it over memories, backwards: in each round,
-    memories that have the values send them to as many that have not.
+    The sum of gradients uses them over replicas: the source is added to the target. ``Broadcast``
+    uses them over devices, in reverse: the target sends to the source.
 
     >>> rounds(5)
     [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]

@@ -149,9 +149,9 @@ def check_links(
     (ACS), with a faulty driver. See https://github.com/pytorch/pytorch/issues/84803 and
     https://github.com/NVIDIA/open-gpu-kernel-modules/issues/1257.
 
-    ``senders`` return the routes of their copies, (source, target). Known bytes are sent over each
-    route in both directions, without being counted. If they change, copies from that device to the
-    other one go through host memory from now on, and a warning says so.
+    Each of ``senders`` yields pairs of devices between which it copies. Known bytes are sent in
+    both directions of each pair, without being counted. If they change, copies from that device to
+    the other one go through host memory from now on, and a warning says so.
 
     Raises:
         RuntimeError: bytes change on the way through host memory, too.

@@ -55,7 +55,7 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
 class Transfers:
     """Copies between memories, counted by phase.
 
-    All copies of a step go through ``copy``, ``copy_into`` or, ahead of time, ``issue``.
+    All counted copies of a step go through ``copy``, ``copy_into`` or, ahead of time, ``issue``.
 
     Leaving the context waits until no pending copy reads host memory: copies from pinned memory are
     asynchronous.
@@ -145,7 +145,7 @@ class Prefetcher(Transfers):
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
         self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
-        self._asking = threading.Lock()  # a worker that was left behind asks while others settle
+        self._asking = threading.Lock()  # a worker that was left behind asks while others synchronize
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():
@@ -157,9 +157,9 @@ class Prefetcher(Transfers):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # no caller could handle an error here
             if self._targets:
-                self.settle()
+                self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until nothing that was copied is read any more."""
         super().synchronize()
         if self._stream is not None:

@@ -75,11 +75,11 @@ def replicate(
 
     Like ``torch.nn.parallel.replicate``, but on any device. Parameters are copied to each other
     device once, in few messages, and shared by the replicas there. Each replica has private
-    buffers. A backward pass through the copies adds their gradients on the master, always in the
-    same order.
+    buffers. A backward pass through the copies adds their gradients in the order of
+    ``sum_in_order``. The result is on the master.
 
     Returns the replicas and a context manager for the forward passes, which refuses writes to
-    parameters. In modes that are ``proven`` it compares versions and storages only.
+    parameters. In ``checked_modes`` it compares versions and storages only.
     """
     check_placement((module,), device_ids)
     survey = ModuleContents((module,), physical(device_ids[0]))

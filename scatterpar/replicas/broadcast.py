@@ -52,8 +52,8 @@ class Broadcast:
     version. So the fingerprints of the other parameters are compared with those of the values on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
 
-    Values always take the same tree: the master sends to one device, then both send to two others,
-    and so on, chunk by chunk.
+    The owner of a tensor sends it, chunk by chunk, in the reverse of ``rounds``: to one device,
+    then both send to others. The owner is the master, except in ``receive_updates``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:

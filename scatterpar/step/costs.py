@@ -1,7 +1,7 @@
-"""Micro-batches by cost: rows of similar cost share a micro-batch, whose cost has a limit.
+"""Micro-batches by cost: rows of similar cost share a micro-batch, whose cost is limited.
 
 A micro-batch costs its number of rows times their largest cost, since rows are padded to the
-longest one.
+longest one. A row that costs more than the limit is a micro-batch of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HALVINGS = 20  # steps of the bisection for the smallest limit
 
 
 def has_costs_argument(module: nn.Module) -> bool:
-    """Whether the module's ``forward`` takes an argument ``costs``."""
+    """Whether the module's ``forward`` takes an argument ``costs`` or any keyword argument."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -57,7 +57,7 @@ def plan_by_cost(
     """Cut rows, sorted by cost, into micro-batches within ``budget``; assign them to ``devices``.
 
     The number of micro-batches is a multiple of the number of replicas, if there are enough rows.
-    The largest padded cost is the least that this number allows. Loads are in proportion to
+    The cuts then minimise the largest cost of a micro-batch. Loads are in proportion to
     ``shares``, up to whole micro-batches.
 
     Raises:
@@ -128,7 +128,7 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     """The rows of each micro-batch, the most expensive rows first.
 
     There are as few micro-batches as the budget allows, rounded up to a multiple of ``replicas``.
-    Their costs are as even as rows of falling cost can be cut.
+    Rows are sorted by falling cost, and the cuts minimise the largest cost of a micro-batch.
     """
     rows = sorted(range(len(costs)), key=lambda row: -costs[row])  # stable
     falling = [costs[row] for row in rows]

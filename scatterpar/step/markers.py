@@ -17,14 +17,14 @@ from scatterpar.step import nested
 
 
 class Marker:
-    """A marked value in a batch. This base class is for values without rows.
+    """A wrapper around one value of a batch. The base class is for a value without rows.
 
     All other code calls these methods, so another kind of marker is another subclass. It is not a
     dataclass, because ``nested`` would descend into its fields.
     """
 
     contents: Any  # the marked value, nested at will, without other markers in it
-    collate: Callable[[Any], Any] | None = None  # makes the module's value of the contents
+    collate: Callable[[Any], Any] | None = None  # the module or criterion gets its result
 
     def around(self, contents: Any) -> Self:
         """The same marker around other ``contents``, such as copies on another device."""
@@ -104,8 +104,9 @@ class Rows(Marker):
     Args:
         entries: a list, tuple or other sequence; tensors in an entry may be of any shape.
         collate: ``collate(entries)`` returns the input of the module or criterion for the entries
-            of a micro-batch. It runs on the replica's device and in its thread, so it pads each
-            micro-batch separately. Without it, the module or criterion gets the list of entries.
+            of a micro-batch, so each micro-batch is padded separately. It runs on the replica's
+            device and in its thread; if labels are counted, also in the caller's thread. Without
+            it, the module or criterion gets the list of entries.
 
     Raises:
         TypeError: ``entries`` is no sequence, or ``collate`` cannot be called.
@@ -204,7 +205,7 @@ class Batches:
 
 
 def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any]], list[int]]:
-    """The inputs and targets of each batch that a step is made of, and its number of rows."""
+    """A pair: the (inputs, targets) of each batch, and the number of rows of each batch."""
     parts = {"inputs": inputs, "targets": targets}
     split = {name: part.entries for name, part in parts.items() if isinstance(part, Batches)}
     if not split:
@@ -215,7 +216,7 @@ def batches_of(inputs: Any, targets: Any, dim: int) -> tuple[list[tuple[Any, Any
     }
     batch_sizes = next(iter(sizes.values()))
     total = sum(batch_sizes)
-    for name in parts.keys() - split.keys():  # one of them may come in one piece
+    for name in parts.keys() - split.keys():  # one batch: it is sliced like the others
         rows = count_rows({name: parts[name]}, dim, known=total)
         sizes[name] = batch_sizes if rows == total else [rows]
         ends = pairwise(accumulate(batch_sizes, initial=0))
@@ -264,7 +265,7 @@ def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
 
 
 def slice_leaf(leaf: Any, start: int, stop: int, dim: int) -> Any:
-    """``slice_rows`` for a leaf.
+    """The rows ``start:stop`` of one leaf.
 
     0-dim tensors are always copied, so that no two callers share one.
     """
@@ -279,7 +280,7 @@ def unwrap_markers(value: Any, *, copy: bool = False) -> Any:
 
 
 def unwrap_marker(leaf: Any, *, copy: bool) -> Any:
-    """``unwrap_markers`` for a leaf."""
+    """One leaf without its marker; with ``copy``, tensors are copied."""
     if isinstance(leaf, Tensor):
         return leaf.clone() if copy else leaf
     return leaf.unwrap(copy=copy) if isinstance(leaf, Marker) else leaf

@@ -146,7 +146,8 @@ def join_rows(
 
     Tensors are concatenated along ``dim``. 0-dim tensors are averaged with ``weights``, one per
     piece; pieces with weight zero are ignored. Any other leaf is returned once if all pieces have
-    the same, and otherwise becomes a list with one entry per piece.
+    the same, and otherwise becomes a list with one entry per piece. With ``lists``, lists that have
+    one entry per row are concatenated. With ``strict``, anything but rows is refused.
 
     ``rows`` has the number of rows of each piece. A tensor then has that size along ``dim``, or a
     multiple of it. A tensor with another size and the same bits in all pieces, such as a codebook,

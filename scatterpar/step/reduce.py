@@ -1,13 +1,14 @@
-"""Add replica gradients on the master, along a tree of replicas, in the same order every time.
+"""Add the gradients of replicas in pairs, always in the same order; the master has the result.
 
-Pairs do not depend on the devices::
+::
 
     0   1   2   3   4        first round:  0 += 1, 2 += 3
     0 <-+   2 <-+   4        second round: 0 += 2
     0 <-----+       4        third round:  0 += 4
 
-Only the number of replicas determines the pairs, and so each bit of the sum. If both replicas of a
-pair share a memory, nothing is copied; otherwise the gradients of the second are, chunk by chunk.
+Only the number of replicas that have rows determines the pairs, and so each bit of the sum. If both
+replicas of a pair share a memory, nothing is copied. Otherwise the gradients of the second replica
+are copied to the device of the first; with ``in_place``, dense ones of equal layout in chunks.
 """
 
 from __future__ import annotations
@@ -198,10 +199,10 @@ def sum_in_order(
     *,
     in_place: bool,
 ) -> dict[int, Tensor]:
-    """The sum of each position's gradients, on ``devices[0]``, along the tree.
+    """For each index of a parameter: the sum of its gradients over replicas, on ``devices[0]``.
 
-    With ``in_place``, the given gradients become sums. Otherwise they are not written, and autograd
-    records the sum.
+    With ``in_place``, the given tensors are overwritten with partial sums. Otherwise they are not
+    written, and autograd records the sum.
     """
     sums = [dict(each) for each in gradients]
     for near, far in chain(*rounds(len(sums))):
@@ -219,7 +220,10 @@ def sum_in_order(
 def _take_in(
     total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, transfers: Transfers
 ) -> None:
-    """Add the gradients of another memory in place, with memory for one chunk."""
+    """Add the gradients of another device in place.
+
+    Dense gradients of equal layout need memory for one chunk; the others are copied first.
+    """
     flats = {i: flat_view(t) for i, t in found.items() if i in total}
     alike = {
         i: flat

@@ -33,7 +33,8 @@ class Request:
         retain_rows: whether rows that have arrived stay for a second pass.
         most: maximal number of sub-steps, for a trial whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
-        order: the number of the row at each position of ``batches``, if they are cut by cost.
+        order: for a plan by cost, the number in the user's batch of each row, in the order of the
+            plan; otherwise empty.
         batches: the inputs and targets of each batch, one or several. This and the following
             attributes are set by ``checked``.
         sizes: the number of rows of each batch.
@@ -78,7 +79,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """The number of rows in the step: the sum of ``sizes``."""
+        """The number of rows in the step: the sum of ``sizes``, which inference leaves empty."""
         return sum(self.sizes)
 
     @property
@@ -99,7 +100,7 @@ class Request:
         return replace(self, order=order, batches=[(inputs, targets)])
 
     def of_largest(self) -> Self:
-        """The request with its largest batch only, in the user's order of rows."""
+        """The request with its largest batch only; unchanged in a plan by cost."""
         if self.order:
             return self
         rows = max(self.sizes)

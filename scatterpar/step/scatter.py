@@ -1,4 +1,4 @@
-"""Copy a batch to the devices, every byte once: micro-batch by micro-batch, one ahead::
+"""Copy rows to devices. While a micro-batch is computed, the rows of the next one are copied::
 
     computed    sub-step 0   sub-step 1   sub-step 2
     copied      rows of 1    rows of 2    rows of 3
@@ -36,7 +36,7 @@ _SMALL = 2**16  # bytes; for larger tensors a separate copy costs less than pack
 
 
 def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
-    """Every micro-batch, share by share in order; tensors are views of the tensors in ``batch``."""
+    """Every micro-batch, share by share in order; tensors are views if possible."""
     for share in plan.shares:
         loader = ShareLoader(batch, share, dim)
         for number in range(len(share.micro_batches)):
@@ -72,9 +72,9 @@ class ShareLoader:
     """The rows of one share, copied to its device when they are requested.
 
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
-    boundary. ``copies`` says that this needs another copy on the device, after markers are
-    unwrapped: some rows were on the device before, are in markers, or were packed with others for
-    the transfer. Without ``ahead`` all rows are on the device.
+    boundary. With ``copies``, ``load`` copies the rows once more on the device, because they may
+    share memory: rows that were on the device before, in markers, or packed with others for the
+    transfer. Without ``ahead`` all rows are on the device.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShareLoader:
         return self._ahead is None
 
     def source_rows(self, number: int) -> Any:
-        """The rows of one micro-batch, without markers: views of the caller's tensors."""
+        """The rows of one micro-batch, without markers; views if possible."""
         return self._walk(number, partial(unwrap_marker, copy=False))
 
     def _walk(self, number: int, function: Callable[[Any], Any]) -> Any:

@@ -120,7 +120,10 @@ class Peers(Protocol):
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """All ranks' outputs, rows and targets, this rank's own unchanged; and rank 0's seed."""
+        """Outputs, row counts and targets of all ranks, and the seed of rank 0.
+
+        The outputs of this rank are returned unchanged, with their autograd graph.
+        """
 
 
 @dataclass
@@ -177,7 +180,7 @@ class WholeBatch:
         self._pieces = [piece for _, _, piece in spans]
         self._rows = [rows for _, rows, _ in spans]
         self._order = request.order
-        self._entries: list[Any] = []  # what became of the lists in the targets
+        self._entries: list[Any] = []  # collated targets of each marker with rows
         self._targets = self._whole([own for _, own in request.batches])
 
     def join_peers(self, peers: Peers, seed: int) -> int:
@@ -256,7 +259,7 @@ class WholeBatch:
         return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
     def _whole(self, targets: list[Any]) -> Any:
-        """All targets, in memory that the criterion may write; values without rows are marked."""
+        """All targets, in memory that the criterion may write; values without rows stay marked."""
         master = self._shares[0].device
         on_master = nested.map_leaves(partial(LeafMover(self._transfers).move, master), targets)
         is_on_master = master in [tensor.device for tensor in all_tensors(targets)]

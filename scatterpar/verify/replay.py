@@ -58,7 +58,7 @@ def replay(
 
     def run() -> tuple[Tensor | None, Any]:
         prepare_autograd()
-        with _unobserved():  # the user's count= and collate run here, for all micro-batches
+        with _unobserved():  # the user's count= runs here, and collate for it
             weights = compute_loss_weights(
                 request, plan, micro_batches(request.batch, plan, request.dim)
             )

@@ -97,7 +97,7 @@ def choose_rows(
     The second choice has other rows if others are as informative. Each ``variant`` starts from
     another feature of rows. ``ignored_labels`` are labels that the loss may ignore.
     """
-    if num_rows == 1:  # other ranks have more: twice the same tells a mean from a sum
+    if num_rows == 1:  # a mean over the row twice equals that over it once; a sum does not
         return [[[0], [0]]] * 2
     each = [[n for n in _features(t, ignored_labels) if n.max() > n.min()] for t in tensors]
     numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn

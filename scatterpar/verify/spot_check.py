@@ -514,7 +514,7 @@ class SameNumbers(TorchDispatchMode):
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
-    """These rows, without an index tensor, which would be in the replica's memory."""
+    """These rows. They are narrowed one by one: an index tensor would have to be on the device."""
 
     def select(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim:

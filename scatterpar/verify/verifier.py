@@ -1,7 +1,7 @@
 """When the engine checks whether a step computes what its user means, and what it says.
 
-In the first eight steps of each kind of criterion and batch, when labels go beyond the range that
-was verified, when a number changes that the criterion brings along, and whenever checks have taken
+A check runs in the first eight steps of each kind of criterion and batch. It also runs if labels
+leave the range that was checked, if a number of the criterion changes, and if checks have taken
 less than 1 % of the time. The only error of a check is its ``ValueError``. An inconclusive check
 warns once.
 """
@@ -91,9 +91,7 @@ class _Kind:
     def add_inconclusive(self, error: Inconclusive) -> bool:
         """Record an inconclusive check. Returns whether later checks would be inconclusive, too."""
         self.inconclusive += 1
-        is_lasting = self.inconclusive >= (
-            2 if error.lasting else _FIRST
-        )  # the step may fail by it
+        is_lasting = self.inconclusive >= (2 if error.lasting else _FIRST)
         if is_lasting:
             self.checks = _FIRST  # from now on only if a check is cheap
         return is_lasting

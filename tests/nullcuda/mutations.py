@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "copies that are dropped are not waited for",
-        "if self._targets:\n                self.settle()",
+        "if self._targets:\n                self.synchronize()",
         "pass",
         STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
     ),

@@ -17,7 +17,7 @@ from nullcuda import card
 from nullcuda.test_the_path import script
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
 from scatterpar.devices.fingerprints import to_host
-from scatterpar.devices.transfers import Prefetcher
+from scatterpar.devices.transfers import Prefetcher, Transfers
 
 pytestmark = pytest.mark.draws
 CARD = torch.device("cuda:0")
@@ -152,7 +152,18 @@ def test_memory_that_a_copy_still_writes_is_not_given_out(is_dropped):
         del ahead
     torch.empty(2**20, device=CARD).add_(1)  # the allocator gives the same bytes
     if not is_dropped:
-        ahead.settle()
+        ahead.synchronize()
+
+
+def test_the_step_s_transfers_wait_for_copies_ahead():
+    """A prefetcher's wait was once called otherwise than its base's, so the step did not wait."""
+    source = torch.randn(2**20).pin_memory()
+    transfers, ahead = Transfers(), Prefetcher(CARD)
+    transfers.follow(ahead)
+    ahead.copy(source, CARD, "scatter")
+    ahead.issue(0)
+    transfers.synchronize()
+    card.host_writes(source)
 
 
 # --- graphs ---

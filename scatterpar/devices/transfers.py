@@ -145,7 +145,8 @@ class Prefetcher(Transfers):
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
         self._staged: deque[torch.Event] = deque(maxlen=_STAGED)
-        self._asking = threading.Lock()  # a worker that was left behind asks while others synchronize
+        # An abandoned worker may call ``issue`` while another thread synchronizes.
+        self._asking = threading.Lock()
         self._stream = stream_for("arriving", device)
         self._senders: list[torch.Stream] = []
         for source in sources if self._stream is not None else ():

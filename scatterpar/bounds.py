@@ -19,6 +19,7 @@ _NOTABLE = 0.1  # of the time
 _UNEVEN = 1.15  # times the mean of all replicas: a replica above that is slow
 _TINY_SECONDS, _MANY = 0.002, 4  # shorter sub-steps, at least so many per replica: overhead
 _LAG = 0.25  # of a sub-step: a device that ends so soon after the host's launch was idle before
+_STARTS = 5  # times the median of the others: a first step that long is starting
 _FEWER = "a smaller accum=, for fewer and larger sub-steps"
 _Key = TypeVar("_Key")
 
@@ -71,6 +72,13 @@ class Bounds:
             "The engine waited {share} for its caller: for the loader, the optimizer and what else "
             "is between steps. Pass num_workers= and pin_memory=True to the DataLoader.",
         )
+        first, *others = (step.seconds for step in self._steps)
+        if len(others) > 1 and first - self._checks > _STARTS * median(others):
+            longer = first - self._checks - median(others)
+            yield (
+                longer,
+                f"Starting took {1e3 * longer:,.0f} ms of the first step: trace later steps.",
+            )
         yield (
             self._mean("capture"),
             "Graphs are captured for {share}: trace later steps. If every step does, make the "

@@ -401,6 +401,11 @@ REFUSED = {
         ValueError,
         r"disagrees in its rows along dim=0: inputs with 7.*with 5.*Replicated\(value\).*Rows\(ent",
     ),
+    "rows of many lengths": (
+        [randn(n, 4) for n in range(7, 17)],
+        ValueError,
+        r"inputs with 7 .*, inputs with 8 .*, inputs with 9 .* and 7 more; mark .*Rows",
+    ),
     "strings": (["a", "b"], ValueError, r"no tensor with rows: inputs is list.*Rows\(entries\)"),
     "texts beside rows": (
         {"pairs": [["a", "b"]] * 7, "scores": ROWS},

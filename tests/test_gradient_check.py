@@ -42,6 +42,7 @@ def test_a_difference_is_measured_and_has_a_meaning(devices):
         assert not report.passed
         assert 0.01 < report.worst < 10
         assert "NOT the same (limit 1e-10). The loss is no mean over rows" in str(report)
+        assert str(report).endswith("its padding or on other rows: mask the padding.")
         assert "count=" in str(report)
         assert engine.check(INPUTS, padded(ROWS), lam, count=count_labels()).passed
         assert not engine.check(INPUTS, padded(ROWS), LOSS, reduction="sum").passed

@@ -180,15 +180,18 @@ def test_gradients_are_the_same_bits_with_it():
 STEPS = 4
 
 
-def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *options, accum=2):
-    """The sentence on steps of a second, whose replicas have spans (name, start, seconds, …)."""
+def told(
+    spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *options, accum=2, first=1
+):
+    """The sentence on steps of a second, the first of ``first``, whose replicas have spans (name, start, seconds, …)."""
     devices = [torch.device(device) for device in devices]
     trace = Trace(devices, frozenset(options))
     at = 0.0
     for number in range(STEPS):
         step = RecordedStep(at + wait)
         step.plan = make_plan(64, devices, accum)
-        spans = [("compute", None, None, 0.0, computing)]
+        seconds_of_step = 1 if number else first
+        spans = [("compute", None, None, 0.0, computing * seconds_of_step)]
         spans += [span for share in step.plan.shares for span in spans_of_replica(share, number)]
         for name, share, sub_step, start, seconds, *more in spans:
             with Clock(step).span(name, share, sub_step) as span:
@@ -197,7 +200,7 @@ def told(spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *opt
             span.elements = more[0] if more else 64
             if more[1:]:
                 span.on_device = span.start, span.end + more[1]
-        step.end = at = step.start + 1.0
+        step.end = at = step.start + seconds_of_step
         trace.steps.append(step)
     trace._end = at
     return trace.bounds().sentence()
@@ -304,6 +307,11 @@ def test_what_is_checked_in_first_steps_is_told_apart():
     assert says.startswith("Replica 1, cpu, takes 3.0 times as long as the others")
     assert "60 % of the time" in says
     assert says.endswith(" Checks, which first steps have, took 2,000 ms more.")
+
+
+def test_a_first_step_that_is_mostly_starting():
+    says = told(lambda share, number: [("forward", share, 0, 0.0, 0.9)], first=10)
+    assert says == "Starting took 9,000 ms of the first step: trace later steps."
 
 
 def test_nothing_but_computing():

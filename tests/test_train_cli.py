@@ -59,6 +59,8 @@ def test_an_argument_that_cannot_be_read_is_said_beside_its_help(capsys, argumen
         (f"--seed {2**31}", "--seed: 2147483648 is not below 2**31"),
         ("--devices gpu", "'gpu' is not a device"),
         ("--data /no/such/folder", "/no/such/folder: there is no folder with train/ and test/"),
+        ("--data /no/such --val 0.1", "/no/such: there is no folder with train/ and test/"),
+        ("--devices 2", "and none is visible here; name them like cuda:0,cuda:1"),
         ("--config /no/such.toml", "--config /no/such.toml cannot be read: "),
         ("--model transformer", "--model transformer: neither cnn"),
         ("--batch 64 --accum 16", "a batch of 64 rows makes micro-batches of one row"),
@@ -175,6 +177,7 @@ def test_a_run_reports_what_it_did(capsys, tmp_path):
     printed = capsys.readouterr()
     tested = torch.load(tmp_path / "best.pt")["accuracy"]
     for words in (
+        f"writing to {tmp_path}\n",
         "8,192 images to train on, 1,808 to test",
         "cpu:1   512:1024  4 x 128",
         "epoch 1/1: loss",

@@ -320,7 +320,10 @@ def test_torchvisions_sets_are_found_by_name(tmp_path):
 
 def test_a_missing_torchvision_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
-    refused(r"needs torchvision and timm: pip install scatterpar\[images\]", "torch/cifar10")
+    refused(
+        r"needs torchvision and timm: pip install -c constraints.txt -e '.\[images\]'",
+        "torch/cifar10",
+    )
 
 
 def test_a_folder_that_hugging_faces_library_reads(folder, tmp_path, monkeypatch):

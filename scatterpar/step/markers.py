@@ -319,7 +319,8 @@ def count_rows(
     for name, part in batch.items():
         _refuse_split_in_silence(name, part, dim, names_by_size)
     if len(names_by_size) > 1:
-        sizes = ", ".join(names_by_size.values())
+        shown = [*names_by_size.values()]
+        sizes = ", ".join(shown[:3]) + f" and {len(shown) - 3} more" * (len(shown) > 3)
         raise ValueError(f"the batch disagrees in its rows along dim={dim}: {sizes}; {_MARK}")
     (rows,) = names_by_size
     if rows == 0:

@@ -37,7 +37,7 @@ def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
     try:
         return list(resolve(names or None))
     except ValueError as error:
-        found = words_of(error).removeprefix("device_ids: ")
+        found = words_of(error).removeprefix("device_ids: ").partition(";")[0]
         raise UsageError(
             f"--devices: {found}; name them like cuda:0,cuda:1 or cpu:0,cpu:1"
         ) from error

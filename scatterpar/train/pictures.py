@@ -35,6 +35,7 @@ IMAGENET_STD = (58.395, 57.12, 57.375)
 LARGEST_DEFAULT_SIZE = 224
 _SMALL = 128  # pixels; below, images are usually made at that size, and have no edges to spare
 _OPERATORS: list[torch.library.Library] = []
+_INSTALL = "pip install -c constraints.txt -e"
 OTHER_BUILD = (
     "this torchvision was built for another torch; the one for torch's CPU build: "
     "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
@@ -51,8 +52,10 @@ def library(module: str) -> Any:
         importlib.import_module("torchvision.ops")
         return importlib.import_module(module)
     except ImportError as error:
-        words = "this needs torchvision and timm: pip install scatterpar[images]"
-        raise UsageError(f"{words} ({error})") from error
+        raise UsageError(
+            f"this needs torchvision and timm: {_INSTALL} '.[images]' where you cloned scatterpar; "
+            f"with torch's CPU build see docs/start.md, The smaller download ({error})"
+        ) from error
     except RuntimeError as error:
         spec = importlib.util.find_spec("torchvision")
         if _OPERATORS or "torchvision::" not in str(error) or not (spec and spec.origin):
@@ -209,6 +212,12 @@ def open_data(options: Options) -> Source:
 def _open(options: Options, path: Path) -> Source:
     train = path / "train" if (path / "train").is_dir() else path
     tests = [path / part for part in ("test", "val") if train != path and (path / part).is_dir()]
+    named = options.data == EMBEDDED or options.data.startswith(("torch/", "hfds/"))
+    if not path.is_dir() and not named:
+        raise UsageError(
+            "there is no folder with train/ and test/ (or val/), nor one of classes for --val; "
+            f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
+        )
     by_name = options.data == EMBEDDED or not path.is_dir()
     if options.val is not None and (by_name or tests):
         raise UsageError("it has images to test on; leave out --val")
@@ -279,11 +288,6 @@ def _open_by_name(options: Options) -> Source:
                 "for pictures in files"
             )
         return load()
-    if not options.data.startswith(("torch/", "hfds/")):
-        raise UsageError(
-            "there is no folder with train/ and test/ (or val/), nor one of classes for --val; "
-            f"known by name are {EMBEDDED}, torch/NAME and hfds/NAME"
-        )
     if not options.download:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
     create, name, root = library("timm.data").create_dataset, options.data, options.data_root
@@ -297,7 +301,7 @@ def _open_by_name(options: Options) -> Source:
                 return opened(*others)
             hint = f"looked in --data-root {root}; --download fetches it"
             if isinstance(error, ImportError):
-                hint = "pip install scatterpar[datasets]"
+                hint = f"{_INSTALL} '.[datasets]' where you cloned scatterpar"
             raise UsageError(f"{words_of(error):.300} ({hint})") from error
 
     train, test = opened("train"), opened("test", "validation", "val")

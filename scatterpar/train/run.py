@@ -163,7 +163,8 @@ class Run:
         """Print what is trained on what, and how the work is cut."""
         training, options = self.training, self.options
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
-        print(f"{self.feed.source}\n{options.model}: {parameters:,} parameters")
+        print(f"writing to {options.out}\n{self.feed.source}")
+        print(f"{options.model}: {parameters:,} parameters")
         machines, rows = training.machines, training.batches.batch
         if machines.size > 1:
             print(f"{machines.size} machines; the first one's part of a batch of {rows:,}:")

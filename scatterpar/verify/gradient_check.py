@@ -184,5 +184,6 @@ def _meaning(module: nn.Module, request: Request, drawn: bool) -> str:
     return (
         "The loss is no mean over rows: say what it is of with count= (labels that are ignored? "
         'scatterpar.count_labels()) or reduction="sum"; if it compares rows with each other, steps '
-        "need whole_batch=True."
+        "need whole_batch=True. Or a row's result depends on its padding or on other rows: mask "
+        "the padding."
     )

@@ -51,7 +51,7 @@ def _tool(command: str, options: list[str]) -> int:
     except ImportError as error:
         print(
             f"scatterpar: error: {error.name} is not installed, which the training tool needs: "
-            "pip install scatterpar[train]",
+            "pip install -c constraints.txt -e '.[train]' where you cloned scatterpar",
             file=sys.stderr,
         )
         return 2

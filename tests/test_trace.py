@@ -183,7 +183,10 @@ STEPS = 4
 def told(
     spans_of_replica, devices=("cpu", "cpu"), wait=0.0, computing=1.0, *options, accum=2, first=1
 ):
-    """The sentence on steps of a second, the first of ``first``, whose replicas have spans (name, start, seconds, …)."""
+    """The sentence on steps of a second (the first: of ``first``).
+
+    Their replicas have spans (name, start, seconds, …).
+    """
     devices = [torch.device(device) for device in devices]
     trace = Trace(devices, frozenset(options))
     at = 0.0

@@ -87,7 +87,7 @@ def _wandb_run(project: str, folder: Path) -> Any:
         wandb = importlib.import_module("wandb")
         run = wandb.init(project=project, dir=folder, group=folder.name)
     except Exception as error:
-        hint = "pip install scatterpar[wandb]; WANDB_MODE=offline needs no account"
+        hint = "pip install wandb; WANDB_MODE=offline needs no account"
         raise UsageError(f"--wandb {project}: {words_of(error)} ({hint})") from error
     run.define_metric("*", step_metric="step")
     return run

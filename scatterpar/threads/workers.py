@@ -186,7 +186,7 @@ class Workers:
 
     @classmethod
     def exit(cls) -> None:
-        """Wait for running jobs, for four seconds; afterwards only the main thread may start jobs."""
+        """Wait four seconds for running jobs; afterwards only the main thread may start jobs."""
         cls.exit_by = time.monotonic() + _EXIT_SECONDS
         for reference in list(cls._living):  # other threads may add and remove engines
             workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())

@@ -12,11 +12,11 @@ from helpers.programs import judged
 
 
 @pytest.mark.draws
-@pytest.mark.parametrize("seeds", [12, pytest.param(2400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [12, pytest.param(240, marks=pytest.mark.slow)])
 def test_wrong_programs_are_told_and_right_ones_are_not(seeds, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
     found = [each for each in judged(range(seeds)) if "said" in each]
     assert len(found) > seeds // 2
     assert not [each for each in found if each["right"] and each["said"] in ("refused", "warned")]
     wrong = [each for each in found if not each["right"]]
-    assert len([each for each in wrong if not each["said"]]) <= 0.03 * len(wrong), wrong
+    assert len([each for each in wrong if not each["said"]]) <= 0.01 * len(wrong), wrong

@@ -58,7 +58,7 @@ def messages(
 ) -> tuple[Message, ...]:
     """Group consecutive tensors into messages of at most so many elements.
 
-    Only its own size determines how a tensor is cut. Tensors of ``alone`` elements or more come
+    How a tensor is cut depends on its size only. Tensors of ``alone`` elements or more come
     before the others, each in messages of its own.
 
     >>> [message.sizes for message in messages(((0, 2), (1, 7)), 4)]
@@ -153,7 +153,7 @@ def has_flat_view(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """``has_flat_view`` by sizes and strides."""
+    """Whether sizes and strides leave no gap and no overlap."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -201,10 +201,9 @@ def empty_like_on(
 ) -> list[Tensor]:
     """Uninitialised tensors on ``device``, like ``tensors`` but without gaps.
 
-    Each starts at an allocation boundary: a kernel may sum in another order if its input starts 60
-    bytes after a multiple of 64. Tensors that are ``together`` and share a storage share one here
-    as well: a write to ``table`` shows in ``table[0]``, and cuDNN accepts the weights of a
-    recurrent layer.
+    Each starts at an allocation boundary, because the order of a kernel's sum may depend on the
+    alignment. Tensors of one storage stay in one storage if ``together`` is true for them: a write
+    to ``table`` shows in ``table[0]``, and cuDNN accepts the weights of a recurrent layer.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
@@ -253,15 +252,15 @@ def copy_lists(lists: Sequence[Pairs]) -> None:
 
 
 def plus(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two tensors; if one is sparse, dense + sparse is the order that torch supports."""
+    """The sum of two tensors. torch supports dense + sparse, but not sparse + dense."""
     return one + other if one.layout == torch.strided else other + one
 
 
 def grouped(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Pairs]:
-    """Lists of targets and their sources; each list has one dtype and equal or unequal strides.
+    """Lists of pairs that agree in both dtypes, and in whether both tensors have equal strides.
 
-    torch's operators on lists then need few kernels per list. A single pair with another dtype,
-    such as a batch normalisation's integer, would cause one kernel per tensor.
+    torch's operators on lists then need few kernels per list. One pair of another dtype, such as a
+    batch normalisation's integer, makes torch launch one kernel per tensor.
     """
     groups: dict[Any, Pairs] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):

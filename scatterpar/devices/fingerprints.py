@@ -1,10 +1,10 @@
 """Compare tensors bit by bit, by fingerprints, and check that copies arrive intact.
 
--0.0 differs from 0.0, and a NaN equals itself. Fingerprints replace a copy for the comparison. Each
-32-bit word is multiplied by an odd 64-bit number that depends on its position, and folded; the sum
-is the fingerprint (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is
-fast", 2014, https://arxiv.org/abs/1202.4961). A change of one word always changes the fingerprint;
-a change of several words is missed in about one case of 2**60.
+-0.0 differs from 0.0, and a NaN equals itself. To compare tensors on two devices, only fingerprints
+are copied. Each 32-bit word is multiplied by an odd 64-bit number that depends on its position, and
+``x ^= x >> 32``; the sum is the fingerprint (multilinear hashing: Lemire and Kaser, "Strongly
+universal string hashing is fast", 2014, https://arxiv.org/abs/1202.4961). A change of one word
+always changes the fingerprint; a change of several words is missed in about one case of 2**60.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ def can_record(device: torch.device) -> bool:
 
 
 class Recorder:
-    """Captures work on one device, as graphs that share memory and never run at the same time.
+    """Captures work on one device, as graphs that share memory: they must not run at the same time.
 
     On the CPU nothing is captured; a replay calls the work itself.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for all graphs: autograd nodes, which a traceback may hold, refer to it.
+        # One stream for all graphs. Autograd nodes refer to it, and a traceback may keep them.
         self._stream = runtime.stream_for("recording", device)
         self._pool: Any = None
         self._session = contextlib.ExitStack()
@@ -41,7 +41,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """The body warms up and captures; no other recorder of this device does meanwhile."""
+        """The body warms up and captures: on a device with streams, one recorder at a time."""
         if self._stream is None:
             yield
             return
@@ -50,7 +50,7 @@ class Recorder:
             try:
                 yield
             except BaseException:
-                self.forget()  # nobody may have kept the pool
+                self.forget()  # the pool may have been freed
                 raise
 
     @contextlib.contextmanager
@@ -70,10 +70,8 @@ class Recorder:
     def record(self, work: Callable[..., None], *args: Any) -> Callable[..., None]:
         """Capture the kernels that ``work(*args)`` launches, without running them.
 
-        Returns the replay.
-
-        The replay is a function. On the CPU it is ``work`` itself, with the arguments of each call.
-        ``work`` must not synchronize with the device.
+        Returns a function that replays the kernels. On the CPU it is ``work`` itself, with the
+        arguments of each call. ``work`` must not synchronize with the device.
         """
         if self._stream is None:
             return work

@@ -108,7 +108,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def empty_cache() -> None:
-    """Free cached memory, so that it can be used for blocks of other sizes; not while capturing."""
+    """Free cached memory, for blocks of other sizes. Does nothing while a graph is captured."""
     with _counting:
         if not _recordings and torch.accelerator.is_available():
             _empty_cache()
@@ -123,9 +123,9 @@ def _empty_cache() -> None:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Let the body record a graph, which can neither use cached memory nor give it back.
+    """The body captures a graph, which cannot use memory that torch has cached, and cannot free it.
 
-    The cache is therefore emptied first, unless another device records: torch then refuses.
+    So the cache is emptied first, unless another device captures: torch then refuses.
     """
     global _recordings
     empty_cache()
@@ -159,7 +159,7 @@ def _set_malloc_thresholds() -> None:
 
 
 def max_concurrency(devices: Sequence[torch.device]) -> int:
-    """How many replicas compute at the same time; on the CPU one per core of the process."""
+    """How many replicas start at the same time: on the CPU one per core, elsewhere all."""
     if any(device.type != "cpu" for device in devices):
         return len(devices)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -186,7 +186,7 @@ def current_streams() -> tuple[torch.Stream, ...]:
 
 @contextlib.contextmanager
 def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """Make ``device`` and ``streams`` current: each worker enters this around its task."""
+    """In the body, ``device`` and ``streams`` are current."""
     if device.type == "cpu" and not streams:
         yield
         return
@@ -202,8 +202,8 @@ def use_device(device: torch.device, streams: Sequence[torch.Stream]) -> Iterato
 def has_streams(device: torch.device) -> bool:
     """Whether ``device`` has events, and streams other than the one of its operators.
 
-    The CPU has none. MPS has none, since a new stream there is the only one. Some backends outside
-    of torch have none. Copies to and from such devices end before they return.
+    The CPU has none. MPS has none: ``torch.Stream`` returns its only stream. Some backends outside
+    of torch have none. A copy to or from such a device is complete when the call returns.
     """
     if device.type == "cpu":
         return False
@@ -220,8 +220,8 @@ def stream_for(use: Hashable, device: torch.device) -> torch.Stream | None:
     """The stream of ``device`` for one ``use``, the same one until the process ends.
 
     torch hands out streams in turn from a pool of 32 per device: the 33rd is the first again. So
-    the engine takes each of its streams once. No two uses have the same stream, and none is a
-    stream that was current here when it was taken. Returns ``None`` for a device without streams.
+    the engine takes each of its streams once. No two uses have the same stream, and a stream that
+    is current in the calling thread is not taken. Returns ``None`` for a device without streams.
     """
     if not has_streams(device):
         return None

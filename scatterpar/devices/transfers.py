@@ -1,4 +1,4 @@
-"""Copies between memories, counted where they happen."""
+"""Copies between memories, with counts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class Transfers:
 
     All counted copies of a step go through ``copy``, ``copy_into`` or, ahead of time, ``issue``.
 
-    Leaving the context waits until no pending copy reads host memory: copies from pinned memory are
-    asynchronous.
+    Leaving the context waits for copies from pinned memory, which are asynchronous.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class Transfers:
                 self.messages[phase] += other.messages[phase]
 
     def follow(self, other: Transfers) -> None:
-        """Add the counts of ``other``, which another thread uses, once both are synchronized."""
+        """Let ``synchronize`` wait for ``other``, which another thread uses, and add its counts."""
         self._followed.append(other)
 
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
@@ -105,7 +104,8 @@ class Transfers:
     def copy_into(self, target: Tensor, source: Tensor, phase: str) -> None:
         """Copy ``source`` to ``target``, a tensor of the same size in another memory.
 
-        Every call is counted, because the tensors of all virtual devices are on ``cpu``.
+        Call it for different memories only. Every call is counted, because ``tensor.device`` is
+        ``cpu`` on every virtual device.
         """
         self.count(source, phase)
         source = stage_if_needed(source, target.device)
@@ -126,16 +126,16 @@ def stage_if_needed(tensor: Tensor, device: torch.device) -> Tensor:
 class Prefetcher(Transfers):
     """Copies to one device ahead of use, requested by the thread that computes there.
 
-    The copies between two calls of ``issue`` form a group. If the device has streams, groups use a
-    side stream there, and one on each source device, because torch puts a copy between devices on
-    the current streams of both. So neither device's computation waits for them. Their memory
-    belongs to the computing stream, whose earlier work may still read its former content. So a
-    group waits for that earlier work, but not for later work. Later work waits for a group in
+    The copies between two calls of ``issue`` form a group. If the device has streams, groups run on
+    one side stream of the device and one of each source, because torch puts a copy between devices
+    on the current streams of both. Neither device's computation waits for them. The targets are
+    allocated on the computing stream. A group waits for work launched there before ``issue``, which
+    may still read the memory's former content. Work that is launched later waits for a group in
     ``wait_on_stream``. Pageable host memory is staged in pinned memory, at most two groups at a
     time.
 
-    Copies come after the work queued on the streams of ``sources``, the devices of the tensors,
-    before this object is made.
+    The sending streams wait for the work that each of ``sources``, the devices of the tensors, had
+    queued when this object was made.
     """
 
     def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
@@ -161,7 +161,7 @@ class Prefetcher(Transfers):
                 self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until nothing that was copied is read any more."""
+        """Wait for all issued copies."""
         super().synchronize()
         if self._stream is not None:
             device = self._stream.device
@@ -202,7 +202,7 @@ class Prefetcher(Transfers):
                 self._staged.append(record_event(self._stream.device))
 
     def _readable_late(self, tensor: Tensor, target: Tensor) -> Tensor:
-        """``tensor``, or a copy of it in pinned memory, which torch reuses after it was read."""
+        """``tensor``, or a copy in pinned memory; torch reuses that only after it was read."""
         if is_async(tensor.device):
             return tensor
         if tensor.is_pinned() and tensor.stride() == target.stride():

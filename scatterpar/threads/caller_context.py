@@ -1,4 +1,4 @@
-"""The caller's thread: the context that a new thread would lose, and interrupts."""
+"""Carry the caller's thread-local state to workers, and defer interrupts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class CallerContext:
 
     Captured at construction, and entered in another thread. The current streams of all devices
     belong to it, because a worker may use tensors that the caller has computed on another stream.
-    Modes that see every operator of their thread are not carried over, because few of them can work
-    in several threads; a warning says so.
+    ``TorchFunctionMode`` and ``TorchDispatchMode`` are not carried over, because few of them can
+    work in several threads; a warning says so.
     """
 
     def __init__(self) -> None:
@@ -113,8 +113,8 @@ _INTERRUPTS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)
 class Interrupts:
     """While it is entered, an interrupt is delivered only where it is ``allowed``.
 
-    Interrupts are Ctrl-C and other signals with a handler, which may raise, such as that of a time
-    limit. Python delivers signals to the main thread only; in any other thread this does nothing.
+    An interrupt is a signal with a Python handler, such as Ctrl-C or a time limit. The handler may
+    raise. Python delivers signals to the main thread only; in any other thread this does nothing.
     """
 
     def __init__(self) -> None:

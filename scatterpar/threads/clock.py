@@ -80,7 +80,7 @@ class RecordedStep:
     Attributes:
         start: when it began, in seconds of ``time.perf_counter()``.
         end: when it ended.
-        plan: the plan of its last attempt, if memory ran out.
+        plan: the plan of its last attempt. There are several attempts if memory runs out.
         error: its exception, as text; ``None`` for a step that was committed.
         recorded: its spans, in order of their ends.
         zeros: for each accelerator, an event and its time.
@@ -105,7 +105,7 @@ class RecordedStep:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """The parts of the step, after its end, in order of their starts."""
+        """The parts of the step in order of their starts. Read it after the step has ended."""
         # A copy: an abandoned worker may still append to the list.
         spans = sorted(self.recorded, key=lambda span: (span.start, -span.end))
         around: dict[int | None, list[Span]] = defaultdict(list)

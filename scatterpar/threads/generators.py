@@ -7,13 +7,13 @@ the process's own generator, as a plain loop would; the others are seeded from i
 The process has one generator for the CPU. During a step, random operators of the workers are sent
 to a kernel of ours by a dispatch key that only the workers switch on; the kernel passes the
 replica's generator. docs/clever.md has the reasons. An accelerator has one generator, and its
-replicas run one after the other: each installs its own state, and removes it when it ends.
+replicas run one after the other: each installs its own state.
 
 If anything was drawn, the commit advances the CPU's and the master's generators; all others keep
 their state. To resume a run it is enough to save and restore these two.
 
-``SCATTERPAR_RANDOM_STREAMS=0`` in the environment turns the CPU's streams off, for a version of
-torch that lacks what they need (``torch_private``): masks then differ from run to run.
+``SCATTERPAR_RANDOM_STREAMS=0`` in the environment turns the replicas' CPU generators off, for a
+version of torch that lacks what they need (``torch_private``): masks then differ from run to run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class generator_for_backward:
             self._tasks.add(task)
             _graph_tasks[task] = make
 
-        # On each root: every node runs, and draws, after the hook of a root above it.
+        # On each root: a root's hook runs before every node below it.
         self._handles = [root.register_hook(adopt) for root in self._roots if root.requires_grad]
 
     def __exit__(self, *_: object) -> None:
@@ -153,8 +153,8 @@ State = dict[torch.device, Tensor]  # the state of each generator that a replica
 class Generators:
     """The generators of one step: each replica's on the CPU, and on its accelerator if it has one.
 
-    The replicas of other processes with lower numbers are counted by ``earlier``; with ``None``
-    there are no other processes.
+    ``earlier`` is the number of replicas of processes with lower rank; ``None`` without other
+    processes.
     """
 
     def __init__(self, devices: Sequence[torch.device], earlier: int | None = None) -> None:
@@ -264,8 +264,7 @@ class Generators:
     def commit(self) -> None:
         """Advance the master's generators if anything was drawn, so that the next step differs.
 
-        Otherwise the CPU's keeps its state. Numbers that other threads drew meanwhile are not
-        repeated.
+        If nothing drew on the CPU, its generator is not written, so draws of other threads stay.
         """
         if all(
             one.is_installed for one in self._generators.values()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 _CAN_TELL = hasattr(time, "pthread_getcpuclockid")  # the CPU time of a thread
 _PATIENCE_SECONDS = 1.0 if _CAN_TELL else 10.0  # how long to wait for a replica without progress
-_LAUNCH_SECONDS = 0.002  # the same for the Python of a forward pass
+_LAUNCH_SECONDS = 0.002  # how long a forward pass may stay on one bytecode
 _UNTIMED = contextlib.nullcontext()
 _LOOKING = threading.Lock()  # of all engines; its holder has switched garbage collection off
 
 
 class ProgressLock:
-    """A lock that a stalled holder does not block.
+    """A lock that other threads pass while its holder makes no progress.
 
     The next thread waits while the holder makes progress, that is, while ``watch(thread)()``
     changes within ``seconds``. If the holder stalls, for example because it waits for another
@@ -103,7 +103,7 @@ def stack_of(thread: int) -> Callable[[], Hashable]:
 
 
 def make_launch_lock() -> ProgressLock:
-    """A lock for the Python of forward passes. A holder that waits in Python lets others enter."""
+    """A lock for the Python of forward passes. A holder that waits for 2 ms lets others enter."""
     return ProgressLock(stack_of, _LAUNCH_SECONDS)
 
 
@@ -127,7 +127,7 @@ class Claims:
     def take(self, *things: object) -> None:
         """Claim the things that this step has not claimed yet.
 
-        Raises ``RuntimeError`` for another's.
+        Raises ``RuntimeError`` if another step has claimed one of them.
         """
         process = os.getpid()
         for thing in things:

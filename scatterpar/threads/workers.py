@@ -1,7 +1,7 @@
-"""One worker thread per replica, kept as long as their owner, one job at a time.
+"""One worker thread per replica, alive as long as its ``Workers``; one job at a time.
 
-``parallel_apply`` has the name and argument order of torch's function. It does not start a thread
-per replica and call, and its threads get the caller's whole context.
+``parallel_apply`` has the name and argument order of torch's function, which starts new threads in
+every call. These threads are kept, and enter the caller's ``CallerContext``.
 
 In a free-threaded interpreter (PEP 703) an object is freed by the thread that created it, when that
 thread next runs Python, even if another thread dropped the last reference. So idle threads wake
@@ -90,7 +90,8 @@ class _Call:
 class Job:
     """The calls of all replicas in one job.
 
-    ``at_once`` of them start at once; each of the others when one ends, or after a short wait.
+    The first ``at_once`` calls start immediately. Each other call starts when one ends, or after
+    10 ms.
     ``cancel`` is set as soon as one has failed.
     """
 
@@ -124,7 +125,7 @@ class Job:
             self.ended.put(None)
 
     def _may_start(self, number: int) -> bool:
-        """Wait until another call ends, but not for long: calls may wait for each other.
+        """Wait until another call ends, or 10 ms, because a running call may wait for this one.
 
         Returns whether to start the call at all.
         """
@@ -154,15 +155,15 @@ class Workers:
 
     The threads start with the first parallel call, are daemons, and stop when the object is closed
     or collected, or the interpreter exits. Each computes with its part of the caller's intra-op
-    threads. Errors call the object that uses the workers ``owner``.
+    threads. ``owner`` is the name in error messages.
 
-    When the interpreter exits, jobs of daemon threads are completed, and these threads then block:
-    until Python 3.14 the interpreter aborts if such a thread returns from C++, or frees a tensor,
-    too late.
+    When the interpreter exits, jobs that daemon threads of the user started get four seconds. The
+    calling threads then sleep: until Python 3.14 the interpreter aborts if such a thread returns
+    from C++, or frees a tensor, too late.
     """
 
     exit_by: ClassVar[float] = math.inf  # on the monotonic clock
-    _living: ClassVar[set[weakref.ref[Workers]]] = set()  # no WeakSet: one is copied in Python
+    _living: ClassVar[set[weakref.ref[Workers]]] = set()  # a WeakSet is copied in Python code
 
     def __init__(self, devices: Sequence[torch.device | None], owner: str) -> None:
         self.count = len(devices)
@@ -185,7 +186,7 @@ class Workers:
 
     @classmethod
     def exit(cls) -> None:
-        """Wait for running jobs; afterwards only the main thread may start others."""
+        """Wait four seconds for running jobs; afterwards only the main thread may start jobs."""
         cls.exit_by = time.monotonic() + _EXIT_SECONDS
         for reference in list(cls._living):  # other threads may add and remove engines
             workers, patience = reference(), max(0.0, cls.exit_by - time.monotonic())
@@ -210,9 +211,9 @@ class Workers:
         case. Calls on the same accelerator run one after the other.
 
         If a call fails, ``cancel`` is set, the others are waited for, and the error of the lowest
-        replica is raised in the caller's thread, with the others in its notes. An interrupt does
-        the same. A second interrupt stops waiting and abandons the threads; ``abandoned`` is then
-        true.
+        replica is raised in the caller's thread, with the others in its notes. An interrupt also
+        sets ``cancel``, and is raised when the calls have ended. A second interrupt stops waiting
+        and abandons the threads; ``abandoned`` is then true.
         """
         kwargs_tup = kwargs_tup or [{}] * len(modules)
         devices = devices or [torch.device("cpu")] * len(modules)
@@ -234,7 +235,7 @@ class Workers:
 
     @contextlib.contextmanager
     def exclusive(self, *things: object) -> Iterator[None]:
-        """Run one job at a time, claim ``things`` for it, and defer interrupts.
+        """In the body, this thread owns the workers and claims ``things``. Interrupts are deferred.
 
         Raises ``RuntimeError`` if the workers are closed, busy or another process's, or if another
         job claims one of the things.

@@ -279,7 +279,8 @@ def test_a_step_waits_once_for_each_replica_and_twice_more_at_most(late, step, p
     # Labels on a card, counted by the user: how far they go is a question of its own.
     most = 3 + 2 + (place == "device" and step == "count")
     with ScatterOnceParallel(model, 4, [FIRST, SECOND, FIRST], **options) as engine:
-        engine.forward_backward(*batch, criterion, **arguments)  # checks the links, and the loss
+        for _ in range(8):  # checks the links, and in all of these steps the loss
+            engine.forward_backward(*batch, criterion, **arguments)
         for move in (lambda: None, optimizer.step, optimizer.step):
             move()
             found = counted(lambda: engine.forward_backward(*batch, criterion, **arguments))

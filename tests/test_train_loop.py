@@ -123,6 +123,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("package", ["tqdm", "tyro"])
 def test_a_missing_package_names_the_extra(monkeypatch, capsys, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    words = rf"{package} is not installed.*pip install scatterpar\[train\]"
+    words = rf"{package} is not installed.*pip install .*\[train\]"
     assert command(["train"]) == 2
     assert re.search(words, capsys.readouterr().err)

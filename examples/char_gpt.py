@@ -1,14 +1,13 @@
-"""A small GPT on lines of different lengths, on all the devices of the machine.
+"""Train a small GPT on lines of different lengths, on all devices of the machine.
 
-The loop is that of https://github.com/karpathy/minGPT (``mingpt/trainer.py``), in words of our own:
-a model that returns ``(logits, loss)``, clipped gradients, AdamW. Its loss is a mean over the
-targets that are not -1, and here every line has another number of them: ``count`` tells the engine
-how many. ``train`` has the original's lines and, beside them, those of the engine. The text is
-this project's documentation.
+The loop is written after https://github.com/karpathy/minGPT (``mingpt/trainer.py``): a model that
+returns ``(logits, loss)``, clipped gradients, AdamW. The loss is a mean over the targets that are
+not -1. Lines have different numbers of them; ``count`` gives the engine their number. ``train`` has
+the lines of the original and those of the engine. The text is this project's documentation.
 
     python examples/char_gpt.py                       # every accelerator, or the CPU
     python examples/char_gpt.py --devices cpu cpu     # two replicas on the CPU
-    python examples/char_gpt.py --stock               # one device, the original's lines
+    python examples/char_gpt.py --stock               # one device, plain torch
 
 With ``--double --dropout 0`` all three print the same losses.
 """
@@ -27,14 +26,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import named
+from scatterpar.devices.runtime import parse_devices
 
 IGNORED = -1
 TEXTS = Path(__file__).parent.parent / "docs"
 
 
 class GPT(nn.Module):
-    """Characters of shape (rows, length) to logits, and their loss where there are targets."""
+    """Maps characters of shape (rows, length) to logits and, with targets, their loss."""
 
     def __init__(
         self, characters: int, longest: int, size: int, layers: int = 2, dropout: float = 0.1
@@ -69,15 +68,15 @@ def train(
     optimizer: torch.optim.Optimizer,
     clip: float = 1.0,
 ) -> Iterator[float]:
-    """One pass over the loader: the losses. Without an engine on the model's device alone."""
+    """Train on one pass over the loader. Yields the losses. ``engine=None``: in plain torch."""
     model.train()
     device = next(model.parameters()).device
     for x, y in loader:
         model.zero_grad(set_to_none=True)
-        if engine is None:  # the original's lines
+        if engine is None:  # plain torch
             _, loss = model(x.to(device), y.to(device))
             loss.backward()
-        else:  # what takes their place
+        else:  # on all devices
             loss = engine.forward_backward(
                 (x, y),
                 criterion=lambda output, _: output[1],
@@ -89,22 +88,22 @@ def train(
 
 
 def lines(longest: int) -> tuple[int, list[Tensor]]:
-    """The number of characters, and the lines of the text, at most so long, as numbers."""
+    """The number of characters, and the lines of the text, cut to ``longest``, as numbers."""
     pages = [page.read_text(encoding="utf-8") for page in sorted(TEXTS.glob("*.md"))]
     text = [line[: longest + 1] for page in pages for line in page.split("\n") if len(line) > 1]
     number = {character: i for i, character in enumerate(sorted(set("".join(text))))}
     return len(number), [torch.tensor([number[c] for c in line]) for line in text]
 
 
-def collate(few: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Characters, padded with 0, and those that follow them, padded with -1."""
-    x = pad_sequence([line[:-1] for line in few], batch_first=True)
-    y = pad_sequence([line[1:] for line in few], batch_first=True, padding_value=IGNORED)
+def collate(batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Characters, padded with 0, and the characters that follow them, padded with -1."""
+    x = pad_sequence([line[:-1] for line in batch], batch_first=True)
+    y = pad_sequence([line[1:] for line in batch], batch_first=True, padding_value=IGNORED)
     return x, y
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and print."""
+    """Train, and print the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=64, help="lines in a batch")
     parser.add_argument("--longest", type=int, default=100, help="most characters of a line")
@@ -113,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
-    parser.add_argument("--stock", action="store_true", help="the original's lines")
+    parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = named(args.devices or ()) or None
+    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"

@@ -1,13 +1,13 @@
-"""DPO with LoRA, on all the GPUs of one machine, in one process.
+"""DPO with LoRA, on all GPUs of one machine, in one process.
 
-TRL's trainer asks for a launcher as soon as it sees two cards. Below the mixin it does not. The
-reference is the model without its adapter, so that no second model is in memory.
+TRL's trainer asks for a launcher if it sees two GPUs; with the mixin it needs none. The reference
+is the model without its adapter, so no second model is in memory.
 
     pip install 'path/to/the/clone[trl]'
     python examples/dpo_lora.py
 
-``--tiny`` needs neither a card nor a connection: a small model learns on two CPU replicas,
-in less than a minute, which of two words is wanted.
+``--tiny`` needs neither a GPU nor a connection: on two CPU replicas a small model learns, in less
+than a minute, which of two words is preferred.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scatterpar.integrations.transformers import ScatterOnceMixin
 
 
 class ScatterOnceDPOTrainer(ScatterOnceMixin, DPOTrainer):  # type: ignore[misc]
-    """TRL's own, on all devices of one process."""
+    """TRL's ``DPOTrainer`` on all devices of one process."""
 
 
 def trainer_for(
@@ -45,7 +45,7 @@ def trainer_for(
     targets: str | list[str] = "all-linear",
     **options: Any,
 ) -> ScatterOnceDPOTrainer:
-    """The trainer of ``pairs`` with the columns prompt, chosen and rejected."""
+    """The trainer for ``pairs``, which have the columns prompt, chosen and rejected."""
     return ScatterOnceDPOTrainer(
         model,
         args=DPOConfig(**options),
@@ -57,14 +57,14 @@ def trainer_for(
 
 
 def tiny() -> tuple[Any, Any, Dataset]:
-    """A model, a tokenizer and pairs that are made here."""
+    """A small model, a tokenizer, and pairs."""
     words = ["<pad>", "<end>", "what", "is", "wanted", "good", "bad", *map(str, range(50))]
-    made = tokenizers.Tokenizer(
+    splitter = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
+        tokenizer_object=splitter, pad_token="<pad>", eos_token="<end>", unk_token="<pad>"
     )
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(words), num_hidden_layers=2, **sizes)
@@ -76,37 +76,37 @@ def tiny() -> tuple[Any, Any, Dataset]:
 
 
 def main() -> None:
-    """What the command line asks for."""
+    """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
     parser.add_argument("--data", default="trl-lib/ultrafeedback_binarized")
-    parser.add_argument("--rows", type=int, default=4, help="pairs on a card at a time")
-    parser.add_argument("--times", type=int, default=8, help="that many times a step")
+    parser.add_argument("--rows", type=int, default=4, help="pairs of a GPU's sub-step")
+    parser.add_argument("--times", type=int, default=8, help="sub-steps of a GPU per step")
     parser.add_argument("--output", default="runs/dpo")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
-    given = parser.parse_args()
-    if given.tiny:
-        made = tiny()
+    args = parser.parse_args()
+    if args.tiny:
+        parts = tiny()
         options = {"device_ids": ["cpu"] * 2, "use_cpu": True, "report_to": "none"}
     else:
         model, tokenizer = (
-            kind.from_pretrained(given.model) for kind in (AutoModelForCausalLM, AutoTokenizer)
+            kind.from_pretrained(args.model) for kind in (AutoModelForCausalLM, AutoTokenizer)
         )
-        made, options = (model, tokenizer, load_dataset(given.data, split="train")), {}
+        parts, options = (model, tokenizer, load_dataset(args.data, split="train")), {}
     trainer = trainer_for(
-        *made,
+        *parts,
         **options,
-        output_dir=given.output,
-        per_device_train_batch_size=given.rows,
-        gradient_accumulation_steps=given.times,
-        learning_rate=1e-2 if given.tiny else 1e-5,
+        output_dir=args.output,
+        per_device_train_batch_size=args.rows,
+        gradient_accumulation_steps=args.times,
+        learning_rate=1e-2 if args.tiny else 1e-5,
         max_length=1024,
         num_train_epochs=1,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
         logging_steps=1,
     )
     trainer.train()
-    trainer.save_model(given.output)
+    trainer.save_model(args.output)
 
 
 if __name__ == "__main__":

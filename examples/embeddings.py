@@ -1,14 +1,15 @@
-"""Embeddings with 4096 negatives, on all the GPUs of one machine, in one process.
+"""Embeddings with 4096 negatives, on all GPUs of one machine, in one process.
 
-A step of 4096 pairs: 256 rows at a time on each of two cards, 8 times. Each anchor is told from the
-positives of all 4096 rows. The memory is that of 256 rows, beside the 4096 embeddings.
+A step has 4096 pairs: with two GPUs each computes 8 micro-batches of 256 rows. The loss compares
+each anchor with the positives of all 4096 rows. A GPU needs the memory for 256 rows, and the first
+one also that for 4096 embeddings.
 
     pip install 'path/to/the/clone[sentence-transformers]'
     python examples/embeddings.py
 
 By default BERT learns from the 100,000 questions and answers of natural-questions. ``--tiny`` needs
-neither a card nor a connection: embeddings of words learn on two CPU replicas, in less than a
-minute, which numbers belong together.
+neither a GPU nor a connection: on two CPU replicas word embeddings learn, in less than a minute,
+which numbers belong together.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def trainer_for(
     device_ids: list[Any] | None = None,
     **options: Any,
 ) -> ScatterOnceTrainer:
-    """The trainer of a step with ``batch`` pairs, of which a card holds ``rows`` at a time."""
-    cards = len(device_ids) if device_ids else max(1, torch.accelerator.device_count())
-    if batch % (rows * cards):
-        raise SystemExit(f"--batch {batch} is no multiple of {rows} rows on {cards} devices")
+    """The trainer with ``batch`` pairs per step, and ``rows`` pairs per sub-step of a GPU."""
+    devices = len(device_ids) if device_ids else max(1, torch.accelerator.device_count())
+    if batch % (rows * devices):
+        raise SystemExit(f"--batch {batch} is no multiple of {rows} rows on {devices} devices")
     args = SentenceTransformerTrainingArguments(
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=batch // (rows * cards),
-        batch_sampler="no_duplicates",  # of all rows of a step
+        gradient_accumulation_steps=batch // (rows * devices),
+        batch_sampler="no_duplicates",  # applies to all rows of a step
         **options,
     )
     loss = MultipleNegativesRankingLoss(model)
@@ -50,7 +51,7 @@ def trainer_for(
 
 
 def tiny() -> tuple[SentenceTransformer, Dataset]:
-    """A model and pairs that are made here: two ways to write the same number."""
+    """A small model, and pairs: two ways to write the same number."""
     words = {word: i for i, word in enumerate(["?", *map(str, range(10)), *"abcdefghij"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -62,35 +63,35 @@ def tiny() -> tuple[SentenceTransformer, Dataset]:
 
 
 def main() -> None:
-    """What the command line asks for."""
+    """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="google-bert/bert-base-uncased")
     parser.add_argument("--data", default="sentence-transformers/natural-questions")
     parser.add_argument("--batch", type=int, default=4096, help="pairs in a step")
-    parser.add_argument("--rows", type=int, default=256, help="pairs on a card at a time")
+    parser.add_argument("--rows", type=int, default=256, help="pairs of a GPU's sub-step")
     parser.add_argument("--output", default="runs/embeddings")
     parser.add_argument("--tiny", action="store_true", help="try it out, on the CPU")
-    given = parser.parse_args()
-    if given.tiny:
-        made = tiny()
+    args = parser.parse_args()
+    if args.tiny:
+        parts = tiny()
         options = {"device_ids": ["cpu"] * 2, "use_cpu": True, "report_to": "none"}
     else:
-        made = SentenceTransformer(given.model), load_dataset(given.data, split="train")
+        parts = SentenceTransformer(args.model), load_dataset(args.data, split="train")
         options = {}
     trainer = trainer_for(
-        *made,
+        *parts,
         **options,
-        batch=given.batch,
-        rows=given.rows,
-        output_dir=given.output,
+        batch=args.batch,
+        rows=args.rows,
+        output_dir=args.output,
         num_train_epochs=1,
-        learning_rate=1e-1 if given.tiny else 1e-4,
+        learning_rate=1e-1 if args.tiny else 1e-4,
         warmup_steps=0.1,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False),
         logging_steps=1,
     )
     trainer.train()
-    trainer.save_model(given.output)
+    trainer.save_model(args.output)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""MNIST's loop on all the devices of the machine.
+"""PyTorch's MNIST example on all devices of the machine.
 
-The loop, the network and the schedule are those of
-https://github.com/pytorch/examples/tree/main/mnist, in words of our own. ``train`` has the
-original's lines and, beside them, the one line of the engine. The data are the Fashion-MNIST images
-that the package includes.
+The loop, the network and the schedule are written after
+https://github.com/pytorch/examples/tree/main/mnist. ``train`` has the lines of the original, and
+the one line of the engine. The data are the Fashion-MNIST images that the package includes.
 
     python examples/mnist.py                       # every accelerator, or the CPU
     python examples/mnist.py --devices cpu cpu     # two replicas on the CPU
-    python examples/mnist.py --stock               # one device, the original's lines
+    python examples/mnist.py --stock               # one device, plain torch
 
-With ``--double --dropout 0`` all three print the same losses. (Replicas draw masks of dropout of
-their own.)
+With ``--double --dropout 0`` all three print the same losses; with dropout, replicas draw different
+masks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from scatterpar import ScatterOnceParallel
-from scatterpar.devices.runtime import named
+from scatterpar.devices.runtime import parse_devices
 from scatterpar.train.data import load
 
 Batches = Iterable[Sequence[Tensor]]
@@ -50,7 +49,7 @@ class Net(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logarithms of the classes' probabilities, (rows, 10)."""
+        """Returns the logarithms of the classes' probabilities, (rows, 10)."""
         return F.log_softmax(self.head(self.features(images)), dim=1)
 
 
@@ -60,16 +59,16 @@ def train(
     loader: Batches,
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[float]:
-    """One pass over the data: the losses. Without an engine on the model's device alone."""
+    """Train on one pass over the data. Yields the losses. ``engine=None``: in plain torch."""
     model.train()
     device = next(model.parameters()).device
     for images, labels in loader:
         optimizer.zero_grad()
-        if engine is None:  # the original's lines
+        if engine is None:  # plain torch
             output = model(images.to(device))
             loss = F.nll_loss(output, labels.to(device))
             loss.backward()
-        else:  # what takes their place
+        else:  # on all devices
             loss = engine.forward_backward(images, labels, F.nll_loss)
         optimizer.step()
         yield loss.item()
@@ -77,7 +76,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Batches) -> float:
-    """The share of the images whose class is found, as in the original: on one device."""
+    """The part of the images that are classified correctly; on one device."""
     model.eval()
     device = next(model.parameters()).device
     hits = [model(images.to(device)).argmax(1).cpu().eq(labels) for images, labels in loader]
@@ -85,7 +84,7 @@ def accuracy(model: nn.Module, loader: Batches) -> float:
 
 
 def loaders(rows: int, dtype: torch.dtype) -> tuple[Batches, Batches]:
-    """Batches to train and to test on; their order is the same in every run."""
+    """Batches to train and to test on, in the same order in every run."""
     data = load()
     parts = [
         TensorDataset(data.standardise(split.images).to(dtype), split.labels)
@@ -96,7 +95,7 @@ def loaders(rows: int, dtype: torch.dtype) -> tuple[Batches, Batches]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and print."""
+    """Train, and print losses and accuracies."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=64, help="images in a batch")
     parser.add_argument("--accum", type=int, default=1, help="sub-steps of each replica")
@@ -104,10 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
     parser.add_argument("--dropout", type=float, default=0.25)
     parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
-    parser.add_argument("--stock", action="store_true", help="the original's lines")
+    parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = named(args.devices or ()) or None
+    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"

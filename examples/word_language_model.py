@@ -1,14 +1,14 @@
-"""A recurrent language model with hidden states carried from batch to batch, on all devices.
+"""A recurrent language model that keeps hidden states from batch to batch, on all devices.
 
-The loop and the network are those of
-https://github.com/pytorch/examples/tree/main/word_language_model, in words of our own. The rows lie
-along dimension 1, in the hidden states too; each stretch of a text starts with the hidden states
-that the one before it ended with (truncated backpropagation through time). ``train`` has the
-original's lines and, beside them, those of the engine. The text is this project's documentation.
+The loop and the network are written after
+https://github.com/pytorch/examples/tree/main/word_language_model. Rows are along dimension 1, in
+hidden states, too. Each part of a text begins with the final hidden states of the previous part
+(truncated backpropagation through time). ``train`` has the lines of the original and those of the
+engine. The text is this project's documentation.
 
     python examples/word_language_model.py                       # every accelerator, or the CPU
     python examples/word_language_model.py --devices cpu cpu     # two replicas on the CPU
-    python examples/word_language_model.py --stock               # one device, the original's lines
+    python examples/word_language_model.py --stock               # one device, plain torch
 
 With ``--double --dropout 0`` all three print the same losses.
 """
@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scatterpar import ScatterOnceParallel, gather
-from scatterpar.devices.runtime import named
+from scatterpar.devices.runtime import parse_devices
 
 Hidden = tuple[Tensor, ...]
 TEXTS = Path(__file__).parent.parent / "docs"
 
 
 class RNNModel(nn.Module):
-    """Words of shape (time, rows) to logarithms of the next word's probabilities, and a state."""
+    """Maps words, (time, rows), to log-probabilities of the next word, and a hidden state."""
 
     def __init__(self, words: int, size: int, layers: int = 2, dropout: float = 0.2) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class RNNModel(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
-        """The logarithms have the shape (time * rows, words), as in the original."""
+        """Returns log-probabilities of shape (time * rows, words), and the hidden state."""
         output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
         decoded = self.decoder(self.drop(output))
         return F.log_softmax(decoded.flatten(0, 1), dim=1), hidden
@@ -58,7 +58,7 @@ class RNNModel(nn.Module):
         return zeros, zeros
 
 
-def stretches(text: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+def parts(text: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Words and the words that follow them, (length, rows) each; the last ones are shorter."""
     for start in range(0, len(text) - 1, length):
         stop = min(start + length, len(text) - 1)
@@ -73,25 +73,28 @@ def train(
     lr: float,
     clip: float = 0.25,
 ) -> Iterator[float]:
-    """One pass over the text, (time, rows): the losses. Without an engine on one device."""
+    """Train on one pass over the text, (time, rows). Yields the losses.
+
+    ``engine=None``: in plain torch, on one device.
+    """
     model.train()
     device = next(model.parameters()).device
     hidden = model.start(text.size(1))
-    for words, following in stretches(text, length):
+    for words, following in parts(text, length):
         hidden = tuple(state.detach() for state in hidden)
         model.zero_grad()
-        if engine is None:  # the original's lines
+        if engine is None:  # plain torch
             output, hidden = model(words.to(device), hidden)
             loss = F.nll_loss(output, following.flatten().to(device))
             loss.backward()
-        else:  # what takes their place
-            loss, kept = engine.forward_backward(
+        else:  # on all devices
+            loss, states = engine.forward_backward(
                 (words, hidden),
                 following,
                 criterion=lambda output, following: F.nll_loss(output[0], following.flatten()),
                 return_outputs=lambda output: output[1],
             )
-            hidden = gather(kept, device, dim=1)
+            hidden = gather(states, device, dim=1)
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         for p in model.parameters():
             p.data.add_(p.grad, alpha=-lr)
@@ -100,18 +103,18 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: RNNModel, text: Tensor, length: int) -> float:
-    """The mean loss over a text, as in the original: on one device."""
+    """The mean loss over a text; on one device."""
     model.eval()
     device = next(model.parameters()).device
     hidden, total = model.start(text.size(1)), 0.0
-    for words, following in stretches(text, length):
+    for words, following in parts(text, length):
         output, hidden = model(words.to(device), hidden)
         total += len(words) * F.nll_loss(output, following.flatten().to(device)).item()
     return total / (len(text) - 1)
 
 
 def corpus(rows: int) -> tuple[int, Tensor, Tensor]:
-    """The number of words, and two texts, (time, rows), to train and to validate with."""
+    """The number of words, and two texts, (time, rows): to train on, and to validate on."""
     pages = [page.read_text(encoding="utf-8") for page in sorted(TEXTS.glob("*.md"))]
     words = re.findall(r"\w+|[^\w\s]", "\n".join(pages).lower())
     number = {word: i for i, word in enumerate(dict.fromkeys(words))}
@@ -121,12 +124,12 @@ def corpus(rows: int) -> tuple[int, Tensor, Tensor]:
 
 
 def columns(ids: Tensor, rows: int) -> Tensor:
-    """One text as ``rows`` texts side by side, (time, rows)."""
+    """One text, cut into ``rows`` texts of equal length: (time, rows)."""
     return ids[: len(ids) // rows * rows].view(rows, -1).t().contiguous()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and print."""
+    """Train, and print losses and perplexities."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=20, help="texts side by side")
     parser.add_argument("--length", type=int, default=35, help="words that a gradient goes through")
@@ -136,10 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=None, help="most steps of an epoch")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--devices", nargs="+", help="such as cuda:0,cuda:1 or 0 1")
-    parser.add_argument("--stock", action="store_true", help="the original's lines")
+    parser.add_argument("--stock", action="store_true", help="one device, plain torch")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     args = parser.parse_args(arguments)
-    devices = named(args.devices or ()) or None
+    devices = parse_devices(args.devices or ()) or None
 
     torch.manual_seed(1)
     default = torch.accelerator.current_accelerator(check_available=True) or "cpu"

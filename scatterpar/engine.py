@@ -44,7 +44,7 @@ from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import AutoAccum
 from scatterpar.step.commit import commit
 from scatterpar.step.compute import compute, infer
-from scatterpar.step.costs import check_budget, has_costs_argument, plan_by_cost
+from scatterpar.step.costs import has_costs_argument, plan_by_cost
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import compute_loss_weights
 from scatterpar.step.markers import count_rows
@@ -87,7 +87,7 @@ class ScatterOnceParallel(Wrapper):
             this module as before.
         accum: sub-steps per replica, or ``"auto"``: start with one and, if memory runs out, plan
             the same batch again with the fewest sub-steps that fit. Later steps use the same
-            number. Attempts that ran out of memory do not affect the result.
+            number.
         device_ids: one entry per replica: ints (ordinals of the accelerator), strings or
             ``torch.device``. Entries may repeat; replicas with equal entries share one memory.
             ``["cpu"] * 4`` are four replicas in host memory, ``["cpu:0", "cpu:1"]`` are two virtual
@@ -117,25 +117,25 @@ class ScatterOnceParallel(Wrapper):
             floating-point dtype, such as ``torch.float32`` for parameters in bfloat16, whose sums
             would otherwise lose half their digits. The sum is rounded once, to the dtype of
             ``.grad``. Gradients with a wider dtype keep it.
-        measure_noise: compare the replicas' gradients: ``last_step.noise`` estimates the batch size
-            beyond which more rows gain little (:class:`GradientNoise`).
+        measure_noise: ``last_step.noise`` compares the replicas' gradients, to estimate the batch
+            size beyond which more rows gain little (:class:`GradientNoise`).
         compile: ``True`` or a dict of ``torch.compile``'s keywords: replicas run compiled, and the
             module itself is not changed. Replicas also run compiled if the module was made by
             ``torch.compile``, or compiled by ``.compile()`` as a whole or in parts.
         verify: before the sub-steps, check on as many of the batch's rows as are cheap that losses
             combine as ``reduction`` and ``count`` say, and that the user's own module and criterion
-            give the loss that a replica gives. If not, a ``ValueError`` before anything changes,
-            however often it is tried. An inconclusive check warns once. In the first eight steps of
-            a kind of criterion and batch, when labels go beyond the range that was verified, and
-            whenever checks have taken less than 1 % of the time. State that sub-steps move is told
-            once, by name.
+            give the loss that a replica gives. If not, a ``ValueError`` before anything changes. An
+            inconclusive check warns once, and so does state that sub-steps change. Checks run in
+            the first eight steps of a kind of criterion and batch (in the first one if checks are
+            slow), when labels go beyond the range that was verified, and whenever checks have taken
+            less than 1 % of the time.
         graphs: capture a sub-step (forward, criterion and backward) as a CUDA graph, once per shape
-            of micro-batch, and replay it for every micro-batch. This is for small sub-steps, which
-            a device finishes before the host has launched them. Python runs only while a sub-step
-            is captured, so numbers that change must be tensors. If the module or the criterion
-            changes, the sub-step is captured again. Changes of global variables, and of objects
-            that are not modules, are not detected. A sub-step that cannot be captured runs without
-            graphs, and a warning says so once. On the CPU nothing is captured.
+            of micro-batch, and replay it for every micro-batch: for sub-steps that a device
+            finishes before the host has launched them. Python runs only while a sub-step is
+            captured, so numbers that change must be tensors. The sub-step is captured again if the
+            module or the criterion changes, but not if a global variable or another object does. A
+            sub-step that cannot be captured runs without graphs, and a warning says so once. On the
+            CPU nothing is captured.
 
     Attributes:
         module: the user's module.
@@ -177,8 +177,7 @@ class ScatterOnceParallel(Wrapper):
     ) -> None:
         super().__init__()
         module, compile_fn = unwrapped(module)
-        check_options(module, accum, micro_batch_size, dim, accumulate_dtype)
-        check_budget(micro_batch_cost, accum, micro_batch_size, graphs)
+        check_options(module, accum, micro_batch_size, micro_batch_cost, dim, accumulate_dtype)
         self.module = module
         self.accum: Any = accum
         self._auto_accum = AutoAccum()
@@ -187,13 +186,14 @@ class ScatterOnceParallel(Wrapper):
         self.micro_batch_size = micro_batch_size
         self.micro_batch_cost = micro_batch_cost
         self.dim = dim
-        self.buffers_from, policy = buffers, BufferPolicy.named(buffers)
+        self.buffer_policy = policy = BufferPolicy.named(buffers)
         self.check_finite = check_finite
         self.accumulate_dtype = accumulate_dtype
         self.measure_noise = measure_noise
         self._compile_fn = compile_fn_from(compile) or compile_fn
         self.verify = verify
-        check_graphs(graphs, self.device_ids, policy, compiled=self._compile_fn is not None)
+        compiled, by_cost = self._compile_fn is not None, micro_batch_cost is not None
+        check_graphs(graphs, self.device_ids, policy, compiled=compiled, by_cost=by_cost)
         self.graphs = graphs
         self.last_step: StepReport | None = None
         check_placement((module,), self.device_ids, lazy=True)
@@ -216,7 +216,7 @@ class ScatterOnceParallel(Wrapper):
 
     def _init_transient(self) -> None:
         self._workers = Workers(self.device_ids, "this engine")
-        options = self.accumulate_dtype, self._compile_fn, BufferPolicy.named(self.buffers_from)
+        options = self.accumulate_dtype, self._compile_fn, self.buffer_policy
         self._replica_set = ReplicaSet(self.device_ids, *options)
         self._verifier = Verifier()
         self._graphs = Graphs() if self.graphs else None
@@ -303,35 +303,26 @@ class ScatterOnceParallel(Wrapper):
         """One step whose gradients wait for the backward pass of the returned loss.
 
         For loops that call ``loss.backward()`` themselves. The call computes what
-        ``forward_backward`` computes, sets ``last_step``, and updates buffers and random state.
-        The backward pass of the loss adds the gradient of the whole batch to ``.grad``, times the
-        factor that arrives at the loss; hooks on parameters run in it. So the loss can be scaled,
-        added to other losses, or dropped. ``torch.autograd.grad`` returns gradients and leaves
-        ``.grad`` as it is.
+        ``forward_backward`` computes from the same arguments, sets ``last_step``, and updates
+        buffers and random state. The backward pass of the loss adds the gradient of the whole batch
+        to ``.grad``, times the factor that arrives at the loss; hooks on parameters run in it. So
+        the loss can be scaled, added to other losses, or dropped. ``torch.autograd.grad`` returns
+        gradients and leaves ``.grad`` as it is.
 
-        Args:
-            inputs: as in ``forward_backward``, like all other arguments.
-            targets: what the criterion takes.
-            criterion: the loss.
-            reduction: how the criterion combines its terms.
-            count: what a mean loss averages over.
-            scaler: its scale is applied during the call, so that small gradients in half precision
-                do not vanish. The returned loss is not scaled: call
-                ``scaler.scale(loss).backward()``.
-            return_outputs: return the module's outputs too, detached.
-            whole_batch: the criterion sees all rows at once.
-            costs: one number for each row, with ``micro_batch_cost``.
+        The scale of a ``scaler`` is applied during the call, so that small gradients in half
+        precision do not vanish. The returned loss is not scaled: call
+        ``scaler.scale(loss).backward()``.
 
         Returns:
             The whole batch's loss, 0-dim, on the master, for one backward pass; with
-            ``return_outputs`` a pair of it and the outputs. Under ``torch.no_grad()`` only
-            forward passes run, and the loss has no graph.
+            ``return_outputs`` a pair of it and the outputs, detached. Under ``torch.no_grad()``
+            only forward passes run, and the loss has no graph.
 
         Raises:
-            RuntimeError: as ``forward_backward``; in a second backward pass, even with
-                ``retain_graph=True``; in a backward pass with ``create_graph=True``.
+            RuntimeError: in a second backward pass, even with ``retain_graph=True``; in a backward
+                pass with ``create_graph=True``.
 
-            All other errors are those of ``forward_backward``.
+            The call raises the errors of ``forward_backward``.
 
         Example:
             >>> model = nn.Linear(4, 2)
@@ -353,7 +344,8 @@ class ScatterOnceParallel(Wrapper):
             with outcome.attempt, outcome.attempt.clock.span("commit"):
                 noise = outcome.noise() if self.measure_noise and request.backward else None
                 loss = commit(outcome, deferred=deferred)  # 6
-            self._share_balancer.observe(outcome.plan, outcome.attempt.clock.passes)
+            attempt = outcome.attempt
+            self._share_balancer.observe(attempt.plan, attempt.clock.replica_spans)
             self.last_step = outcome.report(noise, waited)
         return (loss, outcome.outputs) if request.return_outputs else loss
 
@@ -398,7 +390,7 @@ class ScatterOnceParallel(Wrapper):
         check_links(self.device_ids, broadcast_routes, gradient_routes, row_routes)
         try:
             clock = self._trace.clock(plan) if self._trace else None
-            with Attempt(self._workers, plan, self._earlier, clock) as attempt:
+            with Attempt(self._workers, plan, self._replica_offset, clock) as attempt:
                 yield attempt
         finally:
             if self._workers.abandoned:
@@ -408,7 +400,7 @@ class ScatterOnceParallel(Wrapper):
                 self._replica_set.clear_step_state()
 
     @property
-    def _earlier(self) -> int | None:
+    def _replica_offset(self) -> int | None:
         """The number of this process's first replica; ``None`` without a process group."""
         return self._ranks.rank * _MOST_REPLICAS if self._ranks else None
 
@@ -484,18 +476,10 @@ class ScatterOnceParallel(Wrapper):
     ) -> GradientCheck:
         """Compare the gradient of one batch with that of a plain backward pass on the master.
 
-        The batch must fit on the master; a small batch is sufficient. Nothing is changed:
-        parameters, ``.grad``, buffers, random state and ``last_step`` stay the same, and no hook on
-        a parameter runs. With a process group each rank compares its own rows.
-
-        Args:
-            inputs: as in ``forward_backward``, and so are the others.
-            targets: what the criterion takes.
-            criterion: the loss.
-            reduction: how the criterion combines its terms.
-            count: what a mean loss averages over.
-            whole_batch: the criterion sees all rows at once; of this process, with a process group.
-            costs: what each row costs.
+        Takes the arguments of ``forward_backward``. The batch must fit on the master; a small batch
+        is sufficient. Nothing is changed: parameters, ``.grad``, buffers, random state and
+        ``last_step`` stay the same, and no hook on a parameter runs. With a process group each rank
+        compares its own rows.
 
         Returns:
             A report with ``.worst``, the largest relative difference of a parameter,
@@ -515,7 +499,8 @@ class ScatterOnceParallel(Wrapper):
         request = self._request(*args, whole_batch=whole_batch, verify=False, costs=costs)
         with self._workers.exclusive(self.module):
             request = request.checked(self.device_ids[0])
-            request = replace(request, most=request.rows)  # all sub-steps, of this process only
+            # A trial of all sub-steps: without the other ranks.
+            request = replace(request, max_substeps=request.rows)
             plan = self.plan(request.sizes, request.costs)
             attempt = partial(self._compute, request, plan)
             master = self.device_ids[0]
@@ -579,21 +564,14 @@ class ScatterOnceParallel(Wrapper):
     ) -> tuple[Tensor | None, Any]:
         """Compute one sub-step alone, in this thread: for debuggers and ``detect_anomaly``.
 
-        The user's own module and criterion compute the forward pass, the loss and the backward pass
-        of the sub-step's rows, in plain torch. Random numbers are those of the last step. After
-        torch's generators were seeded or drawn from, they are those of a step that would begin now.
-        Parameters and buffers have their present values. If the sub-step depends on random numbers
-        or buffers of the replica's earlier sub-steps, these run first, and no debugger stops in
-        them. Afterwards parameters, ``.grad``, buffers, the module's attributes and random state
-        are restored.
-
-        Args:
-            inputs: as in ``forward_backward``, like the next two.
-            targets: what the criterion takes.
-            criterion: the loss.
-            replica: the number of the replica, from 0. The note on an error contains the call.
-            sub_step: the number of its sub-step, from 0.
-            options: as in ``forward_backward``.
+        Takes the arguments of ``forward_backward``, and the numbers of a replica and of one of its
+        sub-steps, both from 0; the note on an error contains the call. The user's own module and
+        criterion compute the forward pass, the loss and the backward pass of the sub-step's rows,
+        in plain torch. Random numbers are those of the last step. After torch's generators were
+        seeded or drawn from, they are those of a step that would begin now. Parameters and buffers
+        have their present values. If the sub-step depends on random numbers or buffers of the
+        replica's earlier sub-steps, these run first, and no debugger stops in them. Afterwards
+        parameters, ``.grad``, buffers, the module's attributes and random state are restored.
 
         Returns:
             The loss of the sub-step, 0-dim, and the module's output, both detached, on the master.
@@ -625,7 +603,9 @@ class ScatterOnceParallel(Wrapper):
                     plan = latest
                     generators = drawn_from if drawn_from.are_latest else None
             if generators is None:
-                generators = Generators([share.device for share in plan.shares], self._earlier)
+                generators = Generators(
+                    [share.device for share in plan.shares], self._replica_offset
+                )
             place = replica, sub_step
             return replay(self.module, request, plan, place, generators, self._workers)
 

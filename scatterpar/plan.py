@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -25,17 +25,13 @@ class Share:
     """The rows of the batch that one replica handles.
 
     ``start``, ``stop`` and the pairs in ``micro_batches`` count rows in the order of the plan.
-    Without costs that is the order of the batch, and a sub-step computes ``batch[start:stop]`` of
-    its pair.
+    Without costs that is the order of the batch: a sub-step computes ``batch[start:stop]`` of its
+    pair. If micro-batches are cut by cost, the plan counts replica by replica, and ``row_numbers``
+    has, for each micro-batch, the numbers of its rows in the batch, in ascending order.
 
     If the batch consists of several (``Rows.from_batches``), positions count through all of them,
-    one after the other, and a share has some rows of each. ``start`` is its first row, and ``stop``
-    is the row after its last. Rows between them may belong to other shares. ``spans`` merges
-    micro-batches that touch.
-
-    If micro-batches are cut by cost, positions count the rows in the order of the plan, replica by
-    replica. ``row_numbers`` then has, for each micro-batch, the numbers of its rows in the batch,
-    in ascending order.
+    one after the other, and a share has some rows of each. Rows between ``start``, its first row,
+    and ``stop``, the row after its last, may belong to other shares.
     """
 
     replica: int
@@ -52,9 +48,9 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The rows as pairs of start and stop, as few as possible: one pair for a single batch.
+        """The micro-batches, merged if they touch: one pair of start and stop for a single batch.
 
-        If micro-batches are cut by cost, each is a span, because its rows are not consecutive.
+        Micro-batches that are cut by cost are not merged, because their rows are not consecutive.
         """
         if self.row_numbers:
             return self.micro_batches
@@ -81,6 +77,11 @@ class Plan:
     def order(self) -> tuple[int, ...]:
         """The row of the batch at each position of the plan; empty if the two are the same."""
         return tuple(row for share in self.shares for rows in share.row_numbers for row in rows)
+
+    @cached_property
+    def substep_rows(self) -> tuple[int, ...]:
+        """The number of rows of each sub-step, share by share."""
+        return tuple(stop - start for share in self.shares for start, stop in share.micro_batches)
 
     def rows_of(self, replica: int, sub_step: int) -> Sequence[int]:
         """The numbers, in the batch, of the rows of one sub-step; both counted from 0."""
@@ -114,33 +115,32 @@ class Plan:
         """A table with one line per share: cost without and with padding, rows per sub-step."""
         loads = [self.load_of(share) for share in self.shares]
         padded, cost = sum(loads), sum(self.costs)
-        table = [
-            ("replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each")
-        ]
+        heads = "replica", "device", "rows", "cost", "padded", "load", "sub-steps", "rows of each"
+        table = [heads]
         for share, load in zip(self.shares, loads, strict=True):
             cost_of_rows = sum(self.costs[row] for rows in share.row_numbers for row in rows)
             part = f"{load / padded:.1%}" if padded else "-"
-            numbers = (
-                str(share.rows),
-                f"{cost_of_rows:,.6g}",
-                f"{load:,.6g}",
-                part,
-                str(len(share.row_numbers)),
-            )
+            numbers = f"{share.rows}", f"{cost_of_rows:,.6g}", f"{load:,.6g}", part
             each = " + ".join(str([*rows]) for rows in share.row_numbers)
             each = each if len(each) <= _SHOWN else each[:_SHOWN].rpartition(",")[0] + ", ..."
-            table.append((str(share.replica), str(share.device), *numbers, each))
+            substeps = str(len(share.row_numbers))
+            table.append((str(share.replica), str(share.device), *numbers, substeps, each))
         more = f" ({padded / cost - 1:.1%} more)" if cost else ""
         return self._printed(table, f", by cost: {cost:,.6g}, with padding {padded:,.6g}{more}")
 
     def _printed(self, table: Sequence[Sequence[str]], more: str = "") -> str:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
         replicas = "replica" if len(self.shares) == 1 else "replicas"
-        return "\n".join([f"{self.rows} rows on {len(self.shares)} {replicas}{more}", *lines])
+        title = f"{self.rows} rows on {len(self.shares)} {replicas}{more}"
+        return f"{title}\n{as_text(table, str.ljust)}"
+
+
+def as_text(table: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> str:
+    """Rows of cells as lines of text. The first column is aligned left, the others by ``align``."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
+        for row in table
+    )
 
 
 def make_plan(
@@ -201,24 +201,17 @@ def _plan(
                 pieces = -(-(stop - start) // micro_batch_size)
             cuts[replica] += _cut(first + start, first + stop, pieces)
         first += rows
-    planned = [
-        Share(
-            replica,
-            devices[replica],
-            micro_batches[0][0],
-            micro_batches[-1][1],
-            tuple(micro_batches),
-        )
-        for replica, micro_batches in cuts.items()
-    ]
+    planned = (
+        Share(replica, devices[replica], spans[0][0], spans[-1][1], tuple(spans))
+        for replica, spans in cuts.items()
+    )
     return Plan(first, tuple(planned))
 
 
 def _divide(rows: int, shares: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """Spans in proportion to ``shares``: whole rows first, then the largest remainders.
 
-    Every replica has at least one row. If there are fewer rows than replicas, the first have one
-    each.
+    Every replica has at least one row; with fewer rows than replicas, the first have one each.
     """
     if rows <= len(shares):
         return tuple((i, i + 1) for i in range(rows))
@@ -272,7 +265,9 @@ class ShareBalancer:
         user_shares = None if self.learns else shares
         self.shares = _checked(user_shares, len(device_ids)) or (1.0,) * len(device_ids)
 
-    def observe(self, plan: Plan, passes: Sequence[Mapping[int, tuple[float, float]]]) -> None:
+    def observe(
+        self, plan: Plan, replica_spans: Sequence[Mapping[int, tuple[float, float]]]
+    ) -> None:
         """Learn from a step that was committed.
 
         A device's first step is ignored, because it includes one-time work.
@@ -282,7 +277,7 @@ class ShareBalancer:
         for device in {share.device for share in plan.shares}:
             on_device = [share for share in plan.shares if share.device == device]
             seconds = 0.0
-            for spans in passes:
+            for spans in replica_spans:
                 starts, ends = zip(*(spans[share.replica] for share in on_device), strict=True)
                 seconds += max(ends) - min(starts)
             if device in self._rows_per_second:

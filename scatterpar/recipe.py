@@ -30,17 +30,10 @@ _NORMALISATION = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
 
 def linear_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) -> float:
-    """Compute the learning rate for a batch size: `base_lr * batch_size / base_batch_size`.
+    """The learning rate for a batch size: `base_lr * batch_size / base_batch_size`.
 
-    Goyal et al. 2017, arXiv:1706.02677, section 2.1.
-
-    Args:
-        base_lr: the rate that suits batches of `base_batch_size`; above zero.
-        batch_size: images of one optimizer step, on all devices together; above zero.
-        base_batch_size: the batch size that `base_lr` was found for; above zero.
-
-    Raises:
-        ValueError: one of the three is not a positive, finite number.
+    After Goyal et al., section 2.1. `batch_size` counts the rows of one optimizer step, on all
+    devices together. Raises `ValueError` for a number that is not positive and finite.
 
     >>> linear_scaled_lr(0.1, 4096)
     1.6
@@ -57,19 +50,16 @@ def gradual_warmup(
     start_lr: float,
     after: LRScheduler | None = None,
 ) -> LRScheduler:
-    """Build a scheduler that moves rates to their targets in equal steps; then `after` takes over.
+    """A scheduler that moves rates to their targets in equal steps; then `after` takes over.
 
-    The targets are the rates that the optimizer's groups have when this function is called. At step
-    `t < warmup_steps` the first group's rate is `start_lr + (target - start_lr) * t /
+    After Goyal et al., section 2.2. The targets are the present rates of the optimizer's groups. At
+    step `t < warmup_steps` the first group's rate is `start_lr + (target - start_lr) * t /
     warmup_steps`, and the others are in proportion. At step `warmup_steps + t` every rate is that
     of `after` at its own step `t`. Without `after` it stays at its target. Call `.step()` once
-    after each `optimizer.step()`, and never `after.step()`.
-
-    `state_dict()` holds `after`'s state as well, so a run can be resumed anywhere.
-    Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    after each `optimizer.step()`, and never `after.step()`. `state_dict()` includes `after`'s.
 
     Args:
-        optimizer: its groups' rates are changed in place; this call sets those of step 0.
+        optimizer: this call sets the rates of its groups to those of step 0.
         warmup_steps: optimizer steps until the target is reached; above zero.
         start_lr: the first group's rate at step 0; above zero.
         after: a scheduler that was built on the same optimizer before this call and not yet
@@ -103,9 +93,8 @@ def gradual_warmup(
 class _GradualWarmup(LRScheduler):
     """A linear warm-up, followed by the steps of another scheduler.
 
-    `SequentialLR` is not used: at its milestone it calls `after.step(0)`, which starts schedulers
-    without a closed form (`MultiplicativeLR`, nested ones) from the wrong rate. This class restores
-    the rates of `after`'s step 0, so `after` continues as if it had not waited.
+    `SequentialLR` calls `after.step(0)` at its milestone, which starts schedulers without a closed
+    form (`MultiplicativeLR`, nested ones) from the wrong rate.
     """
 
     def __init__(
@@ -118,7 +107,7 @@ class _GradualWarmup(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """Compute the groups' rates at step `last_epoch`, up to the end of the warm-up."""
+        """The groups' rates at step `last_epoch`, up to the end of the warm-up."""
         if self.last_epoch > self.warmup_steps:
             return [group["lr"] for group in self.optimizer.param_groups]
         done = self.last_epoch / self.warmup_steps
@@ -166,21 +155,12 @@ class _GradualWarmup(LRScheduler):
 def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split a module's parameters into a group with weight decay and one without.
 
-    The group without decay has the biases (parameters with "bias" in their own name) and the
-    parameters of normalisation layers (classes whose name ends in "Norm", "Norm2d" and so on).
-    Every parameter of `module.parameters()` is in exactly one group, also if it is shared. Frozen
-    parameters are included, because they may be trained later. Goyal et al. 2017, arXiv:1706.02677,
-    section 5.1, has no decay on normalisation; Jia et al. 2018, arXiv:1807.11205, adds the biases.
-
-    Args:
-        module: any module.
-        weight_decay: the decay of the first group; zero or above.
-
-    Returns:
-        Two parameter groups for any optimizer of `torch.optim`, the one with decay first.
-
-    Raises:
-        ValueError: `weight_decay` is negative or not finite.
+    Returns two parameter groups for any optimizer of `torch.optim`, the one with decay first. The
+    other has the biases (parameters with "bias" in their own name) and the parameters of
+    normalisation layers (classes whose name ends in "Norm", "Norm2d" and so on). Every parameter is
+    in exactly one group; frozen ones may be trained later. Goyal et al., section 5.1, have no decay
+    on normalisation; Jia et al. 2018, arXiv:1807.11205, add the biases. Raises `ValueError` if
+    `weight_decay` is negative or not finite.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> for group in weight_decay_groups(model, 1e-4):
@@ -206,16 +186,10 @@ def weight_decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str
 def zero_init_residual(module: nn.Module) -> int:
     """Set the scale of the last normalisation of every residual block to zero, in place.
 
-    Each block then starts as the identity, which stabilises the first steps at a large rate.
-    Residual blocks are recognised by the names of their parts, as in `torchvision` and this
-    package: a `downsample` or `shortcut`, and `bn3` or else `bn2` as the last normalisation. Goyal
-    et al. 2017, arXiv:1706.02677, section 5.1.
-
-    Args:
-        module: any module; a module without residual blocks is not changed.
-
-    Returns:
-        The number of residual blocks found.
+    Each block then starts as the identity, which stabilises the first steps at a large rate (Goyal
+    et al., section 5.1). Residual blocks are recognised by the names of their parts, as in
+    `torchvision` and this package: a `downsample` or `shortcut`, and `bn3` or else `bn2` as the
+    last normalisation. Returns their number.
 
     >>> block = nn.Module()
     >>> block.bn1, block.bn2, block.shortcut = nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.Identity()
@@ -262,13 +236,8 @@ class NoiseScale:
     Averages signal and noise separately over the steps, with exponential decay, and divides the
     averages: the ratio of a single step is far too noisy (McCandlish et al. 2018, arXiv:1812.06162,
     appendix A.1). If a batch is much smaller than the scale, a doubled batch needs nearly half the
-    steps. If it is much larger, a doubled batch needs nearly as many steps.
-
-    Args:
-        decay: the weight of the previous average in every update; at least 0, below 1.
-
-    Raises:
-        ValueError: a decay out of range.
+    steps. If it is much larger, a doubled batch needs nearly as many steps. ``decay``, the weight
+    of the previous average in every update, is at least 0 and below 1, else it is a ``ValueError``.
 
     >>> import torch
     >>> from scatterpar import ScatterOnceParallel

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scatterpar.plan import Plan
+from scatterpar.plan import Plan, as_text
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -117,15 +117,6 @@ class StepReport:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.1f}"
-
-
-def as_text(table: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of text. The first column is aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in table
-    )
 
 
 def as_html(table: Sequence[Sequence[str]]) -> str:

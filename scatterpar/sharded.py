@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from scatterpar.devices.coalescing import copy_coalesced, copy_each
+from scatterpar.devices.runtime import HOST
 from scatterpar.devices.transfers import Transfers
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.replicas.replicas import ParameterCopies, parameter_like
@@ -27,8 +28,6 @@ from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import loading_hooks, step_without_hooks
 
 __all__ = ["ShardedOptimizer"]
-
-_HOST = torch.device("cpu")
 
 
 class ShardedOptimizer(Optimizer):
@@ -90,8 +89,8 @@ class ShardedOptimizer(Optimizer):
         self._transfers = Transfers()
         self.state = self._plain.state
         if self.state and len(self._memories) > 1:  # some have state from the start
-            with engine.replicas_for_update() as copies:
-                self._assign_owners(list(self.state), copies.parameter_copies())
+            with engine.replicas_for_update() as replica_set:
+                self._assign_owners(list(self.state), replica_set.parameter_copies())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -135,21 +134,18 @@ class ShardedOptimizer(Optimizer):
                 step_without_hooks(plain)
             return loss
         with self.engine.replicas_for_update() as replica_set:
-            parameter_copies = replica_set.parameter_copies()
+            copies = replica_set.parameter_copies()
             parameters = dict.fromkeys(p for group in self.param_groups for p in group["params"])
             updated = [p for p in parameters if p.grad is not None]
-            stand_ins = self._assign_owners(updated, parameter_copies)
+            stand_ins = self._assign_owners(updated, copies)
             self._send_gradients(stand_ins)
-            with (
-                self._undo_on_error(updated, parameter_copies),
-                self._plain_optimizer_on(stand_ins) as plain,
-            ):
+            with self._undo_on_error(updated, copies), self._plain_optimizer_on(stand_ins) as plain:
                 step_without_hooks(plain)
             for stand_in in stand_ins.values():
                 stand_in.grad = None  # makes room for what is brought now
             try:
                 replica_set.broadcast_updates(
-                    {p: self._owners[p] for p in updated if p in parameter_copies}, self._transfers
+                    {p: self._owners[p] for p in updated if p in copies}, self._transfers
                 )
             except Exception:  # no room for messages; the others get theirs in the next refresh
                 for p, stand_in in stand_ins.items():
@@ -157,7 +153,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _assign_owners(
-        self, needed: Iterable[Tensor], lent: ParameterCopies
+        self, needed: Iterable[Tensor], copies: ParameterCopies
     ) -> dict[Tensor, Tensor]:
         """Assign an owner to every parameter that has none. Returns stand-ins.
 
@@ -173,14 +169,14 @@ class ShardedOptimizer(Optimizer):
             load[owner] += p.nbytes
         stand_ins = {}
         for p in sorted(needed, key=lambda p: -p.nbytes):
-            if p not in self._owners or (p not in lent and self._owners[p] != master):
-                owner = min(load, key=load.__getitem__) if p in lent else master
+            if p not in self._owners or (p not in copies and self._owners[p] != master):
+                owner = min(load, key=load.__getitem__) if p in copies else master
                 if p in self.state:
                     self.state[p] = self._moved(self.state[p], owner)
                 self._owners[p] = owner
                 load[owner] += p.nbytes
             if self._owners[p] != master:
-                stand_ins[p] = _stand_in(p, lent[p][self._owners[p]])
+                stand_ins[p] = _stand_in(p, copies[p][self._owners[p]])
         return stand_ins
 
     def _send_gradients(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
@@ -192,7 +188,7 @@ class ShardedOptimizer(Optimizer):
                 stand_ins[owned[i]].grad = gradient
 
     @contextlib.contextmanager
-    def _undo_on_error(self, moving: Sequence[Tensor], lent: ParameterCopies) -> Iterator[None]:
+    def _undo_on_error(self, moving: Sequence[Tensor], copies: ParameterCopies) -> Iterator[None]:
         """If the body fails, restore the optimizer's state and the master's own parameters.
 
         The other owners write only to their copies, which the next refresh overwrites. Gradients
@@ -201,7 +197,7 @@ class ShardedOptimizer(Optimizer):
         """
         master, other = self._memories[:2]
         master_params = [p for p in moving if self._owners[p] == master]
-        values = [lent[p][other] if p in lent else p.detach().clone() for p in master_params]
+        values = [copies[p][other] if p in copies else p.detach().clone() for p in master_params]
         dense = [
             p.grad for p in master_params if p.grad is not None and p.grad.layout == torch.strided
         ]
@@ -242,7 +238,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``optimizer_class`` with all parameters: a copy in host memory."""
-        moved: dict[str, Any] = self._moved(super().state_dict(), _HOST)
+        moved: dict[str, Any] = self._moved(super().state_dict(), HOST)
         return moved
 
     @torch.no_grad()
@@ -264,13 +260,13 @@ class ShardedOptimizer(Optimizer):
         for hook in after:
             hook(self)
 
-    def _load(self, loaded: dict[str, Any], lent: ParameterCopies) -> None:
+    def _load(self, loaded: dict[str, Any], copies: ParameterCopies) -> None:
         """Move each parameter's state to its owner, then let ``optimizer_class`` load it."""
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))  # more of one are refused below
         stand_ins = self._assign_owners(
-            [by_number[n] for n in loaded["state"] if n in by_number], lent
+            [by_number[n] for n in loaded["state"] if n in by_number], copies
         )
         master = self._memories[0]
         state = {
@@ -287,7 +283,7 @@ class ShardedOptimizer(Optimizer):
         """
 
         def move(tensor: Tensor) -> Tensor:
-            stays = not tensor.ndim and tensor.device == _HOST
+            stays = not tensor.ndim and tensor.device == HOST
             return tensor.clone() if stays else self._transfers.copy(tensor, device, "reduce")
 
         return nested.map_tensors(move, state)

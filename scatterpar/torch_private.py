@@ -42,8 +42,8 @@ def _missing(what: str, why: str) -> Missing:
     )
 
 
-def _require(what: str, why: str, found: bool) -> None:
-    if not found:
+def _require(what: str, why: str, exists: bool) -> None:
+    if not exists:
         raise _missing(what, why)
 
 
@@ -322,9 +322,9 @@ def compile_fn_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def records_cuda_graphs(how: Callable[..., Any]) -> bool:
+def records_cuda_graphs(compile_fn: Callable[..., Any]) -> bool:
     """Whether a compile function, see ``compile_fn_of``, records CUDA graphs on a GPU."""
-    config: Any = getattr(how, "compiler_config", None)
+    config: Any = getattr(compile_fn, "compiler_config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 

@@ -1,28 +1,33 @@
-"""``engine.trace()``: what each replica did when in a step, as a table, a picture and a file."""
+"""``engine.trace()``: what each replica did when in a step, as a table, a picture and a file.
+
+Everything is drawn from one list of events: the table and the sentence sum it up, the picture shows
+the events of one step, and the file has all of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import html
 import json
 import math
 import os
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from scatterpar.bounds import Bounds
+from scatterpar.bounds import BETWEEN, Bounds, sums
 from scatterpar.devices.runtime import timed_mark
-from scatterpar.plan import Plan
-from scatterpar.report import as_text
-from scatterpar.threads.clock import Clock, RecordedStep, Zero
+from scatterpar.plan import Plan, as_text
+from scatterpar.threads.clock import Clock, Event, RecordedStep, Zero
 
-_CALLER, _BETWEEN, _ON_DEVICE = "caller", "between steps", " on the device"
+_ON_DEVICE = " on the device"  # the end of a device's lane
 _COLOURS = {  # in the order of the columns and of the legend
-    _BETWEEN: "#e3e7ea",
+    BETWEEN: "#e3e7ea",
     "scatter": "#4c78a8",
     "replicate": "#f2a541",
     "verify": "#c3aed6",
@@ -38,16 +43,7 @@ _COLOURS = {  # in the order of the columns and of the legend
     "reduce": "#d1495b",
     "commit": "#7a2a38",
 }
-
-
-class _Bar(NamedTuple):
-    """One span, or its work on a device, in the lane of a thread or device."""
-
-    lane: str
-    name: str
-    start: float
-    end: float
-    sub_step: int | None = None
+_WIDTH, _LANE = 960, 26  # of a picture, in pixels
 
 
 class Trace:
@@ -57,13 +53,12 @@ class Trace:
     says what bounds the steps and what to pass. A notebook shows a picture of one step.
 
     Attributes:
-        steps: the recorded steps, in order.
+        steps: the recorded steps, in order. Each has a ``plan``, an ``error`` and ``events``.
     """
 
     def __init__(self, devices: Sequence[torch.device], options: frozenset[str]) -> None:
         self.steps: list[RecordedStep] = []
         self._devices, self._options = devices, options
-        self._current: RecordedStep | None = None
         self._start = self._end = 0.0
         self._zeros: dict[torch.device, Zero] = {}
 
@@ -71,60 +66,78 @@ class Trace:
     def recorded(self) -> Iterator[None]:
         """Time the body, in which steps are recorded."""
         for device in self._devices:
-            if (event := timed_mark(device)) is not None:
-                event.synchronize()
-                self._zeros[device] = event, time.perf_counter()
-        self._start = self._end = time.perf_counter()
+            if (mark := timed_mark(device)) is not None:
+                mark.synchronize()
+                self._zeros[device] = mark, time.perf_counter()
+        self._start = time.perf_counter()
         try:
             yield
         finally:
             self._end = time.perf_counter()
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """The body is a step."""
-        step = self._current = RecordedStep(time.perf_counter(), self._zeros)
-        self.steps.append(step)
-        try:
-            yield
-        except BaseException as error:
-            step.error = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            step.end = self._end = time.perf_counter()
-            self._current = None
+    def step(self) -> RecordedStep:
+        """A new step, which records the body of ``with``."""
+        self.steps.append(RecordedStep(len(self.steps), self._zeros))
+        return self.steps[-1]
 
     def clock(self, plan: Plan) -> Clock:
         """A clock for an attempt at the current step; outside of a step it records nothing."""
-        if self._current is not None:
-            self._current.plan = plan
-        return Clock(self._current)
+        if not self.steps or self.steps[-1].end:
+            return Clock()
+        self.steps[-1].plan = plan
+        return Clock(self.steps[-1])
+
+    def events(self) -> list[Event]:
+        """The events of all steps in order of their ends, and the times between steps.
+
+        The work of an event on an accelerator is another event, in the lane of the device. It
+        counts once: the seconds ``own`` are those of the host's event.
+        """
+        found: list[Event] = []
+        last = self._start
+        for step in [*self._ended(), None]:
+            found.append(wait := Event(step, BETWEEN))
+            wait.start, wait.end = last, step.start if step else max(self._end, last)
+            wait.self_seconds, last = wait.end - wait.start, step.end if step else last
+            for event in _with_own(step.events if step else ()):
+                if event.replica is not None:
+                    event.lane = f"replica {event.replica}, {self._devices[event.replica]}"
+                found.append(event)
+                if event.on_device:
+                    found.append(work := copy.copy(event))
+                    work.start, work.end = event.on_device
+                    work.lane, work.on_device = event.lane + _ON_DEVICE, None
+                    work.self_seconds = 0.0
+        return found
+
+    def _ended(self) -> list[RecordedStep]:
+        return [step for step in self.steps if step.end]
 
     def bounds(self) -> Bounds:
-        """The times of all recorded steps, summed, and what bounds them."""
-        return Bounds(self.steps, self._end - self._start, self._devices, self._options)
+        """The sums over all events, and what bounds the steps."""
+        return Bounds(self.events(), self._ended(), self._devices, self._options)
 
     def __str__(self) -> str:
         """A table with a row per replica, the phases, and what bounds the steps."""
-        if not self.steps:
+        if not (count := len(self._ended())):
             return "No step was recorded."
-        bounds, count = self.bounds(), len(self.steps)
-        per_step = 1e3 / count
-        names = [n for n in _COLOURS if any(bounds.of(r, n) for r in bounds.replicas)]
-        on_device = bounds.on_devices()
+        bounds, per_step = self.bounds(), 1e3 / count
+        seconds, replicas = bounds.seconds, bounds.replicas
+        names = [name for name in _COLOURS if any(seconds[r, name] for r in replicas)]
+        work = [(e.replica, e.seconds) for e in bounds.events if e.on_device]
+        on_device, substeps = sums(work), Counter(r for _, r, _ in bounds.of_substeps)
         table = [["replica", "device", "rows", "sub-steps", *names, "idle"]]
-        table[0] += ["on device"] if on_device else []
-        for r in bounds.replicas:
-            times = [bounds.of(r, name) for name in names]
-            times.append(max(0.0, bounds.computing - sum(times)))
-            times += [on_device.get(r, 0.0)] if on_device else []
-            sizes = (f"{size / count:,.0f}" for size in (bounds.rows[r], bounds.substeps[r]))
-            shown = (f"{seconds * per_step:,.1f}" for seconds in times)
+        table[0] += ["on device"] if work else []
+        for r in replicas:
+            times = [seconds[r, name] for name in names]
+            times += [max(0.0, bounds.computing - sum(times))] + [on_device[r]] * bool(work)
+            sizes = (f"{size / count:,.0f}" for size in (bounds.rows[r], substeps[r]))
+            shown = (f"{t * per_step:,.1f}" for t in times)
             table.append([f"{r}", f"{self._devices[r]}", *sizes, *shown])
-        once = [(name, bounds.of(None, name) * per_step) for name in _COLOURS]
+        once = [(name, seconds[None, name] * per_step) for name in _COLOURS if name != BETWEEN]
         lines = [
             f"{count} {'step' if count == 1 else 'steps'} of {bounds.in_steps * per_step:,.1f} ms, "
-            f"{(bounds.total - bounds.in_steps) * per_step:,.1f} ms between steps; in ms a step:",
+            f"{seconds[None, BETWEEN] * per_step:,.1f} ms between steps; in ms a step:",
             as_text(table),
             "for all: " + ", ".join(f"{name} {ms:,.1f}" for name, ms in once if ms >= 0.05),
             *(f"step {n} failed: {step.error}" for n, step in enumerate(self.steps) if step.error),
@@ -136,24 +149,25 @@ class Trace:
         """Write the steps to ``path`` for https://ui.perfetto.dev or chrome://tracing.
 
         The file is in the trace event format (JSON), with times in microseconds. The caller, each
-        replica and each replica's accelerator have a thread. Each span is a complete event.
+        replica and each replica's accelerator have a thread. Each event is a complete event.
         """
-        events: list[dict[str, Any]] = []
-        threads = {lane: number for number, lane in enumerate(self._lanes())}
-        for number, step in enumerate(self.steps):
-            whole = _Bar(_CALLER, "step", step.start, step.end)
-            for lane, name, start, end, sub_step in [whole, *self._bars(step)]:
-                name += _ON_DEVICE if lane.endswith(_ON_DEVICE) else ""
-                times = {"ts": (start - self._start) * 1e6, "dur": (end - start) * 1e6}
-                args = {"step": number, "sub_step": sub_step, "error": step.error}
-                event = {"ph": "X", "name": name, "pid": 0, "tid": threads[lane]}
-                events.append({**event, **times, "args": args})
-        for lane, thread in threads.items():
-            event = {"ph": "M", "pid": 0, "tid": thread}
-            events.append({**event, "name": "thread_name", "args": {"name": lane}})
-            events.append({**event, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        events = self.events()
+        threads = {lane: number for number, lane in enumerate(_lanes(events))}
+        rows: list[dict[str, Any]] = []
+        for event in events:
+            args: dict[str, Any] = {"sub_step": event.sub_step}
+            if event.step:
+                args |= {"step": event.step.number, "error": event.step.error}
+            start, seconds = event.start - self._start, event.end - event.start
+            place = {"ph": "X", "pid": 0, "tid": threads[event.lane], "ts": start * 1e6}
+            name = event.name + (_ON_DEVICE if event.lane.endswith(_ON_DEVICE) else "")
+            rows.append({"name": name, **place, "dur": seconds * 1e6, "args": args})
+        for lane, number in threads.items():
+            thread = {"ph": "M", "pid": 0, "tid": number}
+            rows.append({"name": "thread_name", **thread, "args": {"name": lane}})
+            rows.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+            json.dump({"traceEvents": rows, "displayTimeUnit": "ms"}, file)
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the step of median length with matplotlib.
@@ -164,105 +178,107 @@ class Trace:
         Returns:
             The axes.
         """
-        from matplotlib import patches, pyplot
-
-        title, lanes, bars = self._picture()
+        title, events = self._picture()
+        lanes = _lanes(events)
         if axes is None:
+            from matplotlib import pyplot
+
             size = 10, 1.4 + 0.4 * len(lanes)
             _, axes = pyplot.subplots(figsize=size, layout="constrained")
-        for lane, name, start, end, _ in bars:
-            place = lanes.index(lane), (end - start) * 1e3, 0.7, start * 1e3
-            axes.barh(*place, color=_COLOURS[name], edgecolor="w", lw=0.2)
+        for name, colour in _COLOURS.items():
+            if named := [event for event in events if event.name == name]:
+                places = [lanes.index(event.lane) for event in named]
+                widths = [1e3 * (event.end - event.start) for event in named]
+                starts = [1e3 * event.start for event in named]
+                axes.barh(places, widths, 0.7, starts, color=colour, label=name)
         axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds since the step began")
         axes.set_title(title, loc="left", fontsize="medium")
-        keys = [patches.Patch(color=_COLOURS[name], label=name) for name in _names(bars)]
-        axes.legend(handles=keys, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         return axes
-
-    def _lanes(self) -> list[str]:
-        """The caller, the replicas, and the accelerators."""
-        replicas = [f"replica {r}, {device}" for r, device in enumerate(self._devices)]
-        return [_CALLER, *replicas, *(lane + _ON_DEVICE for lane in replicas if self._zeros)]
-
-    def _bars(self, step: RecordedStep) -> Iterator[_Bar]:
-        lanes = self._lanes()
-        for span in step.spans:
-            lane = lanes[0 if span.replica is None else 1 + span.replica]
-            yield _Bar(lane, span.name, span.start, span.end, span.sub_step)
-            if span.on_device:
-                yield _Bar(lane + _ON_DEVICE, span.name, *span.on_device, span.sub_step)
-
-    def _picture(self) -> tuple[str, list[str], list[_Bar]]:
-        """The step of median length: its title, lanes, and bars, in seconds since it began."""
-        if not self.steps:
-            raise ValueError("no step was recorded: call forward_backward inside of the trace")
-        whole = [n for n, step in enumerate(self.steps) if not step.error]
-        order = sorted(whole or range(len(self.steps)), key=lambda n: self.steps[n].seconds)
-        number = order[len(order) // 2]
-        step, before = self.steps[number], self.steps[number - 1].end if number else self._start
-        bars = [_Bar(_CALLER, _BETWEEN, before, step.start), *self._bars(step)]
-        bars = [
-            bar._replace(start=bar.start - step.start, end=bar.end - step.start)
-            for bar in bars
-            if bar.name in _COLOURS
-        ]
-        used = {bar.lane for bar in bars}
-        rows = step.plan.rows if step.plan else 0
-        title = f"step {number} of {len(self.steps)}: {rows:,} rows in {step.seconds * 1e3:,.1f} ms"
-        title += ", failed" if step.error else ""
-        return title, [lane for lane in self._lanes() if lane in used], bars
 
     def _repr_svg_(self) -> str:
         """The step of median length, and what bounds the steps, as a picture for notebooks."""
         return _svg(*self._picture(), self.bounds().sentence())
 
+    def _picture(self) -> tuple[str, list[Event]]:
+        """The step of median length: a title, and what is drawn, in seconds since it began."""
+        if not (ended := self._ended()):
+            raise ValueError("no step was recorded: call forward_backward inside of the trace")
+        whole = [step for step in ended if not step.error] or ended
+        step = sorted(whole, key=lambda step: step.end - step.start)[len(whole) // 2]
+        rows, ms = sum(step.rows.values()), f"{(step.end - step.start) * 1e3:,.1f} ms"
+        title = f"step {step.number} of {len(ended)}: {rows:,} rows in {ms}"
+        events = [copy.copy(event) for event in self.events() if event.step is step]
+        for event in events:
+            event.start, event.end = event.start - step.start, event.end - step.start
+        title += ", failed" if step.error else ""
+        return title, [event for event in events if event.name in _COLOURS]
 
-def _names(bars: Sequence[_Bar]) -> list[str]:
-    """The names of the bars, in the order of the legend."""
-    return [name for name in _COLOURS if any(bar.name == name for bar in bars)]
+
+def _lanes(events: Iterable[Event]) -> list[str]:
+    """The lanes of the events: the caller, the replicas, and the accelerators."""
+    lanes = {
+        (e.lane.endswith(_ON_DEVICE), -1 if e.replica is None else e.replica, e.lane)
+        for e in events
+    }
+    return [lane for _, _, lane in sorted(lanes)]
 
 
-_WIDTH, _LEFT, _LANE = 960, 150, 26  # of a picture, in pixels
+def _with_own(events: Iterable[Event]) -> list[Event]:
+    """The events, which are in order of their ends, each with its ``own`` seconds."""
+    found = list(events)  # a copy: an abandoned worker may still append
+    inside: dict[int | None, list[Event]] = defaultdict(list)
+    for event in found:
+        stack = inside[event.replica]
+        event.self_seconds = event.end - event.start
+        while stack and stack[-1].start >= event.start:
+            event.self_seconds -= stack[-1].end - stack.pop().start
+        stack.append(event)
+    return found
 
 
-def _svg(title: str, lanes: Sequence[str], bars: Sequence[_Bar], sentence: str) -> str:
-    last = max(bar.end for bar in bars)
-    first = max(min(bar.start for bar in bars), -last)  # a long wait is cut off
-    scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
+def _svg(title: str, events: Sequence[Event], sentence: str) -> str:
+    last = max(event.end for event in events)
+    first = max(min(event.start for event in events), -last)  # a long wait is cut off
+    lanes = _lanes(events)
+    left = 20 + 7 * max(map(len, lanes))
+    scale = (_WIDTH - left - 10) / max(last - first, 1e-9)
     bottom = 62 + _LANE * len(lanes)
     out: list[str] = []
 
     def text(x: float, y: float, words: str, more: str = "") -> None:
         out.append(f'<text x="{x:.1f}" y="{y:.1f}" {more}>{html.escape(words)}</text>')
 
-    def box(x: float, y: float, width: float, height: float, colour: str, label: str = "") -> None:
-        label = f"<title>{html.escape(label)}</title>" if label else ""
-        size = f'width="{width:.2f}" height="{height}" fill="{colour}"'
-        out.append(f'<rect x="{x:.2f}" y="{y:.1f}" {size}>{label}</rect>')
+    def box(x: float, y: float, width: float, height: float, colour: str, label: str) -> None:
+        size, label = f'width="{width:.2f}" height="{height}"', html.escape(label)
+        place = f'x="{x:.2f}" y="{y:.1f}"'
+        out.append(f'<rect {place} {size} fill="{colour}"><title>{label}</title></rect>')
 
     text(10, 20, title, 'font-weight="bold"')
     x = 10.0
-    for name in _names(bars):
-        box(x, 32, 11, 11, _COLOURS[name])
+    for name in (name for name in _COLOURS if any(event.name == name for event in events)):
+        box(x, 32, 11, 11, _COLOURS[name], name)
         text(x + 15, 42, name)
         x += 30 + 6.4 * len(name)
-    tick = _round_step((last - first) * 1e3 / 8)
+    least = max((last - first) * 1e3 / 8, 1e-3)
+    power = 10.0 ** math.floor(math.log10(least))
+    tick = next(power * n for n in (1, 2, 5, 10) if power * n >= least * 0.999)
     for n in range(math.ceil(first * 1e3 / tick), math.floor(last * 1e3 / tick) + 1):
-        at = _LEFT + (n * tick / 1e3 - first) * scale
-        box(at, 56, 0.5, bottom - 56, "#b0b8bd")
+        at = left + (n * tick / 1e3 - first) * scale
+        box(at, 56, 0.5, bottom - 56, "#b0b8bd", "")
         text(at, bottom + 14, f"{n * tick:g}" + (" ms" if not n else ""), 'text-anchor="middle"')
     for number, lane in enumerate(lanes):
-        text(_LEFT - 8, 62 + _LANE * (number + 0.6), lane, 'text-anchor="end"')
-    for lane, name, start, end, sub_step in bars:
-        label = name if sub_step is None else f"{name} {sub_step}"
-        label += f": {(end - start) * 1e3:,.2f} ms"
-        start = max(start, first)
-        width = max((end - start) * scale - 0.4, 0.3)
-        x, y = _LEFT + (start - first) * scale, 62.0 + _LANE * lanes.index(lane)
-        box(x, y, width, _LANE - 6, _COLOURS[name], label)
-        if name == _BETWEEN and width > 7 * len(label):
+        text(left - 8, 62 + _LANE * (number + 0.6), lane, 'text-anchor="end"')
+    for event in events:
+        label = event.name if event.sub_step is None else f"{event.name} {event.sub_step}"
+        label += f": {(event.end - event.start) * 1e3:,.2f} ms"
+        start = max(event.start, first)
+        width = max((event.end - start) * scale - 0.4, 0.3)
+        x, y = left + (start - first) * scale, 62.0 + _LANE * lanes.index(event.lane)
+        box(x, y, width, _LANE - 6, _COLOURS[event.name], label)
+        if event.name == BETWEEN and width > 7 * len(label):
             text(x + 6, y + 14, label)
     lines = textwrap.wrap(sentence, 140)
     for number, line in enumerate(lines):
@@ -270,12 +286,7 @@ def _svg(title: str, lanes: Sequence[str], bars: Sequence[_Bar], sentence: str) 
     height = bottom + 44 + 17 * len(lines)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" font-family="sans-serif" font-size="12" fill="#22282c">'
+        f'width="{_WIDTH}" style="max-width:100%" font-family="sans-serif" font-size="12" '
+        f'fill="#22282c">'
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>{"".join(out)}</svg>'
     )
-
-
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, … that is not below ``least``."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1e-3)))
-    return next(power * n for n in (1, 2, 5, 10) if power * n >= least * 0.999)

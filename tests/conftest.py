@@ -1,4 +1,4 @@
-"""Fixtures that every test shares, and those that police every test."""
+"""Fixtures that every test shares, and those that check each for what it leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import pytest
 import simulated
 import torch
-from helpers import police
+from helpers import leak_checks
 from hypothesis import HealthCheck, settings
 
 from scatterpar.devices.fingerprints import check_links
@@ -52,7 +52,7 @@ def _only_what_is_new_is_collected():
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     if report.when == "call":
-        item.stash[police.FAILED] = report.failed
+        item.stash[leak_checks.FAILED] = report.failed
     return report
 
 
@@ -63,10 +63,10 @@ def _links_are_looked_at_in_every_test():
 
 @pytest.fixture(autouse=True)
 def _no_leaked_threads(request: pytest.FixtureRequest):
-    before = police.threads()
+    before = leak_checks.threads()
     yield
-    if not request.node.stash.get(police.FAILED, True):  # a traceback keeps an engine alive
-        leaked = police.leaked_threads(before)
+    if not request.node.stash.get(leak_checks.FAILED, True):  # a traceback keeps an engine alive
+        leaked = leak_checks.leaked_threads(before)
         assert not leaked, f"the test leaked threads: {leaked}"
 
 
@@ -77,11 +77,11 @@ def _no_moved_generators(request: pytest.FixtureRequest):
     Data and initial weights come from generators of their own (``helpers``), so that what
     moves the global one is the code under test.
     """
-    before = police.random_states()
+    before = leak_checks.random_states()
     yield
-    moved = police.differences(before, police.random_states())
+    moved = leak_checks.differences(before, leak_checks.random_states())
     if moved:
-        police.put_back_random_states(before)
+        leak_checks.put_back_random_states(before)
     if request.node.get_closest_marker("draws") is None:
         advice = "take data from helpers.oracle, or mark the test `draws`"
         assert not moved, f"the test moved random generators: {sorted(moved)}; {advice}"
@@ -89,10 +89,11 @@ def _no_moved_generators(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True)
 def _no_changed_globals(_no_moved_generators: None):
-    before = police.globals_of_torch()
+    before = leak_checks.globals_of_torch()
     yield
-    changed = police.differences(before, police.globals_of_torch())
-    police.put_back(before)
+    changed = leak_checks.differences(before, leak_checks.globals_of_torch())
+    if changed:
+        leak_checks.put_back(before)
     assert not changed, f"the test changed globals: {changed}"
 
 

@@ -27,6 +27,7 @@ from scatterpar import (
     gather,
 )
 from scatterpar.devices import coalescing, fingerprints
+from scatterpar.step.reduce import sum_pairs
 from scatterpar.torch_private import uncompiled
 
 pytestmark = [
@@ -107,12 +108,11 @@ def crossed(plan, model, batch):
     weights = sum(parameter.nbytes for parameter in model.parameters())
     places = [share.device for share in plan.shares]
     others = {*places} - {places[0]}
-    pairs = [pair for pairs in coalescing.rounds(len(places)) for pair in pairs]
     return {
         "scatter": sum(share.rows * row for share in plan.shares if share.device != here),
         "replicate": weights * len(others),
         "compute": 0,
-        "reduce": weights * sum(places[near] != places[far] for near, far in pairs),
+        "reduce": weights * sum(places[a] != places[b] for a, b in sum_pairs(len(places))),
     }
 
 
@@ -654,31 +654,6 @@ def test_a_sharded_optimizer_has_the_bits_of_the_plain_class(device_ids, make):
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
                 assert not number or engine.last_step.bytes["replicate"] == 0
                 saved = step_of_both(sharded, plain, model, twin)
-
-
-class Together(torch.optim.AdamW):
-    """Sums tensors of all parameters."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        sum(p.grad.norm() for group in self.param_groups for p in group["params"])
-
-
-def test_an_optimizer_that_adds_up_tensors_of_several_devices_leaves_no_trace():
-    if torch.accelerator.device_count() < 2:
-        pytest.skip("needs 2 accelerators")
-    model, inputs, targets = problem()
-    before = [p.detach().clone() for p in model.parameters()]
-    with ScatterOnceParallel(model, 1, [0, 1]) as engine:
-        optimizer = ShardedOptimizer(engine, Together)
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-        with pytest.raises(RuntimeError) as raised:
-            optimizer.step()
-        assert "state are as they were" in raised.value.__notes__[0]
-    assert not optimizer.state_dict()["state"]
-    for one, other in zip(model.parameters(), before, strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
 
 
 def peaks_of(make, *devices):

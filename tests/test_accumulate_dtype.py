@@ -118,19 +118,6 @@ def test_bytes_of_wide_gradients_are_counted():
     assert sent == {None: 200, torch.float32: 400}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "error", "words"),
-    [
-        ("float32", TypeError, "accumulate_dtype must be a torch.dtype, got 'float32'"),
-        (torch.int64, ValueError, "must be a floating-point dtype such as torch.float32, got"),
-        (torch.complex64, ValueError, "must be a floating-point dtype"),
-    ],
-)
-def test_what_is_refused(dtype, error, words):
-    with pytest.raises(error, match=words):
-        ScatterOnceParallel(nn.Linear(1, 1), accumulate_dtype=dtype)
-
-
 def _wide_ranks(group, wide):
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with (

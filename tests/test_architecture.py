@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from itertools import chain
 from pathlib import Path
@@ -39,6 +40,7 @@ def name_of(path):
     return ".".join(["scatterpar", *path.relative_to(PACKAGE).with_suffix("").parts])
 
 
+@functools.cache
 def graph():
     return {name_of(path): set(imports(path)) for path in PACKAGE.rglob("*.py")}
 
@@ -67,16 +69,18 @@ def test_the_engine_is_not_known_below_it():
             assert "scatterpar.engine" not in others, module
 
 
-def test_to_import_the_engine_is_to_import_nothing_optional():
+def test_the_engine_and_what_integrations_share_import_nothing_optional():
     code = """
 import sys, torch
 before = set(sys.modules)
 import scatterpar
 optional = ("scatterpar.train", "scatterpar.integrations", "matplotlib", "tqdm", "transformers")
 print([name for name in set(sys.modules) - before if name.startswith(optional)])
+import scatterpar.integrations.loop
+print("transformers" in sys.modules)
 """
     outcome = run("-c", code)
-    assert (outcome.code, outcome.out) == (0, "[]\n"), outcome.err
+    assert (outcome.code, outcome.out) == (0, "[]\nFalse\n"), outcome.err
 
 
 def test_all_threads_start_in_one_file():
@@ -97,6 +101,41 @@ def test_private_parts_of_torch_are_named_in_one_file():
         if re.search(r"torch\._(?!foreach)", line)
     ]
     assert not named
+
+
+COPIES = {"to", "copy_", "_foreach_copy_", "cpu", "item", "tolist"}
+MAY_COPY = {
+    "scatterpar.step.costs",  # reads numbers of NumPy arrays, too
+    "scatterpar.verify.spot_check",
+}
+
+
+def copies(path):
+    """The methods named in a file that copy tensors; ``.to`` with a dtype alone does not."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    casts = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and is_cast(node)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in COPIES and node not in casts:
+            yield ast.unparse(node)
+
+
+def is_cast(call):
+    """Whether a call gets one argument, which is a dtype by its name."""
+    names = [ast.unparse(argument) for argument in call.args]
+    return not call.keywords and len(names) == 1 and names[0].endswith("dtype")
+
+
+def test_copies_between_memories_are_made_in_one_package():
+    """So that a device whose ``.to`` or ``.copy_`` is wrong is a matter of ``devices`` alone."""
+    engine_part = [path for path in PACKAGE.rglob("*.py") if level_of(name_of(path)) < ABOVE]
+    engine_part += [*PACKAGE.glob("*.py"), *PACKAGE.glob("pair/*.py")]
+    found = [
+        f"{name_of(path)}: {copy}"
+        for path in engine_part
+        if not name_of(path).startswith("scatterpar.devices") and name_of(path) not in MAY_COPY
+        for copy in copies(path)
+    ]
+    assert not found
 
 
 def test_every_operator_on_lists_is_asked_for_at_import():

@@ -467,58 +467,6 @@ def test_what_does_not_fit_is_refused_in_words(devices, case):
         engine.forward_backward(inputs, criterion=lambda o, t: o.mean())
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Rows("text"), "got str"),
-        (lambda: Rows({"a": 1}), "got dict"),
-        (lambda: Rows(iter([])), "got list_iterator"),
-        (lambda: Rows([1], collate=3), "collate must be callable, got 3"),
-        (lambda: Rows.from_batches(ROWS), "takes a list of batches, got Tensor"),
-        (lambda: Rows.from_batches({"a": ROWS}), "got dict"),
-        (lambda: Replicated([Rows([1])]), r"Replicated\(list\) has Rows\(1 x int\) in it"),
-        (
-            lambda: ScatterOnceParallel(build(mlp)).forward_backward(
-                ROWS, LABELS, LOSS, return_outputs=3
-            ),
-            "return_outputs must be True, False or a callable.*got 3",
-        ),
-    ],
-)
-def test_markers_of_the_wrong_kind(make, words):
-    with pytest.raises(TypeError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("targets", "words"),
-    [
-        (Rows.from_batches(LABELS.split([4, 3])), r"inputs with 3 \+ 4, targets with 4 \+ 3"),
-        (LABELS[:5], r"inputs with 3 \+ 4, targets with 5"),
-    ],
-)
-def test_windows_that_disagree(devices, targets, words):
-    with (
-        ScatterOnceParallel(build(mlp), 1, devices(2)) as engine,
-        pytest.raises(ValueError, match=f"several batches disagree.*{words}"),
-    ):
-        engine.forward_backward(Rows.from_batches(ROWS.split([3, 4])), targets, LOSS)
-
-
-def test_a_window_of_none():
-    with pytest.raises(ValueError, match="got no batch"):
-        Rows.from_batches([])
-
-
-def test_inference_takes_one_batch_at_a_time(devices):
-    batches, *_ = window()
-    with (
-        ScatterOnceParallel(build(Reader).eval(), 1, devices(2)) as engine,
-        pytest.raises(ValueError, match=r"For inference, .* make one call per batch"),
-    ):
-        engine(Rows.from_batches(batches))
-
-
 def test_markers_print_and_pickle():
     assert repr(Replicated(ROWS)) == "Replicated(Tensor of shape (7, 5))"
     assert repr(Replicated({"a": 1})) == "Replicated(dict)"

@@ -139,14 +139,6 @@ def test_loaded_weights_train(devices, assign):
     assert not torch.equal(before, after)
 
 
-def test_checkpoints_of_data_parallel_go_both_ways(devices):
-    saved = nn.DataParallel(mlp(seed=1)).state_dict()
-    engine = ScatterOnceParallel(mlp(), 1, devices(2))
-    engine.load_state_dict(saved)
-    assert same(engine.state_dict(), mlp(seed=1).state_dict())
-    mlp().load_state_dict(engine.state_dict())
-
-
 def test_versions_of_layers_survive_the_prefix(devices):
     """A state dict's metadata tells a layer how old it is; its keys have prefixes too.
 
@@ -211,7 +203,7 @@ def test_copies_work_and_share_nothing(layout, way, kind):
     twins.append(COPIES[way](one))
     if kind == "engine":
         assert all(twin.plan(9) == one.plan(9) for twin in twins)
-        assert all(twin.buffers_from == "mean" for twin in twins)
+        assert all(twin.buffer_policy.name == "mean" for twin in twins)
     for twin in twins:
         with torch.no_grad():
             twin.module[0].weight.mul_(2)
@@ -257,13 +249,3 @@ def test_the_module_alone_can_be_copied_after_steps(devices):
         averaged.update_parameters(model)
         pickle.dumps(model)
     assert same(twin.state_dict(), model.state_dict())
-
-
-def test_closing_ends_it_and_says_so(devices):
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        assert_step(engine, *BATCH, cross_entropy)
-    engine.close()
-    with pytest.raises(RuntimeError, match="engine is closed; make another"):
-        engine.forward_backward(*BATCH, cross_entropy)
-    with pytest.raises(RuntimeError, match="engine is closed; make another"):
-        engine.eval()(BATCH[0])

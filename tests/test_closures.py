@@ -90,7 +90,8 @@ def test_each_replica_reads_what_its_own_call_left_behind(devices, kind):
     assert_pair(mlp(), INPUTS, TARGETS, perceptual(kind), devices(3))
 
 
-def test_a_criterion_that_waits_for_the_other_replicas_has_them_beside_it(devices):
+def test_a_criterion_that_waits_for_the_other_replicas_has_them_beside_it(devices, monkeypatch):
+    monkeypatch.setattr("scatterpar.threads.locks._PATIENCE_SECONDS", 0.1)
     barrier = threading.Barrier(3)
 
     def meet(output, targets):
@@ -282,6 +283,75 @@ def test_statistics_that_a_criterion_moved_are_put_back(devices, of, whole):
     assert calls
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class Holder:
+    """An object of the user's, which replicas share."""
+
+    def __init__(self, net):
+        self.nets = [net]
+
+
+class Held(nn.Module):
+    """Uses a network that only an object refers to, which no optimizer of the model finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+        net = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+        self.holder = Holder(net.double())
+
+    def forward(self, inputs):
+        return self.body(inputs) + self.holder.nets[0](inputs)
+
+
+def test_a_network_in_an_object_of_the_model_belongs_to_the_step():
+    """After a failed step its gradients and statistics stayed, and after a check its gradients.
+
+    ``engine.loss`` added its gradient at once, whatever became of the loss.
+    """
+    model = build(Held)
+    twin, net = copy.deepcopy(model), model.holder.nets[0]
+    before, calls = copy.deepcopy(net.state_dict()), []
+
+    def fails(output, targets):
+        calls.append(len(output))
+        if len(calls) == 4:
+            raise ValueError("boom")
+        return F.mse_loss(output, targets)
+
+    with ScatterOnceParallel(model, 3, ["cpu"] * 2, verify=False) as engine:
+        with pytest.raises(ValueError, match="boom"):
+            engine.forward_backward(INPUTS, TARGETS, fails)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        (model.eval(), net.eval(), twin.eval(), twin.holder.nets[0].eval())
+        assert engine.check(INPUTS, TARGETS, nn.MSELoss()).passed
+        engine.loss(INPUTS, TARGETS, nn.MSELoss())
+        assert all(parameter.grad is None for parameter in net.parameters())
+        engine.loss(INPUTS, TARGETS, nn.MSELoss()).mul(3).backward()
+    F.mse_loss(twin(INPUTS), TARGETS).mul(3).backward()
+    assert_like((model, net), (twin, twin.holder.nets[0]))
+
+
+def a_step_of_one_rank(group):
+    model = build(Held).eval()
+    net = model.holder.nets[0].eval()
+    rows = slice(0, 7) if group.rank() == 0 else slice(7, ROWS)
+    with ScatterOnceParallel(model, 2, ["cpu"] * 2, process_group=group) as engine:
+        engine.forward_backward(INPUTS[rows], TARGETS[rows], nn.MSELoss())
+    return all_of(model, net)
+
+
+def test_ranks_exchange_the_gradients_of_a_network_in_an_object():
+    """Each rank had those of its own rows."""
+    model = build(Held).eval()
+    net = model.holder.nets[0].eval()
+    F.mse_loss(model(INPUTS), TARGETS).backward()
+    for grads in gang()(2, a_step_of_one_rank):
+        for name, gradient in all_of(model, net).items():
+            assert_close(grads[name], gradient, name)
 
 
 # --- ranks that share a criterion ---

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import shutil
 import threading
@@ -114,11 +115,19 @@ def assert_same(model, other):
     assert_gradients(model, gradients(other), 1e-12)
 
 
-@pytest.mark.parametrize("device_ids", DEVICES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_it_trains_as_the_eager_engine_does(way, device_ids, graphs):
-    model, engine = compiled(way, graphs, device_ids)
-    twin, other = eager_twin(device_ids)
+QUICK = {("option", 0), ("torch.compile", 1), ("method", 2), ("a block", 2)}
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        pytest.param(*both, marks=[] if both in QUICK else pytest.mark.slow)
+        for both in itertools.product(WAYS, range(len(DEVICES)))
+    ],
+)
+def test_it_trains_as_the_eager_engine_does(way, place, graphs):
+    model, engine = compiled(way, graphs, DEVICES[place])
+    twin, other = eager_twin(DEVICES[place])
     for parameter in (*model.parameters(), *twin.parameters()):
         parameter.grad = torch.ones_like(parameter)  # which rehearsals leave there
     counts = []
@@ -218,7 +227,7 @@ def test_weights_are_obeyed_at_once_and_attributes_with_a_recompilation(graphs):
         assert_same(model, twin)
 
 
-@pytest.mark.parametrize("device_ids", DEVICES)
+@pytest.mark.parametrize("device_ids", DEVICES[2:])
 def test_attributes_of_parameters_are_obeyed_without_new_replicas(device_ids, graphs):
     """Replicas that are made anew would compile again; torch's own marks stay on their tensors."""
 
@@ -450,18 +459,6 @@ def test_copies_compile_too(graphs):
             assert backend is not graphs
             assert backend.count >= 1
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("compile", "error", "words"),
-    [
-        ("yes", TypeError, "compile must be True, False or a dict of torch.compile's keywords"),
-        ({"options": {"triton.cudagraphs": True}}, ValueError, "asks for CUDA graphs"),
-    ],
-)
-def test_what_is_refused(compile, error, words):
-    with pytest.raises(error, match=words):
-        ScatterOnceParallel(nn.Linear(1, 1), compile=compile)
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "method", "a block"])

@@ -210,12 +210,6 @@ def test_inference_puts_back_whatever_goes_by_row(devices):
             assert torch.equal(found["b"], model.book)
 
 
-def test_costs_of_inference_without_a_budget_are_refused(devices):
-    refused = pytest.raises(ValueError, match="make the engine with micro_batch_cost=")
-    with ScatterOnceParallel(mlp(), 2, devices(2)).eval() as engine, refused:
-        engine(randn(4, FEATURES), costs=[1] * 4)
-
-
 def test_a_module_may_have_costs_of_its_own(devices):
     class Scaled(nn.Linear):
         def forward(self, rows, costs):
@@ -318,27 +312,3 @@ def test_what_costs_cannot_be_is_said(devices):
             engine.eval()(batch[0])
         assert all(torch.equal(v, before[k]) for k, v in engine.module.state_dict().items())
         assert all(p.grad is None for p in engine.parameters())
-    with ScatterOnceParallel(mlp(), 2, devices(2)) as engine:
-        for run in (
-            lambda: engine.forward_backward(*batch, costs=[1] * 4),
-            lambda: engine.plan(4, [1] * 4),
-        ):
-            with pytest.raises(ValueError, match="make the engine with micro_batch_cost="):
-                run()
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"accum": 2}, ValueError, "accum=2 and micro_batch_cost=8 both say how a share is cut"),
-        ({"accum": "auto"}, ValueError, "accum='auto' and micro_batch_cost=8 both"),
-        ({"micro_batch_size": 2}, ValueError, "micro_batch_size=2 and micro_batch_cost=8 both"),
-        ({"graphs": True}, ValueError, "graphs=True and micro_batch_cost: a graph is captured"),
-        ({"micro_batch_cost": 0}, ValueError, "must be positive and finite, got 0"),
-        ({"micro_batch_cost": math.nan}, ValueError, "must be positive and finite, got nan"),
-        ({"micro_batch_cost": "8"}, TypeError, "must be a number, got '8'"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(options, kind, words):
-    with pytest.raises(kind, match=words):
-        ScatterOnceParallel(mlp(), **{"micro_batch_cost": 8, **options})

@@ -239,7 +239,7 @@ def test_one_prediction_and_results_that_are_shown(device_ids):
         learn = Learner(loaders, model, CrossEntropyLossFlat(), cbs=callbacks)
         with learn.no_bar(), learn.no_logging():
             predicted = learn.predict(3)
-            learn.show_results(max_n=4)
+            learn.show_results(max_n=4, shuffle=False)
         titles = [axes.get_title() for axes in pyplot.gcf().axes]
         pyplot.close("all")
         return predicted, titles

@@ -371,15 +371,6 @@ def test_what_cannot_be_captured_runs_without_and_is_told_once(two_places, words
     random.setstate(state)
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="the CPU captures nothing")
-def test_cuda_launch_blocking_is_named_where_a_capture_fails(two_places, monkeypatch):
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    model, (inputs, targets) = build(lambda: Asks(FEATURES, CLASSES)), problem("mlp")[1:]
-    engine = ScatterOnceParallel(model.to(home()), 3, two_places, graphs=True, verify=False)
-    with engine, pytest.warns(match="with CUDA_LAUNCH_BLOCKING set, every kernel waits"):
-        engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-
-
 def test_gradients_add_up_over_steps(places):
     """What one step gave stays as it is in the next; graphs add up in tensors of their own."""
     model, inputs, targets = problem("mlp")
@@ -534,34 +525,6 @@ def test_autocast_is_captured_too(two_places):
     half = len(found) // 2
     assert torch.equal(torch.stack(found[:half]), torch.stack(found[half:]))
     assert found[0] == found[1] == found[3] != found[2]
-
-
-# --- words ---
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"compile": True}, "graphs=True and a compiled module"),
-        ({"buffers": "batch"}, 'graphs=True and buffers="batch"'),
-    ],
-)
-def test_what_does_not_go_with_graphs_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        ScatterOnceParallel(
-            build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs=True, **options
-        )
-
-
-def test_no_bool_is_refused():
-    with pytest.raises(TypeError, match="graphs must be True or False, got 'yes'"):
-        ScatterOnceParallel(build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs="yes")
-
-
-def test_a_loss_of_the_whole_batch_is_refused():
-    engine = ScatterOnceParallel(build(lambda: nn.Linear(2, 2)), device_ids=["cpu"], graphs=True)
-    with pytest.raises(ValueError, match="graphs=True captures forward pass, loss and backward"):
-        engine.forward_backward(randn(2, 2), randn(2, 2), F.mse_loss, whole_batch=True)
 
 
 def test_copies_of_an_engine_capture_for_themselves(two_places):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -90,8 +87,3 @@ def test_the_only_call_of_a_step_is_found(outputs):
 
 def test_the_calls_of_several_replicas_are_found_in_order():
     assert each_call(([1, 2], 3)) == each_call([[1, 2], [3]]) == each_call([1, 2, 3]) == [1, 2, 3]
-
-
-def test_it_needs_no_library():
-    code = "import sys, scatterpar.integrations.loop; print('transformers' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

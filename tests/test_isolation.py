@@ -57,8 +57,20 @@ def check(
 KINDS = {*MODELS, "checkpointing", "checkpointing, reentrant", "sparse gradients"}
 
 
-@by_both
-@pytest.mark.parametrize("name", sorted(KINDS - {"weight norm, old"}))
+BY_PAIR = {"tied", "lstm", "attention", "parameter containers", "checkpointing", "orthogonal"}
+
+
+@pytest.mark.parametrize(
+    ("name", "runner"),
+    [
+        *((name, "engine") for name in sorted(KINDS - {"weight norm, old"})),
+        *((name, "pair") for name in sorted(BY_PAIR)),
+        *(
+            pytest.param(name, "pair", marks=pytest.mark.slow)
+            for name in sorted(KINDS - BY_PAIR - {"weight norm, old"})
+        ),
+    ],
+)
 def test_models(monkeypatch, name, runner):
     check(monkeypatch, runner, CASES[name].build(), *CASES[name].batch, nn.CrossEntropyLoss())
 
@@ -191,25 +203,6 @@ def test_the_guard_can_fail(monkeypatch):
         engine.forward_backward(inputs, randint(CLASSES, 4), nn.CrossEntropyLoss())
     assert "in replica 1 on cpu:1, sub-step 0 of 1" in caught.value.__notes__[0]
     Smuggler.passed.clear()
-
-
-def test_the_guard_sees_a_forgotten_copy(monkeypatch):
-    """A tensor that hides from replication, in an object the engine cannot look into."""
-
-    class Hidden:
-        def __init__(self):
-            self.scale = torch.ones(CLASSES).double()
-
-    class Forgets(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.hidden = Hidden()
-
-        def forward(self, inputs):
-            return self.linear(inputs) * self.hidden.scale
-
-    with pytest.raises(MixedMemories, match=r"aten\.mul"):
-        check(monkeypatch, "engine", build(Forgets), *BATCH, nn.CrossEntropyLoss())
 
 
 def test_the_guard_sees_targets_that_did_not_cross(monkeypatch):

@@ -1,12 +1,14 @@
-"""Snippets of the guide's pages run, say what the page says, and give the whole batch's gradient.
+"""The guide's pages: their snippets run, their tables come out, their messages are the package's.
 
-Pages of many recipes have tests of their own: batches, recipes, tasks, other loops.
+Examples with a loss of their own are in ``test_page_examples.py``.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -15,42 +17,25 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import (
     assert_close,
     assert_gradients,
-    assert_step,
     build,
     gradients,
     randint,
     randn,
 )
-from helpers.pages import assert_whole_batch, blocks, namespace, read, run, sections
+from helpers.pages import ROOT, blocks, namespace, read, run, sections
 from helpers.stock_parallel import gradient
 from helpers.trainers import language_model, padded, sentences, sequence_classifier
 from helpers.trainers import token_classifier as token_model
 from torch import nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
 from scatterpar import ScatterOnceParallel
+from scatterpar.plan import make_plan
+from scatterpar.step.reduce import sum_pairs
 
 # --- does-it-solve-mine ---
 
 ANSWERS = blocks(read("docs/does-it-solve-mine.md"), "python")
-
-
-class TwoColumns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 3)
-
-    def forward(self, one, other):
-        return normalize(self.body(one), dim=1), normalize(self.body(other), dim=1)
-
-
-class Clip(TwoColumns):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, one, other):
-        return *super().forward(one, other), self.scale
 
 
 def answered(number, **names):
@@ -70,107 +55,6 @@ def test_loops_with_one_process(number, monkeypatch, tmp_path, capsys):
         assert "'replicate': " in capsys.readouterr().out
     elif number == 1:
         assert torch.load("model.pt").keys() == plain["model"].state_dict().keys()
-
-
-def test_tokens():
-    model = build(lambda: nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)))
-    words = randint(7, 9, 6)
-    holes = words.masked_fill(torch.arange(6) >= torch.arange(1, 10)[:, None], -100)
-    names = answered(2, language_model=model, words=words, padded=holes)
-    assert_whole_batch(names, model, words, holes, names["token_loss"])
-
-
-@pytest.mark.parametrize(
-    ("number", "made", "name", "loss"),
-    [(3, TwoColumns, "two_columns", "in_batch_negatives"), (4, Clip, "clip", "clip_loss")],
-)
-def test_contrastive_answers(number, made, name, loss):
-    model, columns = build(made), (randn(40, 4), randn(40, 4, seed=2))
-    names = answered(number, anchors=columns[0], positives=columns[1], **{name: model})
-    assert_whole_batch(names, model, columns, None, names[loss])
-
-
-def test_no_answer_goes_untested():
-    assert len(ANSWERS) == 6
-
-
-# --- contrastive, with losses of other libraries as they are ---
-
-CONTRASTIVE = blocks(read("docs/contrastive.md"), "python")
-
-
-class Views(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, one, other):
-        return self.body(one), self.body(other)
-
-
-class Texts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-
-    def forward(self, tokens):
-        return self.embedding(tokens).mean(1)
-
-
-def contrasted(*parts, dtype=torch.float64):
-    """The names of the page, after the snippets that have these words."""
-    encoder, model, texts = build(Views), build(lambda: nn.Linear(5, 4)), build(Texts)
-    one, other, labels = randn(24, 5, seed=1), randn(24, 5, seed=2), randint(3, 24)
-    names = {
-        "encoder": encoder,
-        "loader": [((one, other), labels)],
-        "optimizer": torch.optim.SGD(encoder.parameters(), 0.0),
-        "engine": ScatterOnceParallel(model.to(dtype), 3, ["cpu"] * 2),
-        "pairs": ScatterOnceParallel(encoder, 3, ["cpu"] * 2),
-        "texts": ScatterOnceParallel(texts, 2, ["cpu"] * 2),
-        "spread": lambda embeddings, _: (embeddings @ embeddings.T).logsumexp(1).mean(),
-        "batches": iter([randint(9, 6, length, seed=length) for length in (3, 5, 4, 7)]),
-        "images": randn(24, 5).to(dtype),
-        "labels": labels,
-        "one": one,
-        "other": other,
-    }
-    for part in parts:
-        (block,) = [block for block in CONTRASTIVE if part in block]
-        exec(block, names)
-    return names
-
-
-def test_the_first_contrastive_example():
-    names = contrasted("def nt_xent", "for (one, other), labels in loader")
-    names["engine"].close()
-    views = names["one"], names["other"]
-    assert_whole_batch(names, names["encoder"], views, None, names["nt_xent"])
-
-
-def test_texts_of_other_lengths():
-    names = contrasted("Rows.from_batches")
-    module = names["texts"].module
-    expected = names["spread"](torch.cat([module(tokens) for tokens in names["window"]]), None)
-    assert_close(names["loss"], expected.detach(), "loss")
-
-
-@pytest.mark.draws
-def test_pytorch_metric_learning():
-    pytest.importorskip("pytorch_metric_learning")
-    names = contrasted("pytorch_metric_learning", dtype=torch.float32)  # as its own proxies
-    engine, batch = names["engine"], (names["images"], names["labels"])
-    for criterion in (names["criterion"], names["batch_hard"]):
-        assert_step(engine, *batch, criterion, whole_batch=True, relative=1e-4)
-    assert names["proxies"].proxies.grad is not None
-
-
-def test_info_nce():
-    pytest.importorskip("info_nce")
-    names = contrasted("InfoNCE")
-    views = names["one"], names["other"]
-    loss = lambda outputs, _: names["info_nce"](*outputs)  # noqa: E731
-    assert_whole_batch(names, names["encoder"], views, None, loss)
 
 
 # --- debug-a-step ---
@@ -300,3 +184,127 @@ def test_the_recipes_for_other_loops(title, package, relative):
     names["engine"].close()
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(parameter.detach(), other.detach(), "parameter", relative)
+
+
+# --- snippets, tables and messages of the other pages ---
+
+START = blocks(read("docs/start.md"), "python")
+PAIR = blocks(read("docs/pair.md"), "python")
+SNIPPETS = {
+    f"{page}-{number}": code
+    for page in ("start", "large-batches", "several-machines", "one-step")
+    for number, code in enumerate(blocks(read(f"docs/{page}.md"), "python"))
+}
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_each_snippet_runs(name, monkeypatch, tmp_path, capsys):
+    names, code = namespace() | {"ScatterOnceParallel": ScatterOnceParallel}, SNIPPETS[name]
+    if "engine." in code and "engine =" not in code:
+        names["engine"] = ScatterOnceParallel(names["model"], accum=2)
+    if "process_group" in code:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own
+        store = f"file://{tmp_path}/store"  # what torchrun tells by environment variables
+        code = code.replace('("gloo")', f'("gloo", init_method="{store}", rank=0, world_size=1)')
+    run(code, names)
+    assert not torch.distributed.is_initialized()
+    assert ("print(" in code) == bool(capsys.readouterr().out)
+    gc.collect()
+
+
+def test_the_first_page_shows_the_first_snippet():
+    assert blocks(read("docs/index.md"), "python") == [START[0]]
+
+
+@pytest.mark.draws
+def test_the_first_snippet_gives_the_gradient_of_the_whole_batch():
+    names, plain = namespace(), namespace()
+    run(START[0], names)
+    plain["criterion"](plain["model"](plain["images"]), plain["labels"]).backward()
+    assert_gradients(names["model"], gradients(plain["model"]))
+
+
+def test_the_pair_gives_the_gradient_of_the_whole_batch():
+    names, plain = namespace(), namespace()
+    run(PAIR[0], names)
+    plain["criterion"](plain["net"](plain["images"]), plain["labels"]).backward()
+    assert_gradients(names["net"], gradients(plain["net"]))
+    run(PAIR[1], names)
+    right = plain["net"](plain["images"]).argmax(1) == plain["labels"]
+    assert names["right"] == right.sum()
+
+
+def test_the_plan_that_is_shown():
+    plan = make_plan(4096, [torch.device("cuda", i) for i in range(4)], accum=16)
+    assert f"```text\n{plan}\n```" in read("docs/one-step.md")
+
+
+@pytest.mark.parametrize(("devices", "words"), [(4, "2 + 2"), (8, "it is 3 + 3")])
+def test_what_goes_through_the_busiest_device(devices, words):
+    """As often as a device is in a pair of the tree: gradients one way, parameters the other."""
+    pairs = [*sum_pairs(devices)]
+    each = [sum(device in pair for pair in pairs) for device in range(devices)]
+    found = f"{max(each)} + {max(each)}"
+    assert found in words
+    page = read("docs/comparison.md")
+    assert words in page
+    (row,) = re.findall(r"^\| through the busiest of 4 .* (\d+) \|$", page, re.MULTILINE)
+    assert devices != 4 or int(row) == 2 * max(each)
+
+
+@pytest.mark.slow
+@pytest.mark.draws
+def test_the_table_of_averages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import averaging
+
+    table = f"<!-- averaging -->\n{averaging.table()}\n<!-- /averaging -->"
+    assert table in read("docs/large-batches.md")
+
+
+def test_the_table_of_output_memory():
+    (table,) = re.findall(r"^\| replicas \| gather.*\n(?:\|.*\n)+", read("docs/pair.md"), re.M)
+    assert table in read("benchmarks/answered/README.md")
+
+
+THEIRS = (
+    "does not require grad",
+    "positional arguments",
+    "externally-managed",
+    "ensurepip",
+    "different Python",
+    "more than 1 value",
+    "torchvision::",
+)
+
+
+def test_the_messages_under_troubleshooting_are_ours():
+    source = "\n".join(file.read_text() for file in (ROOT / "scatterpar").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    rows = re.findall(r"^\| (.*?) \|", read("docs/troubleshooting.md"), re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]{20,})`", row)]
+    assert len(quoted) > 10
+    for message in quoted:
+        if not any(word in message for word in THEIRS):
+            for part in filter(None, (part.strip() for part in message.split("…"))):
+                assert part in source, part
+
+
+@pytest.mark.draws
+def test_what_stops_on_four_goes_on_on_two(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(read("docs/same-bits.md"), "python")
+    run(code, {})
+    assert capsys.readouterr().out == "True\n"
+
+
+def test_how_often_gradients_cross():
+    """The table of the page is what was counted."""
+    counted = read("benchmarks/traffic/README.md").partition("<!-- layouts -->")[2]
+    numbers = re.findall(r"` \| (\d+) \| (\d+) \|$", counted, re.MULTILINE)
+    shown = re.findall(
+        r"^\| [^|]*[a-z+][^|]* \| (\d+) \| (\d+) \|$", read("docs/same-bits.md"), re.M
+    )
+    assert shown == numbers[1:]  # on one card nothing crosses

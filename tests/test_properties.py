@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scatterpar import DataParallelModel, ScatterOnceParallel, gather
-from scatterpar.devices.coalescing import messages, rounds
+from scatterpar.devices.coalescing import messages, tree_rounds
 from scatterpar.plan import make_plan
+from scatterpar.step.reduce import sum_pairs
 
 
 def device_lists(count: int) -> st.SearchStrategy[list[str]]:
@@ -213,13 +214,18 @@ def test_any_tensors_travel_once_in_messages_that_are_not_too_large(sizes, most,
 
 @given(count=st.integers(1, 70))
 def test_any_tree_adds_each_replica_once(count):
-    left, found = set(range(count)), rounds(count)
-    for pairs in found:
-        both = [replica for pair in pairs for replica in pair]
-        assert len(set(both)) == len(both), "those of a round are added at the same time"
-        for near, far in pairs:
-            assert near < far
-            assert {near, far} <= left
-            left.remove(far)
+    left = set(range(count))
+    for target, source in sum_pairs(count):
+        assert target != source
+        assert {target, source} <= left
+        left.remove(source)
     assert left == {0}
-    assert len(found) == math.ceil(math.log2(count))
+
+
+@given(count=st.integers(1, 70))
+def test_a_broadcast_takes_few_rounds(count):
+    rounds = tree_rounds(count)
+    for pairs in rounds:
+        members = [device for pair in pairs for device in pair]
+        assert len(set(members)) == len(members), "those of a round are sent at the same time"
+    assert len(rounds) == math.ceil(math.log2(count))

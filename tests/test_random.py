@@ -6,14 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from helpers.models import CLASSES, FEATURES, Classifier, mlp
+from helpers.models import CLASSES, Classifier, mlp
 from helpers.noise import BATCH, NUMBERED, ROWS, VARIANTS, Masks, Noisy, dropout_model, equal
 from helpers.oracle import assert_close, assert_gradients, build, gradients
 from pair.common import Pair
 from torch import nn
 
-from scatterpar import ScatterOnceParallel
-from scatterpar.threads import generators
+from scatterpar import DataParallelModel, ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 LABELS = BATCH[1]
@@ -145,37 +144,6 @@ def test_replica_0_continues_the_caller_s_stream(devices):
     assert torch.equal(torch.stack([Masks.drawn[row] for row in range(8)]), expected)
 
 
-ELSEWHERE = {
-    "rand": lambda: torch.rand(3, device="meta"),
-    "randperm": lambda: torch.randperm(3, device="meta"),
-    "rand_like": lambda: torch.rand_like(torch.zeros(3), device="meta"),
-    "normal": lambda: torch.normal(torch.zeros(3, device="meta"), 1.0),
-    "normal, std": lambda: torch.normal(0.0, torch.ones(3, device="meta")),
-    "bernoulli_": lambda: torch.empty(3, device="meta").bernoulli_(0.5),
-    "out": lambda: torch.rand(3, out=torch.empty(3, device="meta")),
-    "dropout1d": lambda: nn.functional.dropout1d(torch.ones(1, 2, 3, device="meta")),
-}
-
-
-@pytest.mark.parametrize("draw", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_what_draws_on_another_device_uses_that_device_s_generator(devices, draw, monkeypatch):
-    """An accelerator refuses the CPU's generators; ``meta`` stands in for one here."""
-    asked = []
-    current = generators._current
-    monkeypatch.setattr(generators, "_current", lambda: asked.append(1) or current())
-
-    class Draws(nn.Linear):
-        def forward(self, inputs):
-            draw()
-            return super().forward(inputs)
-
-    before = torch.get_rng_state()
-    with training("engine", build(lambda: Draws(FEATURES, CLASSES)), devices(3)) as step:
-        step()
-    assert not asked
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 WAYS = [
     torch.rand_like,
     torch.randn_like,
@@ -219,6 +187,12 @@ def test_every_way_to_draw(devices, draw):
     assert equal(runs[0], runs[1])
     assert equal(runs[0], runs[3])
     assert not equal(runs[0], runs[2])
+
+
+def test_each_call_of_the_pair_draws_other_numbers(devices):
+    model = DataParallelModel(dropout_model(), devices(3))
+    first, second = (torch.cat(model(BATCH[0])) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_a_generator_of_the_user_s_own_is_respected(devices):

@@ -1,6 +1,6 @@
 """Random programs: those that are wrong are told, and none of the right ones is.
 
-``helpers/programs.py`` has them, and how to compare two versions of the engine with them.
+``helpers/programs.py`` has them.
 """
 
 from __future__ import annotations

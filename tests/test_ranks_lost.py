@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults.processes import SILENCE, run
+from faults.forked import run_forked
+from faults.processes import SILENCE
 from helpers.gang import failure, gang
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import build, randint, randn
@@ -131,7 +132,8 @@ def test_a_group_without_gloo_is_warned_of():
 
 
 LEAVE = """
-import contextlib, glob, time
+import contextlib, glob, os, time
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -172,7 +174,7 @@ def test_the_end_of_a_group_is_the_end_of_its_threads():
     called without an active exception": a thread of gloo's let go of a tensor of Python's while
     the interpreter was ending.
     """
-    outcome = run("-c", LEAVE, GLOO_SOCKET_IFNAME="lo")
+    outcome = run_forked("-c", LEAVE)
     assert outcome.code == 0, outcome.err
     threads, words = outcome.out.splitlines()
     assert threads == "0 threads"

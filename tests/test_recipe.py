@@ -149,71 +149,10 @@ def test_a_rate_set_by_hand_after_the_warmup_stays():
     assert rates(optimizer)[0] == 0.123
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0, 0.1), "warmup_steps must be above zero and finite, but is 0"),
-        ((-3, 0.1), "warmup_steps must be above zero and finite, but is -3"),
-        ((5, 0.0), "start_lr must be above zero and finite, but is 0.0"),
-        ((5, math.nan), "start_lr must be above zero and finite, but is nan"),
-    ],
-)
-def test_sizes_and_rates_of_a_warmup_are_positive(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        gradual_warmup(make_optimizer(), *arguments)
-
-
-def test_a_scheduler_of_another_optimizer_is_refused():
-    with pytest.raises(ValueError, match="belongs to another optimizer"):
-        gradual_warmup(make_optimizer(), 5, 0.1, lr_scheduler.StepLR(make_optimizer(), 1))
-
-
-def test_a_scheduler_already_stepped_is_refused():
-    optimizer = make_optimizer()
-    after = lr_scheduler.StepLR(optimizer, 1)
-    advance(optimizer, after)
-    with pytest.raises(ValueError, match="must be at its step 0, but is at step 1"):
-        gradual_warmup(optimizer, 5, 0.1, after)
-
-
-def test_a_scheduler_on_a_metric_is_refused():
-    optimizer = make_optimizer()
-    after = lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(TypeError, match="ReduceLROnPlateau, which needs a metric"):
-        gradual_warmup(optimizer, 5, 0.1, after)
-
-
-def test_an_epoch_given_to_step_is_refused():
-    with pytest.raises(ValueError, match="takes no epoch, but 3 was given"):
-        gradual_warmup(make_optimizer(), 5, 0.1).step(3)
-
-
-def test_a_state_of_another_schedule_is_refused():
-    with_after = make_warmup(make_optimizer(), "StepLR").state_dict()
-    with pytest.raises(
-        ValueError, match="with an `after` scheduler, but this one was built without"
-    ):
-        make_warmup(make_optimizer(), "nothing").load_state_dict(with_after)
-
-
 def test_the_rate_grows_with_the_batch():
     assert linear_scaled_lr(0.1, 8192) == pytest.approx(3.2)
     assert linear_scaled_lr(0.1, 64) == pytest.approx(0.025)
     assert linear_scaled_lr(0.1, 64, base_batch_size=32) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0.0, 256), "base_lr must be above zero and finite, but is 0.0"),
-        ((0.1, 0), "batch_size must be above zero and finite, but is 0"),
-        ((0.1, 256, -1), "base_batch_size must be above zero and finite, but is -1"),
-        ((math.inf, 256), "base_lr must be above zero and finite, but is inf"),
-    ],
-)
-def test_sizes_and_rates_of_the_scaling_are_positive(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        linear_scaled_lr(*arguments)
 
 
 class RMSNorm(nn.Module):
@@ -259,10 +198,57 @@ def test_the_groups_train_also_when_one_is_empty():
     torch.testing.assert_close(model.weight.detach(), before / 2)
 
 
-@pytest.mark.parametrize("decay", [-0.1, math.nan, math.inf])
-def test_a_negative_decay_is_refused(decay):
-    with pytest.raises(ValueError, match=f"weight_decay must be zero or above, but is {decay}"):
-        weight_decay_groups(nn.Linear(2, 1), decay)
+def stepped(optimizer):
+    after = lr_scheduler.StepLR(optimizer, 1)
+    advance(optimizer, after)
+    return after
+
+
+POSITIVE = "must be above zero and finite, but is"
+REFUSED = [
+    (lambda: gradual_warmup(make_optimizer(), 0, 0.1), f"warmup_steps {POSITIVE} 0"),
+    (lambda: gradual_warmup(make_optimizer(), -3, 0.1), f"warmup_steps {POSITIVE} -3"),
+    (lambda: gradual_warmup(make_optimizer(), 5, 0.0), f"start_lr {POSITIVE} 0.0"),
+    (lambda: gradual_warmup(make_optimizer(), 5, math.nan), f"start_lr {POSITIVE} nan"),
+    (lambda: linear_scaled_lr(0.0, 256), f"base_lr {POSITIVE} 0.0"),
+    (lambda: linear_scaled_lr(math.inf, 256), f"base_lr {POSITIVE} inf"),
+    (lambda: linear_scaled_lr(0.1, 0), f"batch_size {POSITIVE} 0"),
+    (lambda: linear_scaled_lr(0.1, 256, -1), f"base_batch_size {POSITIVE} -1"),
+    *(
+        (lambda d=d: weight_decay_groups(nn.Linear(2, 1), d), f"zero or above, but is {d}")
+        for d in (-0.1, math.nan, math.inf)
+    ),
+    (
+        lambda: gradual_warmup(make_optimizer(), 5, 0.1, lr_scheduler.StepLR(make_optimizer(), 1)),
+        "belongs to another optimizer",
+    ),
+    (
+        lambda: gradual_warmup(one := make_optimizer(), 5, 0.1, stepped(one)),
+        "must be at its step 0, but is at step 1",
+    ),
+    (
+        lambda: gradual_warmup(
+            one := make_optimizer(), 5, 0.1, lr_scheduler.ReduceLROnPlateau(one)
+        ),
+        "ReduceLROnPlateau, which needs a metric",
+    ),
+    (
+        lambda: gradual_warmup(make_optimizer(), 5, 0.1).step(3),
+        "takes no epoch, but 3 was given",
+    ),
+    (
+        lambda: make_warmup(make_optimizer(), "nothing").load_state_dict(
+            make_warmup(make_optimizer(), "StepLR").state_dict()
+        ),
+        "with an `after` scheduler, but this one was built without",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_is_refused(call, words):
+    with pytest.raises(TypeError if "metric" in words else ValueError, match=words):
+        call()
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from helpers import police
+from helpers import leak_checks
 from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, build, randint, randn
 from torch import nn
@@ -55,7 +55,7 @@ def assert_untouched(module, before, random):
     for tensor, (value, gradient) in zip(tensors_of(module), before, strict=True):
         assert torch.equal(tensor, value)
         assert tensor.grad is gradient
-    assert not police.differences(random, police.random_states())
+    assert not leak_checks.differences(random, leak_checks.random_states())
 
 
 @pytest.mark.draws
@@ -73,7 +73,7 @@ def test_each_sub_step_of_a_step_comes_out_to_the_bit(devices, replicas, whole):
             return output.clone()
 
         _, outputs = engine.forward_backward(ROWS, LABELS, LOSS, return_outputs=keep, **options)
-        before, random = state_of(model), police.random_states()
+        before, random = state_of(model), leak_checks.random_states()
         for replica, sub_step in places(engine.last_step.plan):
             where = {"replica": replica, "sub_step": sub_step}
             loss, output = engine.replay(ROWS, LABELS, LOSS, **where, **options)
@@ -130,7 +130,7 @@ def test_the_note_has_the_call(devices):
     assert f"in replica 1 on {devices(2)[1]}, sub-step 2 of 3, counted from 0" in error.__notes__
     call = "engine.replay(inputs, targets, criterion, replica=1, sub_step=2)"
     assert f"alone, in this thread:\n{call}" in error.__notes__
-    before, random = state_of(model), police.random_states()
+    before, random = state_of(model), leak_checks.random_states()
     threads = []
     model.last.register_forward_hook(lambda *_: threads.append(threading.current_thread()))
     with pytest.raises(ArithmeticError, match="a bad row") as caught:

@@ -15,7 +15,7 @@ from scatterpar import ScatterOnceParallel
 
 pytestmark = pytest.mark.draws
 
-STEPS, FEATURES, LENGTH, CLASSES = 20, 7, 4, 3
+STEPS, FEATURES, LENGTH, CLASSES = 10, 7, 4, 3
 ROWS = (61, 50, 9, 61, 5)  # ragged, hardly more than replicas, and fewer
 CRITERION = nn.CrossEntropyLoss()
 LAYOUTS = ["00001111", "00112233", "01234567", "00011122", "01111111", "01010101", "00112234"]

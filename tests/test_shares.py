@@ -64,23 +64,6 @@ def test_the_gradient_is_exact(device_ids, rows):
         torch.testing.assert_close(engine.eval()(inputs), model(inputs))
 
 
-@pytest.mark.parametrize(
-    ("shares", "error", "words"),
-    [
-        ([1], ValueError, "shares has 1 numbers for 2 replicas"),
-        ([1, 0], ValueError, "must be positive and finite, got 0 in"),
-        ([1, math.inf], ValueError, "must be positive and finite, got inf"),
-        ([1, "2"], TypeError, "shares must be numbers, got '2'"),
-        ([1, True], TypeError, "shares must be numbers, got True"),
-        ("even", TypeError, "must be \"auto\" or a list with one number per replica, got 'even'"),
-        (3, TypeError, 'must be "auto" or a list'),
-    ],
-)
-def test_what_is_refused(shares, error, words):
-    with pytest.raises(error, match=words):
-        ScatterOnceParallel(nn.Linear(2, 1), device_ids=["cpu"] * 2, shares=shares)
-
-
 def spans(plan, pace):
     """When replicas start and end that work at ``pace``, in rows per second."""
     return [{share.replica: (0.0, share.rows / pace[share.device]) for share in plan.shares}]

@@ -101,27 +101,7 @@ def test_closed_from_another_thread_at_any_moment(devices, steps):
             engine.forward_backward(inputs, targets, LOSS)
 
 
-@pytest.mark.draws
-def test_the_same_seed_gives_the_same_bits_at_every_step(devices, steps):
-    model = build(lambda: Block(0.5))
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    first = {}
-    with ScatterOnceParallel(model, 3, devices(REPLICAS)) as engine:
-        for number in range(steps):
-            kind = number % 4
-            model.load_state_dict(start)
-            model.zero_grad()
-            torch.manual_seed(kind)
-            loss = engine.forward_backward(*batch(kind), LOSS)
-            state = [gradients(model), dict(model.state_dict()), {"loss": loss}]
-            found = {name: value.clone() for part in state for name, value in part.items()}
-            expected = first.setdefault(kind, found)
-            wrong = [name for name in found if not torch.equal(found[name], expected[name])]
-            assert not wrong, f"step {number}: {wrong}"
-    assert len(first) == 4
-
-
-def test_engines_of_several_threads_do_not_meet(devices, steps):
+def test_engines_and_pairs_of_several_threads_do_not_meet(devices, steps):
     """Each caller's steps are exact, in its own context, and its faults are its own."""
     models = [build(lambda: Block(0.0), seed).eval() for seed in range(CALLERS)]
 
@@ -136,6 +116,13 @@ def test_engines_of_several_threads_do_not_meet(devices, steps):
         def fails(output, targets):
             raise ArithmeticError(f"of caller {number}")
 
+        pair, pair_criterion = DataParallelModel(model, devices(3)), DataParallelCriterion(LOSS)
+
+        def by_pair(inputs, targets):
+            loss = pair_criterion(pair(inputs), targets)
+            loss.backward()
+            return loss.detach()
+
         with ScatterOnceParallel(model, 2, devices(3)) as engine:
             for step in range(steps):
                 kind = step % 3
@@ -147,29 +134,10 @@ def test_engines_of_several_threads_do_not_meet(devices, steps):
                     assert where.startswith("in replica 0 on ")
                     assert "engine.replay(" in again
                     assert all(f"of caller {number}" in other for other in others)
-                model.zero_grad()
-                assert_close(engine.forward_backward(*batch(kind), criterion), loss, "loss")
-                assert_gradients(model, oracle)
-
-    in_threads(work)
-
-
-def test_pairs_of_several_threads_do_not_meet(devices, steps):
-    models = [build(lambda: Block(0.0), seed).eval() for seed in range(CALLERS)]
-
-    def work(number):
-        model = models[number]
-        parallel = DataParallelModel(model, devices(3))
-        criterion = DataParallelCriterion(LOSS, devices(3))
-        expected = {kind: plain_step(model, *batch(kind)) for kind in range(3)}
-        for step in range(steps):
-            kind = step % 3
-            inputs, targets = batch(kind)
-            model.zero_grad()
-            loss = criterion(parallel(inputs), targets)
-            loss.backward()
-            assert_close(loss.detach(), expected[kind][0], "loss")
-            assert_gradients(model, expected[kind][1])
+                for step_of in (lambda *given: engine.forward_backward(*given, criterion), by_pair):
+                    model.zero_grad()
+                    assert_close(step_of(*batch(kind)), loss, "loss")
+                    assert_gradients(model, oracle)
 
     in_threads(work)
 

@@ -6,6 +6,7 @@ torch's without a word.
 
 from __future__ import annotations
 
+import time
 import warnings
 from queue import Queue as Queue_
 
@@ -17,6 +18,7 @@ from helpers.models import CLASSES, FEATURES, mlp
 from helpers.oracle import assert_close, assert_step, build, randint, randn, seeded
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from scatterpar import ScatterOnceParallel
 
@@ -63,6 +65,17 @@ def test_two_views_after_each_other_are_no_entries_of_rows(devices, accum):
         assert_step(engine, INPUTS, None, lambda o, _: o.std(0).sum(), whole_batch=True)
         with torch.no_grad():
             assert_close(engine(INPUTS), engine.module(INPUTS), "output")
+
+
+def test_views_that_were_equal_at_first_are_told_later():
+    model = build(Views)
+    weight = model.encode.weight.detach().clone()
+    nn.init.zeros_(model.encode.weight), nn.init.zeros_(model.encode.bias)
+    with ScatterOnceParallel(model, 3, ["cpu"]) as engine, torch.no_grad():
+        engine(INPUTS)
+        model.encode.weight.copy_(weight)
+        with pytest.raises(ValueError, match="not in the order of the rows"):
+            engine(INPUTS)
 
 
 class Masks(nn.Module):
@@ -187,6 +200,43 @@ def test_state_that_sub_steps_move_is_told_once_by_name(devices):
         engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
 
 
+class Rotates(nn.Module):
+    """Grows a table of positions in its first pass, and reads it from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.length = nn.Linear(FEATURES, CLASSES), 0
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.angles = torch.zeros(0)
+
+    def forward(self, rows):
+        if self.length < FEATURES:
+            self.length, self.angles = FEATURES, torch.arange(FEATURES) / FEATURES
+            self.table = self.angles.cos()
+        return self.body(rows * self.table)
+
+
+@pytest.mark.parametrize(("replicas", "accum"), [(2, 3), (1, 3), (2, 1)])
+def test_a_table_that_grows_once_is_no_state_that_moves(devices, replicas, accum):
+    """It was told to move at each of the sub-steps."""
+    engine = ScatterOnceParallel(build(Rotates), accum, devices(replicas))
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+            engine.forward_backward(INPUTS, VALUES, F.mse_loss, whole_batch=True)
+
+
+def test_state_that_differs_between_replicas_is_told(devices):
+    """With one sub-step each, a counter is that of one device, and a queue is not."""
+    words = "move the buffer 'queue', the attribute 'last': at"
+    with (
+        ScatterOnceParallel(build(Queue), 1, devices(2)) as engine,
+        pytest.warns(UserWarning, match=words),
+    ):
+        engine.forward_backward(INPUTS, VALUES, nn.MSELoss())
+
+
 def test_weights_that_each_pass_computes_are_no_state(devices):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -239,9 +289,6 @@ class Holds:
     def __call__(self, output, targets):
         return F.cross_entropy(output, targets) + total_of(self.model.blocks)
 
-    def of(self, output, targets):
-        return self(output, targets)
-
 
 def with_gradients(model):
     """A penalty on gradients, as adaptive weights have it."""
@@ -267,52 +314,32 @@ def adds(extra):
 
 LEFT_BEHIND = {
     "attributes": lambda m: lambda o, t: F.cross_entropy(o, t) + sum(b.aux for b in m.blocks),
-    "one part": lambda m: adds(lambda last=m.blocks[1]: last.aux),
     "a method": lambda m: lambda o, t: F.cross_entropy(o, t) + m.balance(),
-    "a bound method": lambda m: adds(m.balance),
     "a global": lambda m: KEPT.update(model=m) or of_file,
     "a list": lambda m: adds(lambda parts=[*m.blocks]: sum(part.aux for part in parts)),
-    "getattr": lambda m: adds(lambda: getattr(m.blocks[0], "aux")),  # noqa: B009
-    "a dict": lambda m: adds(lambda parts={"model": m}: parts["model"].balance()),
-    "vars": lambda m: adds(lambda: vars(m.blocks[0])["aux"]),
     "a helper": lambda m: adds(lambda: total_of(m.blocks)),
     "an object that holds the model": Holds,
-    "a method of an object": lambda m: Holds(m).of,
     "gradients by parameters": with_gradients,
 }
 
 
-@pytest.mark.parametrize("whole_batch", [False, True])
-@pytest.mark.parametrize(("replicas", "accum"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("replicas", "accum", "whole_batch"), [(1, 1, False), (2, 3, True)])
 @pytest.mark.parametrize("name", LEFT_BEHIND)
 def test_what_replicas_keep_is_not_left_out_of_a_loss(devices, name, replicas, accum, whole_batch):
     """Auxiliary losses were dropped: 1.465 became 1.178; penalties by parameters found nothing."""
     model = build(Experts)
     criterion = LEFT_BEHIND[name](model)
     model.head[1].bias.grad = torch.ones_like(model.head[1].bias)
+    words = (
+        "leads to the module.*in plain torch, but.*on a replica.*an auxiliary loss.*Return it.*"
+        "count=, reduction= or whole_batch=.*verify="
+    )
     with ScatterOnceParallel(model, accum, devices(replicas)) as engine:
         before = capture(model)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"on a replica.*Return it"):
+            with pytest.raises(ValueError, match=words):
                 engine.forward_backward(INPUTS, LABELS, criterion, whole_batch=whole_batch)
         assert differences(before, capture(model)) == []
-
-
-def test_both_losses_are_told(devices):
-    """With what to write, for criteria that read it by another name."""
-    model = build(Experts)
-    with (
-        ScatterOnceParallel(model, 1, devices(1)) as engine,
-        pytest.raises(ValueError, match="criterion Holds leads to the module") as told,
-    ):
-        engine.forward_backward(INPUTS, LABELS, Holds(model))
-    own = (
-        "in plain torch, but",
-        "an auxiliary loss",
-        "count=, reduction= or whole_batch=",
-        "verify=",
-    )
-    assert [words for words in own if words not in str(told.value)] == []
 
 
 class Normal(nn.Module):
@@ -379,6 +406,7 @@ def filled(how):
 
     def attribute(_, __, output):
         bag.feature = output
+        time.sleep(0.01)  # another replica's would be there
 
     def variable(_, __, output):
         nonlocal feature
@@ -456,25 +484,60 @@ class Slots:
         self.calls = 0
 
 
-def test_a_check_leaves_no_trace_in_arrays_slots_classes_and_hooks():
-    """They had extra entries in steps 1, 8, 16, …"""
-    array, slots, rows, queue, model = np.zeros(3), Slots(), [], Queue_(), mlp()
+METER = {"seen": 0}
+
+
+class Counts:
+    """Counts its calls in all ways that there are."""
+
+    seen, array, queue, slots, history = 0, np.zeros(3), Queue_(), Slots(), []
+    last = None
+
+    def __init__(self, reduction="mean"):
+        self.reduced, self.calls, self.steps = reduction, 0, torch.zeros(())
+
+    def __call__(self, output, targets):
+        type(self).seen += 1
+        self.calls += 1
+        self.steps += 1
+        self.slots.calls += 1
+        self.array[0] += 1
+        self.queue.put(1)
+        self.history.append(1)
+        METER["seen"] += 1
+        self.last = F.cross_entropy(output, targets, reduction=self.reduced)
+        return self.last
+
+    def numbers(self):
+        sizes = self.queue.qsize(), len(self.history), METER["seen"]
+        return [
+            self.seen,
+            self.calls,
+            int(self.steps),
+            self.slots.calls,
+            int(self.array[0]),
+            *sizes,
+        ]
+
+
+def test_a_check_leaves_no_trace():
+    """They had extra entries in steps 1, 8, 16, …, also if the step was refused."""
+    rows, model, calls = [], mlp(), 0
     model[0].register_forward_hook(lambda _, args, __: rows.append(len(args[0])))
 
-    class Counts:
-        seen = 0
+    def counting(output, targets):
+        nonlocal calls
+        calls += 1
+        return criterion(output, targets)
 
-        def __call__(self, output, targets):
-            type(self).seen += 1
-            slots.calls += 1
-            array[0] += 1
-            queue.put(1)
-            return F.cross_entropy(output, targets)
-
-    criterion = Counts()
     with ScatterOnceParallel(model, 3, ["cpu"]) as engine:
-        engine.forward_backward(INPUTS, LABELS, criterion)
-    assert (Counts.seen, slots.calls, array[0], queue.qsize(), rows) == (3, 3, 3, 3, [8] * 3)
+        criterion = Counts("sum")
+        with pytest.raises(ValueError, match="reduction="):
+            engine.forward_backward(INPUTS, LABELS, counting)
+        assert (calls, rows, criterion.last, criterion.numbers()) == (0, [], None, [0] * 8)
+        criterion = Counts()
+        engine.forward_backward(INPUTS, LABELS, counting)
+        assert (calls, rows, criterion.numbers()) == (3, [8] * 3, [3] * 8)
 
 
 def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devices):
@@ -496,6 +559,35 @@ def test_a_failed_step_restores_a_generator_that_the_criterion_closes_over(devic
 
 
 # --- false alarms ---
+
+
+class Recomputes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, rows):
+        return checkpoint(self.body, rows, use_reentrant=True)
+
+
+def own_mean(output, targets):
+    return F.mse_loss(output, targets)
+
+
+def test_a_check_brings_no_warnings_of_torch_s(devices):
+    """Of a reentrant checkpoint that has nothing to train, and of targets that are broadcast."""
+    model = build(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), Recomputes()))
+    one_column = VALUES[:, :1].expand(ROWS, CLASSES).contiguous()
+    with ScatterOnceParallel(model, 3, devices(2)) as engine:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.forward_backward(INPUTS, one_column, own_mean)
+            engine.forward_backward(INPUTS, one_column, own_mean, return_outputs=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.forward_backward(INPUTS, VALUES[:, :1], own_mean)
+    sizes = [each for each in caught if "target size" in str(each.message)]
+    assert len(sizes) == len(caught) == 6  # one per sub-step
 
 
 class OwnMean(nn.CrossEntropyLoss):

@@ -16,9 +16,10 @@ from helpers.pages import blocks, namespace, read, run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from scatterpar import Rows, ScatterOnceParallel, Trace
+from scatterpar import Rows, ScatterOnceParallel
+from scatterpar.bounds import BETWEEN, Bounds
 from scatterpar.plan import make_plan
-from scatterpar.threads.clock import Clock, RecordedStep
+from scatterpar.threads.clock import Event, RecordedStep
 from scatterpar.torch_private import PROFILE_ALL_THREADS
 
 pytestmark = pytest.mark.draws
@@ -102,19 +103,22 @@ def test_graphs_and_compiled_replicas_are_recorded_too(tmp_path):
             assert (found[thread, "forward"], found[thread, "backward"]) == (6, 6), options
 
 
-def test_spans_of_a_replica_nest_and_lie_in_its_step():
+def test_events_of_a_replica_nest_and_lie_in_their_step():
     with ScatterOnceParallel(network(), 3, ["cpu"] * 2) as engine:
         trace = traced(engine, *batch(), lambda o, t: nn.functional.cross_entropy(o, t), steps=3)
-    for step in trace.steps:
-        assert step.error is None
-        assert step.rows == {0: 6, 1: 6}
-        for span in step.spans:
-            assert step.start <= span.start <= span.end <= step.end
-            assert -1e-9 <= span.own <= span.end - span.start
-        waits = [span for span in step.spans if span.name == "waiting"]  # in the criterion
-        assert {(s.replica, s.sub_step) for s in waits} == {
-            (r, n) for r in (0, 1) for n in range(3)
-        }
+    waits = {(step.number, r, n) for step in trace.steps for r in (0, 1) for n in range(3)}
+    for event in trace.events():
+        assert -1e-9 <= event.self_seconds <= event.end - event.start
+        if event.step is not None and event.name != BETWEEN:
+            assert event.step.start <= event.start <= event.end <= event.step.end
+            assert event.step.error is None
+            assert event.step.rows == {0: 6, 1: 6}
+        if event.name == "waiting":  # in the criterion
+            waits.remove((event.step.number, event.replica, event.sub_step))
+    assert not waits
+    assert sum(e.self_seconds for e in trace.events() if e.replica is None) == pytest.approx(
+        trace.steps[-1].end - trace._start, rel=0.1
+    )
 
 
 def test_a_step_that_fails_is_in_it(tmp_path):
@@ -185,28 +189,31 @@ def told(
 ):
     """The sentence on steps of a second (the first: of ``first``).
 
-    Their replicas have spans (name, start, seconds, …).
+    Their replicas have events (name, share, sub-step, start, seconds, elements, lag of the device).
     """
     devices = [torch.device(device) for device in devices]
-    trace = Trace(devices, frozenset(options))
-    at = 0.0
+    steps, events = [], []
+
+    def add(event, start, seconds):
+        event.start, event.end, event.self_seconds = start, start + seconds, seconds
+        events.append(event)
+
     for number in range(STEPS):
-        step = RecordedStep(at + wait)
+        step = RecordedStep(number)
+        steps.append(step)
         step.plan = make_plan(64, devices, accum)
         seconds_of_step = 1 if number else first
-        spans = [("compute", None, None, 0.0, computing * seconds_of_step)]
-        spans += [span for share in step.plan.shares for span in spans_of_replica(share, number)]
+        add(Event(step, BETWEEN), 0.0, wait)
+        add(step, 0.0, seconds_of_step)
+        add(Event(step, "compute"), 0.0, computing * seconds_of_step)
+        spans = [span for share in step.plan.shares for span in spans_of_replica(share, number)]
         for name, share, sub_step, start, seconds, *more in spans:
-            with Clock(step).span(name, share, sub_step) as span:
-                pass
-            span.start, span.end = step.start + start, step.start + start + seconds
-            span.elements = more[0] if more else 64
+            event = Event(step, name, share, sub_step)
+            add(event, start, seconds)
+            event.elements = more[0] if more else 64
             if more[1:]:
-                span.on_device = span.start, span.end + more[1]
-        step.end = at = step.start + seconds_of_step
-        trace.steps.append(step)
-    trace._end = at
-    return trace.bounds().sentence()
+                event.on_device = event.start, event.end + more[1]
+    return Bounds(events, steps, devices, frozenset(options)).sentence()
 
 
 def busy(seconds, name="forward", **more):
@@ -350,13 +357,14 @@ def test_the_table_has_a_row_per_replica():
     assert rows[2].startswith("for all: scatter ")
 
 
-def test_the_picture_is_svg_with_a_bar_for_each_span():
+def test_the_picture_is_svg_with_a_bar_for_each_event():
     with ScatterOnceParallel(network(), 3, ["cpu:0", "cpu:1"]) as engine:
         trace = traced(engine, *batch(), nn.CrossEntropyLoss())
     root = ElementTree.fromstring(trace._repr_svg_())
     words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"caller", "replica 0, cpu:0", "replica 1, cpu:1", "forward"} <= set(words)
-    titles = Counter(e.text.split(":")[0] for e in root.iter("{http://www.w3.org/2000/svg}title"))
+    shown = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
+    titles = Counter(text.split(":")[0] for text in shown if ":" in text)
     assert [titles[f"forward {n}"] for n in range(4)] == [2, 2, 2, 0]
     assert titles["between steps"] == titles["reduce"] == 1
 
@@ -465,8 +473,8 @@ def test_elements_that_arrive_are_those_of_the_inputs():
     with ScatterOnceParallel(network(), 2, ["cpu"] * 2, verify=False) as engine:
         trace = traced(engine, Rows(inputs, collate), batch()[1], nn.CrossEntropyLoss())
     arrived = Counter()
-    for span in trace.steps[0].spans:
-        arrived[span.replica] += span.elements
+    for event in trace.steps[0].events:
+        arrived[event.replica] += event.elements
     assert arrived[0] == arrived[1] == 6 * 4
 
 

@@ -359,7 +359,7 @@ def test_outputs_of_the_whole_batch_cross_once_and_their_gradients_once():
         engine.forward_backward(*batch, criterion, whole_batch=True)
         moved, messages = engine.last_step.bytes, engine.last_step.messages
     assert moved["compute"] == away * (4 * 8 + 8) + away * 4 * 8
-    assert messages["compute"] == 2 * 2 + 2
+    assert messages["compute"] == 2 * 2 * (2 + 1)  # two outputs of each micro-batch, a gradient
     assert moved["scatter"] == size(batch)  # targets go to the master alone
     assert moved["replicate"] == moved["reduce"] == 2 * size(model.parameters())
 

@@ -69,7 +69,7 @@ print("exact")
 """
 
 
-@pytest.fixture(params=SYSTEMS)
+@pytest.fixture(params=["Windows", pytest.param("Darwin", marks=pytest.mark.slow)])
 def python(request, tmp_path):
     """Run Python as on another system, in a folder with an unusual name; what it printed."""
     here = tmp_path / "my programs" / r"back\slash"

@@ -284,14 +284,14 @@ def test_a_worker_that_was_killed_while_it_sent_is_said_in_words(error, seen, wo
 def test_a_run_wants_the_rest_of_its_epochs_and_their_tests():
     batches = Batches(10, 4, seed=0)
     batches.consumed = 4
-    rest = {"tests": 5, "together": 4, "machines": Machines()}
+    rest = {"tests": 5, "test_batch": 4, "machines": Machines()}
     found = list(foresee(batches, 0, epochs=3, **rest))
     assert [(r.part, len(r.rows), r.epoch) for r in found] == [
         *[(TRAIN, 4, 0), (TRAIN, 2, 0), (TEST, 4, 0), (TEST, 1, 0)],
         *[(TRAIN, 4, 1), (TRAIN, 4, 1), (TRAIN, 2, 1), (TEST, 4, 0), (TEST, 1, 0)],
         *[(TRAIN, 4, 2), (TRAIN, 4, 2), (TRAIN, 2, 2), (TEST, 4, 0), (TEST, 1, 0)],
     ]
-    assert [r.of for r in found if r.part == TRAIN] == [4, 2, 4, 4, 2, 4, 4, 2]
+    assert [r.rows_of_all_ranks for r in found if r.part == TRAIN] == [4, 2, 4, 4, 2, 4, 4, 2]
     assert batches.consumed == 4
     batches.consumed = 20  # stopped between the last step of an epoch and its test
     found = list(foresee(batches, 1, epochs=2, **rest))

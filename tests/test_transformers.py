@@ -101,6 +101,23 @@ def test_gpt2_outputs_gather_to_the_library_s_type(devices):
         assert_close(mine, its, "hidden states")
 
 
+def test_a_cache_of_keys_and_values_is_joined(devices):
+    """The output had a list of caches. As an input, every replica got the whole cache."""
+    model = gpt2().eval()
+    ids, more = token_ids(5), randint(VOCABULARY, 5, 2, seed=3)
+    with ScatterOnceParallel(model, 2, devices(2)) as engine, torch.no_grad():
+        for rows in (5, 1):
+            outputs = [call(input_ids=ids[:rows], use_cache=True) for call in (engine, model)]
+            caches = [output.past_key_values for output in outputs]
+            assert type(caches[0]) is type(caches[1])
+            for mine, its in zip(*(cache.layers for cache in caches), strict=True):
+                assert_close(mine.keys, its.keys, "keys")
+                assert_close(mine.values, its.values, "values")
+            mine = engine(input_ids=more[:rows], past_key_values=caches[0]).logits
+            its = model(input_ids=more[:rows], past_key_values=caches[1]).logits
+            assert_close(mine, its, "the tokens that follow")
+
+
 def mixtral(coefficient):
     config = tiny_config("Mixtral")
     config.output_router_logits, config.router_aux_loss_coef = True, coefficient

@@ -64,12 +64,14 @@ LOSSES = FUNCTIONS | {name: (case.criterion(), case.targets) for name, case in C
 @pytest.mark.parametrize("name", LOSSES)
 def test_whole_batch_oracle(devices, name, runner):
     criterion, targets = LOSSES[name]
-    for rows in (37, 12, 3):  # ragged, even, and fewer than replicas
+    for rows in (37, 3):  # ragged, and fewer than replicas
         step(runner, devices, mlp(), (randn(rows, FEATURES), targets(rows)), criterion)
 
 
 @by_both
-@pytest.mark.parametrize("case", ["mean", "padded", "class weights", "sum", "smoothing"])
+@pytest.mark.parametrize(
+    "case", ["mean", "padded", "class weights", "sum", "smoothing, class weights"]
+)
 def test_rows_of_many_terms(devices, case, runner):
     """Targets of shape (rows, length): a row holds several terms, or padding in their place."""
     rows, length = 11, 6

@@ -670,23 +670,6 @@ def test_check_finite(devices):
         assert_step(engine, *batch(9), nt_xent, whole_batch=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"reduction": "mean"}, "reduction= says how the losses of micro-batches combine"),
-        ({"count": lambda *_: 1}, "count= says how the losses of micro-batches combine"),
-        ({"criterion": None, "targets": None}, "whole_batch=True without a criterion"),
-    ],
-)
-def test_what_has_no_meaning_is_refused_in_words(options, words):
-    arguments = {"targets": batch(4)[1], "criterion": nt_xent, **options}
-    with (
-        ScatterOnceParallel(two_views(), 2, ["cpu"]) as engine,
-        pytest.raises(ValueError, match=words),
-    ):
-        engine.forward_backward(batch(4)[0], **arguments, whole_batch=True)
-
-
 def test_the_criterion_runs_once_in_the_caller_s_thread(devices):
     seen = []
 

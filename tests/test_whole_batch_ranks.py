@@ -109,8 +109,7 @@ def lists_of(group, where):
         "outputs": None,
         "tensors": Rows(list(rows)),
         "texts": Rows(["a", "b"]),
-        "collated": Rows(list(rows), set),
-        "joined": Rows(list(rows), torch.stack),
+        "collated": Rows(list(rows), torch.stack),
     }[where]
     model = OneByOne() if where == "outputs" else nn.Linear(FEATURES, 2).double()
     inputs = Rows(list(rows)) if where == "outputs" else rows
@@ -126,9 +125,8 @@ def lists_of(group, where):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("outputs", "the module's outputs are a list with one entry per row; return tensors"),
-        *((each, "Rows in the targets are no tensors") for each in ("tensors", "texts")),
-        ("collated", "pass Rows(entries, collate) whose collate makes tensors"),
+        ("outputs", "the outputs are lists with one entry per row; return tensors"),
+        *((each, "the targets have Rows with one") for each in ("tensors", "texts", "collated")),
     ],
 )
 def test_lists_are_refused_that_ranks_cannot_join(where, words):
@@ -137,12 +135,6 @@ def test_lists_are_refused_that_ranks_cannot_join(where, words):
         assert kind == "ValueError"
         assert words in text
         assert all(gradient is None for gradient in found.values())
-
-
-def test_lists_that_become_tensors_are_joined():
-    (raised, first), (_, second) = gang()(2, lists_of, "joined")
-    assert raised is None
-    assert torch.equal(first["weight"], second["weight"])
 
 
 class Learned(nn.Module):

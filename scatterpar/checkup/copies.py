@@ -1,4 +1,4 @@
-"""Copies between every two memories: whether they bring every byte, and how fast."""
+"""Copies between every two memories: whether every byte arrives, and how fast they are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from scatterpar.devices.transfers import HOST_STAGED, Prefetcher, Transfers
 HOST, PINNED = "host", "pinned host"
 EACH, OTHERS = "each device", "all others"  # all pairs at once, in both directions
 SIZES = (1000, 2**20, 2**25)  # bytes; the first is no multiple of a cache line
-LARGE = (2**26, 2**28)  # likewise, between two accelerators: as large as the engine's, and larger
-_PERIOD = 1_000_003  # bytes after which a pattern repeats itself
-_TRIES, _BEFORE = 3, 0x5A  # what memory holds before a copy
+LARGE = (2**26, 2**28)  # bytes, between two accelerators: the engine's largest copies, and more
+_PERIOD = 1_000_003  # bytes after which a pattern repeats
+_TRIES = 3
+_INITIAL = 0x5A  # every byte of a target before the copy
 
 Place = torch.device | str  # a device, HOST or PINNED
 
@@ -28,8 +29,8 @@ Place = torch.device | str  # a device, HOST or PINNED
 class Route:
     """Copies from one memory to another.
 
-    ``altered`` has, by the size of the copy, how many bytes arrived other than they were sent. The
-    speed is that of the largest copy.
+    ``altered`` has the number of bytes that arrived altered, by the size of the copy. The speed is
+    that of the largest copy.
     """
 
     source: str
@@ -53,22 +54,22 @@ class Route:
 
 
 def routes(devices: Sequence[torch.device]) -> list[tuple[Place, Place]]:
-    """The host with each device, both ways, pinned and not, and every ordered pair of devices."""
+    """Every pair of a device and the host, pageable or pinned, and of two devices, both ways."""
     memories = _memories(devices)
-    found: list[tuple[Place, Place]] = []
+    pairs: list[tuple[Place, Place]] = []
     for device in memories:
         for host in (HOST,) if device.type == "cpu" else (HOST, PINNED):
-            found += [(host, device), (device, host)]
-    return [*found, *permutations(memories, 2)]
+            pairs += [(host, device), (device, host)]
+    return [*pairs, *permutations(memories, 2)]
 
 
 def examine(devices: Sequence[torch.device]) -> Iterator[Route]:
-    """Every route between these memories, one after the other, and then all pairs at once."""
-    HOST_STAGED.clear()  # the direct ways are examined; the next engine checks them itself
-    for way in routes(devices):
-        source, target = way
+    """Test every route between these memories, one after the other, then all pairs at once."""
+    HOST_STAGED.clear()  # tests the direct routes; the next engine checks them again
+    for pair in routes(devices):
+        source, target = pair
         altered, speed, failed = {}, 0.0, None
-        is_peer = all(isinstance(place, torch.device) and has_streams(place) for place in way)
+        is_peer = all(isinstance(place, torch.device) and has_streams(place) for place in pair)
         try:
             for size in (*SIZES, *LARGE) if is_peer else SIZES:
                 altered[size], seconds = _try(size, source, target)
@@ -85,10 +86,12 @@ def _memories(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def _try(size: int, source: Place, target: Place) -> tuple[int, float]:
-    """The most bytes of a copy that were altered, in some tries, and the least seconds."""
+    """The largest number of altered bytes in a few copies, and the seconds of the fastest copy."""
     sent, expected = _at(source, _bytes(size)), _at(target, _bytes(size))
     altered, fastest = 0, float("inf")
-    for number in range(1, 1 + _TRIES):  # other bytes each time, or the last ones would look right
+    for number in range(
+        1, 1 + _TRIES
+    ):  # other bytes each time, or a copy that does nothing would pass
         arrived, seconds = carry(sent ^ number, source, target)
         altered = max(altered, _difference(arrived, expected ^ number))
         fastest = min(fastest, seconds)
@@ -96,18 +99,18 @@ def _try(size: int, source: Place, target: Place) -> tuple[int, float]:
 
 
 def carry(tensor: Tensor, source: Place, target: Place) -> tuple[Tensor, float]:
-    """``tensor``, copied from ``source`` to ``target`` by the engine's verb, and the seconds."""
-    there = _at(source, tensor)
-    arrived = _at(target, torch.full_like(there, _BEFORE))
-    settle([source, target])
+    """``tensor``, copied from ``source`` to ``target`` as the engine does, and the seconds."""
+    original = _at(source, tensor)
+    arrived = _at(target, torch.full_like(original, _INITIAL))
+    synchronize([source, target])
     start = time.perf_counter()
-    Transfers().copy_into(arrived, there, "scatter")
-    settle([source, target])
+    Transfers().copy_into(arrived, original, "scatter")
+    synchronize([source, target])
     return arrived, max(time.perf_counter() - start, 1e-9)
 
 
 def _all_at_once(devices: Sequence[torch.device]) -> Route:
-    """Copies between all pairs of devices at once, on the streams on which rows are copied."""
+    """Test copies between all pairs of devices at once, on the streams that copy rows."""
     altered, speed, failed = {}, 0.0, None
     pairs = list(permutations(devices, 2))
     try:
@@ -129,8 +132,8 @@ def _all_at_once(devices: Sequence[torch.device]) -> Route:
 def _carry_all(
     sent: dict[torch.device, Tensor], pairs: Sequence[tuple[torch.device, torch.device]]
 ) -> tuple[list[Tensor], float]:
-    """The first device's tensor copied to the second, for each of the pairs, and the seconds."""
-    settle(list(sent))
+    """For each pair, the first device's tensor copied to the second; and the seconds for all."""
+    synchronize(list(sent))
     start = time.perf_counter()
     transfers = {device: Prefetcher(device, sent) for device in sent}
     arrived = [transfers[target].copy(sent[source], target, "scatter") for source, target in pairs]
@@ -142,14 +145,14 @@ def _carry_all(
 
 
 def _difference(one: Tensor, other: Tensor) -> int:
-    """How many bytes differ; it takes next to no memory if none do."""
+    """The number of bytes that differ; needs hardly any memory if none do."""
     return 0 if torch.equal(one, other) else int((one != other).sum())
 
 
 def _bytes(size: int) -> Tensor:
-    """``size`` bytes on the host, without regularity up to the period."""
-    known = pattern(min(size, _PERIOD))
-    return known.repeat(-(-size // len(known)))[:size]
+    """``size`` bytes on the host, irregular within the period."""
+    period = pattern(min(size, _PERIOD))
+    return period.repeat(-(-size // len(period)))[:size]
 
 
 def _at(place: Place, tensor: Tensor) -> Tensor:
@@ -159,8 +162,8 @@ def _at(place: Place, tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if place == PINNED else tensor
 
 
-def settle(devices: Sequence[Place]) -> None:
-    """Wait until these devices have done what they were given."""
+def synchronize(devices: Sequence[Place]) -> None:
+    """Wait until all work queued on these devices is done."""
     for device in devices:
         if isinstance(device, torch.device) and device.type != "cpu":
             torch.accelerator.synchronize(device)

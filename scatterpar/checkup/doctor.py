@@ -1,4 +1,4 @@
-"""``scatterpar.doctor()``: the examination, from what there is to the verdict."""
+"""``scatterpar.doctor()``: examine the machine, from its devices to the conclusions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from scatterpar.checkup.copies import Route, examine
 from scatterpar.checkup.training import Speed, Step, measure, take_step
 from scatterpar.checkup.verdicts import Verdict, on_copies, on_speed, on_step
-from scatterpar.devices.runtime import DeviceLike, named, resolve
+from scatterpar.devices.runtime import DeviceLike, parse_devices, resolve
 
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE"),
@@ -29,7 +29,7 @@ _VARIABLES = (
 
 @dataclass
 class Report:
-    """What ``doctor()`` found, in the order of the page; ``print`` shows that again."""
+    """The findings of ``doctor()``, in the order of the page, which ``print`` shows again."""
 
     devices: list[str]
     machine: dict[str, str]
@@ -56,7 +56,7 @@ class Report:
         return f"<{'fine' if self.passed else 'WRONG'}: {len(self.verdicts)} verdicts>"
 
     def show(self, *findings: object) -> None:
-        """Print what was found, at once: a broken machine may hang in what comes next."""
+        """Print findings at once, because a broken machine may hang in the next test."""
         for finding in findings:
             self.page += f"{finding}\n"
             print(finding, flush=True)
@@ -65,21 +65,21 @@ class Report:
 def doctor(
     devices: Sequence[DeviceLike] | None = None, json: str | os.PathLike[str] | None = None
 ) -> Report:
-    """Examine this machine: for a new one, and for a loss that looks wrong.
+    """Examine this machine, for example a new one, or if a loss looks wrong.
 
-    Prints, as it goes, what there is, whether copies between all memories arrive as they were
-    sent, whether one step on all devices has the gradient of one device, how fast the engine
-    is, and what follows from that. Takes less than a minute on a quiet machine. Generators and
-    gradients of the caller's stay as they are.
+    Prints what the machine has, whether copies between all memories arrive unaltered, whether one
+    step on all devices has the gradient of one device, how fast the engine is, and conclusions.
+    Takes less than a minute on a quiet machine. The caller's random generators and gradients are
+    not changed.
 
     Args:
-        devices: one entry per replica, as ``device_ids`` of ``ScatterOnceParallel``. Default:
-            every visible accelerator, or two virtual devices without any.
-        json: a file for the findings as JSON.
+        devices: one entry per replica, like ``device_ids`` of ``ScatterOnceParallel``. Default:
+            every visible accelerator, or two virtual devices if there is none.
+        json: a file to write the findings to, as JSON.
 
     Returns:
-        The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong), ``.verdicts``
-        and the rest of the page.
+        The findings: ``.passed``, ``.exit_code`` (0 fine, 1 something is wrong), ``.verdicts``,
+        and the measurements.
 
     Raises:
         TypeError: ``devices`` is no list, or has an entry that is no device.
@@ -91,47 +91,49 @@ def doctor(
 
             import scatterpar
 
-            found = scatterpar.doctor(devices=["cpu:0", "cpu:1"])
-            assert found.passed, found
+            report = scatterpar.doctor(devices=["cpu:0", "cpu:1"])
+            assert report.passed, report
     """
     if devices is None and not torch.accelerator.is_available():
         devices = ("cpu:0", "cpu:1")
     places = resolve(devices)
     if json is not None:
-        Path(json).open("ab").close()  # a minute later is late for a name that cannot be written
-    load = load_per_core()  # before this adds to it
-    found = Report([str(place) for place in places], describe(places, load))
-    lines = (f"{name + ':':22} {words}" for name, words in found.machine.items())
-    found.show("what there is", "-------------", *lines)
+        Path(json).open(
+            "ab"
+        ).close()  # raises now, not after a minute, if the file cannot be written
+    load = load_per_core()  # before the measurements add to it
+    report = Report([str(place) for place in places], describe(places, load))
+    lines = (f"{name + ':':22} {words}" for name, words in report.machine.items())
+    report.show("what there is", "-------------", *lines)
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        found.show("\ncopies", "------")
+        report.show("\ncopies", "------")
         for route in examine(places):
-            found.copies.append(route)
-            found.show(route)
-        found.step = take_step(places)
-        found.show("\none exact step", "--------------", found.step)
-        found.speed = measure(places)
-        found.show("\nspeed", "-----", found.speed)
-    found.verdicts = [*on_copies(found.copies), *on_step(found.step)]
-    found.verdicts += on_speed(places, found.speed, load)
-    found.show("\nverdict", "-------", *found.verdicts)
+            report.copies.append(route)
+            report.show(route)
+        report.step = take_step(places)
+        report.show("\none exact step", "--------------", report.step)
+        report.speed = measure(places)
+        report.show("\nspeed", "-----", report.speed)
+    report.verdicts = [*on_copies(report.copies), *on_step(report.step)]
+    report.verdicts += on_speed(places, report.speed, load)
+    report.show("\nverdict", "-------", *report.verdicts)
     if json is not None:
-        content = asdict(found) | {"exit_code": found.exit_code}
+        content = asdict(report) | {"exit_code": report.exit_code}
         Path(json).write_text(dumps(content, indent=2), encoding="utf-8")
-    return found
+    return report
 
 
 def describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
-    """The machine in words, by what is described."""
+    """Descriptions of the machine's parts, by name."""
     from scatterpar import __version__
 
-    lock = "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
+    gil = "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    built = torch.version
-    found = {
+    build = torch.version
+    parts = {
         "scatterpar": __version__,
-        "torch": f"{built.__version__}, CUDA {built.cuda}, ROCm {built.hip}",
-        "Python": f"{platform.python_version()}, interpreter lock {lock}",
+        "torch": f"{build.__version__}, CUDA {build.cuda}, ROCm {build.hip}",
+        "Python": f"{platform.python_version()}, interpreter lock {gil}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{cores} cores for this process, {torch.get_num_threads()} torch threads",
         "load": f"{load:.1f} processes for each core",
@@ -141,25 +143,25 @@ def describe(devices: Sequence[torch.device], load: float) -> dict[str, str]:
     }
     for device in dict.fromkeys(devices):
         module = torch.get_device_module(device)
-        found[str(device)] = "in the host's memory" if device.type == "cpu" else device.type
+        parts[str(device)] = "in the host's memory" if device.type == "cpu" else device.type
         if hasattr(module, "mem_get_info"):
             free = f"{module.mem_get_info(device)[0] / 2**30:.1f} GiB free"
-            found[str(device)] = f"{module.get_device_properties(device)}, {free}"
+            parts[str(device)] = f"{module.get_device_properties(device)}, {free}"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         if any(device.type == "cuda" for device in devices):
-            asked = ["nvidia-smi", "topo", "-m"]
-            run = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
-            found["nvidia-smi topo -m"] = "\n" + re.sub(r"\x1b\[\d*m", "", run.stdout).rstrip()
-    return found
+            command = ["nvidia-smi", "topo", "-m"]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            parts["nvidia-smi topo -m"] = "\n" + re.sub(r"\x1b\[\d*m", "", run.stdout).rstrip()
+    return parts
 
 
 def load_per_core() -> float:
-    """How many processes want each core, over the last minute; zero where nobody counts."""
+    """The number of runnable processes per core, over the last minute; zero if unknown."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m scatterpar doctor`; returns the exit code: 0, 1, or 2 for a bad argument."""
+    """Run `python -m scatterpar doctor`. Returns the exit code: 0, 1, or 2 for a bad argument."""
     parser = argparse.ArgumentParser(
         prog="python -m scatterpar doctor",
         description="Examine this machine: devices, copies between them, one exact step, speed.",
@@ -168,9 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     devices_help = "one per replica, such as cuda:0,cuda:1 (default: all, else cpu:0,cpu:1)"
     parser.add_argument("--devices", nargs="+", metavar="DEVICE", help=devices_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there too")
-    given = parser.parse_args(arguments)  # ends the process with 2 itself
+    options = parser.parse_args(arguments)  # exits with 2 by itself
     try:
-        return doctor(named(given.devices or ()) or None, given.json).exit_code
+        return doctor(parse_devices(options.devices or ()) or None, options.json).exit_code
     except (ValueError, TypeError, OSError) as error:
         print(f"scatterpar doctor: error: {error}", file=sys.stderr)
         return 2

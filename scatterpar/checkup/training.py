@@ -1,4 +1,4 @@
-"""A step of a small network: whether it is exact, and how long it takes."""
+"""A step of a small network: whether its gradient is exact, and how long it takes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from scatterpar.checkup.copies import settle
+from scatterpar.checkup.copies import synchronize
 from scatterpar.devices.runtime import has_streams, physical
 from scatterpar.engine import ScatterOnceParallel
 
 ACCUM = 16
 ENGINE, ONE, PER_CALL = "engine", "one device", f"nn.DataParallel x {ACCUM}"
-BUDGET, ROUNDS = 10.0, 15  # at most, of seconds and of rounds
+BUDGET, ROUNDS = 10.0, 15  # maximal seconds and rounds of the measurement
 
 
 def _network(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -43,9 +44,9 @@ def _batch(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Step:
-    """The engine's gradient beside that of plain torch on one device, in words.
+    """The comparison of the engine's gradient with that of plain torch on one device, in words.
 
-    ``warned`` are the engine's warnings.
+    ``warned`` has the texts of the engine's warnings.
     """
 
     is_exact: bool
@@ -57,30 +58,31 @@ class Step:
 
 
 def take_step(devices: Sequence[torch.device]) -> Step:
-    """One step on all devices, and the same on one, from the same weights."""
-    here, rows = physical(devices[0]), 8 * len(devices) + 3  # shares are ragged
+    """Compare one step on all devices with the same step on one device."""
+    master, rows = physical(devices[0]), 8 * len(devices) + 3  # shares are ragged
     try:
-        dtype = torch.zeros(1, dtype=torch.float64, device=here).dtype
-    except (TypeError, RuntimeError):  # some accelerators have none
+        dtype = torch.zeros(1, dtype=torch.float64, device=master).dtype
+    except (TypeError, RuntimeError):  # some accelerators do not have float64
         dtype = torch.float32
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with ScatterOnceParallel(_network(here, dtype), 3, devices) as engine:
-                found = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
+            with ScatterOnceParallel(_network(master, dtype), 3, devices) as engine:
+                check = engine.check(*_batch(rows, dtype), nn.CrossEntropyLoss())
     except Exception as error:
         return Step(False, f"a step failed: {type(error).__name__}: {error}")
-    apart = f"gradients of {rows} rows are {found.worst:.1e} apart at most ({found.parameter})"
-    words = f"{apart}, in {str(dtype).removeprefix('torch.')}"
-    return Step(found.passed, words, tuple(str(warning.message) for warning in caught))
+    result = f"gradients of {rows} rows are {check.worst:.1e} apart at most ({check.parameter})"
+    words = f"{result}, in {str(dtype).removeprefix('torch.')}"
+    return Step(check.passed, words, tuple(str(warning.message) for warning in caught))
 
 
 @dataclass
 class Speed:
-    """Seconds of a step of the same batch in each round, by who took it.
+    """The seconds of a step in each round, by the program that computed it.
 
-    All of them run in every round, so that whatever disturbs one disturbs all. A GPU alone takes
-    its part of the batch. ``phases`` are the engine's medians.
+    All programs run in every round, so that a disturbance of the machine affects all of them. A GPU
+    alone computes its part of the batch, the other programs all of it. ``phases`` has the median
+    seconds of the engine's phases.
     """
 
     rows: int
@@ -89,9 +91,9 @@ class Speed:
     error: str | None = None
 
     def ratio(self, other: str) -> float:
-        """The engine's time over another's, the median of the rounds; below 1 is faster."""
+        """The engine's time divided by another program's: the median over the rounds."""
         pairs = zip(self.seconds[ENGINE], self.seconds[other], strict=True)
-        return median(mine / others for mine, others in pairs)
+        return median(ours / theirs for ours, theirs in pairs)
 
     def __str__(self) -> str:
         lines = [f"a step of {self.rows} rows{f' failed: {self.error}' if self.error else ':'}"]
@@ -101,11 +103,11 @@ class Speed:
 
 
 def measure(devices: Sequence[torch.device]) -> Speed:
-    """Some rounds of all who take the step, as many as fit into some seconds."""
-    size = 64 if all(map(has_streams, devices)) else 2  # rows of a sub-step; 2 on processors
+    """Time a step of every program, in as many rounds as fit into ``BUDGET`` seconds."""
+    size = 64 if all(map(has_streams, devices)) else 2  # rows of a sub-step
     speed = Speed(size * ACCUM * len(devices))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the engine warns of, the exact step has told
+        warnings.simplefilter("ignore")  # the exact step has reported the engine's warnings
         try:
             _measure(speed, devices)
         except Exception as error:
@@ -132,7 +134,7 @@ def _measure(speed: Speed, devices: Sequence[torch.device]) -> None:
             steps[f"{device} alone"] = _accumulation(_network(device), device, *part, ACCUM)
         parallel = nn.DataParallel(_network(master), [device.index for device in devices])
         per_call = _accumulation(parallel, master, images, labels, ACCUM)
-        with contextlib.suppress(Exception):  # some accelerators do not have what it needs
+        with contextlib.suppress(Exception):  # some accelerators do not support it
             per_call()
             steps[PER_CALL] = per_call
     with ScatterOnceParallel(module, ACCUM, devices) as engine:
@@ -143,14 +145,13 @@ def _measure(speed: Speed, devices: Sequence[torch.device]) -> None:
 def _accumulation(
     module: nn.Module, device: torch.device, images: Tensor, labels: Tensor, parts: int
 ) -> Callable[[], None]:
-    """A step by gradient accumulation, as one writes it by hand."""
-    there = physical(device)
+    """A step by gradient accumulation in plain torch."""
+    on_device = partial(Tensor.to, device=physical(device), non_blocking=True)
 
     def step() -> None:
         module.zero_grad()
-        for some, wanted in zip(images.chunk(parts), labels.chunk(parts), strict=True):
-            out = module(some.to(there, non_blocking=True))
-            loss = cross_entropy(out, wanted.to(there, non_blocking=True))
+        for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+            loss = cross_entropy(module(on_device(inputs)), on_device(targets))
             (loss / parts).backward()
 
     return step
@@ -159,16 +160,16 @@ def _accumulation(
 def _timed(
     steps: dict[str, Callable[[], None]], devices: Sequence[torch.device]
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round; a slow machine gets fewer rounds, not an endless wait."""
-    spent: dict[str, list[float]] = defaultdict(list)
+    """The seconds of each step in each round. A slow machine has fewer rounds."""
+    times: dict[str, list[float]] = defaultdict(list)
     begin = time.perf_counter()
     for count in range(1 + ROUNDS):
         if count > 1 and time.perf_counter() - begin > BUDGET:
             break
         for name, step in steps.items():
-            settle(devices)
+            synchronize(devices)
             start = time.perf_counter()
             step()
-            settle(devices)
-            spent[name].append(time.perf_counter() - start)
-    return {name: seconds[1:] for name, seconds in spent.items()}  # the first pays for beginning
+            synchronize(devices)
+            times[name].append(time.perf_counter() - start)
+    return {name: seconds[1:] for name, seconds in times.items()}  # the first one warms up

@@ -1,4 +1,4 @@
-"""What follows from the findings: fine, slow because, WRONG because, and what to do."""
+"""Conclusions from the findings: fine, note, slow or WRONG, with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from scatterpar.checkup.copies import Route
 from scatterpar.checkup.training import ACCUM, ONE, PER_CALL, Speed, Step
 
-_SLOWER = 1.1  # more than this is no accident of the measurement
-_MOVING = 0.4  # of a step
+_SLOWER = 1.1  # a larger ratio of times is no accident of the measurement
+_MUCH_MOVING = 0.4  # a larger part of the step for copies makes it slow
 
 _LINKS = (
     "Copies between two GPUs bypass the host, and something on the way changes them: switch the "
@@ -28,7 +28,7 @@ _MEMORY = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the end: ``fine``, ``note``, ``slow`` or ``WRONG``, why, and what to do."""
+    """One conclusion: ``fine``, ``note``, ``slow`` or ``WRONG``, with the reason and the remedy."""
 
     kind: str
     text: str
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
-    """Whether every byte arrived."""
+    """Conclude whether every byte arrived."""
     broken = [route for route in routes if not route.arrives]
     through_host = any("host" in route.source + route.target for route in broken)
     for route in broken:
@@ -54,7 +54,7 @@ def on_copies(routes: Sequence[Route]) -> Iterator[Verdict]:
 
 
 def on_step(step: Step) -> Iterator[Verdict]:
-    """Whether the gradient is right, and what the engine warned of."""
+    """Conclude whether the gradient is right, and repeat the engine's warnings."""
     if step.is_exact:
         yield Verdict("fine", "the gradient on all devices is that on one, up to rounding.")
     else:
@@ -63,7 +63,7 @@ def on_step(step: Step) -> Iterator[Verdict]:
 
 
 def on_speed(devices: Sequence[torch.device], speed: Speed, load: float) -> Iterator[Verdict]:
-    """Whether all devices are worth it, and which of them hold the others up."""
+    """Conclude whether all devices are faster than one, and whether one of them is slow."""
     if speed.error is not None:
         yield Verdict("WRONG", f"timing a step failed: {speed.error}")
         return
@@ -73,12 +73,12 @@ def on_speed(devices: Sequence[torch.device], speed: Speed, load: float) -> Iter
         return
     others = {ONE: "one device's time", PER_CALL: f"the time of {PER_CALL}"}
     ratios = {name: speed.ratio(name) for name in others if name in speed.seconds}
-    beside = " and ".join(f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items())
+    compared = " and ".join(f"{ratio:.2f} of {others[name]}" for name, ratio in ratios.items())
     is_fine = ratios[ONE] <= (_SLOWER if len(devices) == 1 else 1 / _SLOWER)
     why = "" if is_fine else f" {_why(devices, speed.phases)}"
     if ratios.get(PER_CALL, 0) > _SLOWER:
         why, is_fine = " That should not be: please report it, with this page.", False
-    yield Verdict("fine" if is_fine else "slow", f"the engine takes {beside}.{why}")
+    yield Verdict("fine" if is_fine else "slow", f"the engine takes {compared}.{why}")
     if all(f"{device} alone" in speed.seconds for device in devices):
         paces = [1 / median(speed.seconds[f"{device} alone"]) for device in devices]
         yield from _on_shares(devices, paces)
@@ -91,7 +91,7 @@ def _why(devices: Sequence[torch.device], phases: dict[str, float]) -> str:
             "trying things out, and for networks too small to fill the cores."
         )
     moving = 1 - phases["compute"] / sum(phases.values())
-    if moving > _MOVING:
+    if moving > _MUCH_MOVING:
         return (
             f"{moving:.0%} of the step is spent on moving parameters, gradients and the batch. "
             "Take larger batches (more rows between two of the optimizer's steps), and compare "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import runtime
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
 
 CHUNK_BYTES = 2**26
 
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 @functools.lru_cache(maxsize=256)  # the same in every step and for every pair of devices
 def messages(
-    sizes: tuple[tuple[int, int], ...], most: int, alone: int = sys.maxsize
+    sizes: tuple[tuple[int, int], ...], max_size: int, alone: int = sys.maxsize
 ) -> tuple[Message, ...]:
     """Group consecutive tensors into messages of at most so many elements.
 
@@ -69,11 +69,11 @@ def messages(
     groups: list[list[Piece]] = []
     room = 0
     for key, size in sorted(sizes, key=lambda pair: pair[1] < alone):
-        for start in range(0, size, most):
-            stop = min(size, start + most)
+        for start in range(0, size, max_size):
+            stop = min(size, start + max_size)
             if stop - start > room:
                 groups.append([])
-                room = most
+                room = max_size
             groups[-1].append(Piece(key, start, stop, stop - start == size))
             room = 0 if size >= alone else room - (stop - start)
     return tuple(Message(tuple(group), tuple(p.stop - p.start for p in group)) for group in groups)
@@ -86,8 +86,8 @@ def iter_messages(tensors: Mapping[int, Tensor]) -> Iterator[tuple[Message, Tens
     """
     for dtype, keys in by_dtype(tensors.items()).items():
         sizes = tuple([(key, tensors[key].numel()) for key in keys])
-        most, alone = CHUNK_BYTES // dtype.itemsize, ALONE_BYTES // dtype.itemsize
-        for message in messages(sizes, most, alone):
+        max_size, alone = CHUNK_BYTES // dtype.itemsize, ALONE_BYTES // dtype.itemsize
+        for message in messages(sizes, max_size, alone):
             parts = message.of(tensors)
             flat = parts[0] if len(parts) == 1 else torch.cat(parts)
             del parts
@@ -112,21 +112,21 @@ def copy_coalesced(
     tensors: Mapping[int, Tensor], device: torch.device, transfers: Transfers, phase: str
 ) -> dict[int, Tensor]:
     """Copies of ``tensors`` in the memory of ``device``, dense ones in few messages."""
-    found: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     flats: dict[int, Tensor] = {}
     for i, tensor in tensors.items():
         flat = flat_view(tensor)
         if flat is None:
-            found[i] = transfers.copy(tensor, device, phase)
+            copies[i] = transfers.copy(tensor, device, phase)
         else:
             flats[i] = flat
-            room = runtime.empty(flat.numel(), flat.dtype, device)
-            found[i] = room.as_strided(tensor.shape, tensor.stride())
-    rooms = {i: found[i].as_strided((flat.numel(),), (1,)) for i, flat in flats.items()}
+            memory = runtime.empty(flat.numel(), flat.dtype, device)
+            copies[i] = memory.as_strided(tensor.shape, tensor.stride())
+    destinations = {i: copies[i].as_strided((flat.numel(),), (1,)) for i, flat in flats.items()}
     for message, parts in iter_received(flats, device, transfers, phase):
-        torch._foreach_copy_(message.of(rooms), parts)
+        torch._foreach_copy_(message.of(destinations), parts)
         del parts
-    return found
+    return copies
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
@@ -137,12 +137,6 @@ def flat_view(tensor: Tensor) -> Tensor | None:
     if not has_flat_view(tensor):
         return None
     return tensor if tensor.stride() == (1,) else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def has_flat_view(tensor: Tensor) -> bool:
@@ -171,21 +165,21 @@ def has_places(tensor: Tensor) -> bool:
     )
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
+def tree_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Pairs (target, source) of a tree, in rounds. The pairs of one round are independent.
 
     The sum of gradients uses them over replicas: the source is added to the target. ``Broadcast``
     uses them over devices, in reverse: the target sends to the source.
 
-    >>> rounds(5)
+    >>> tree_rounds(5)
     [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
     """
-    found = []
+    tree = []
     step = 1
     while step < count:
-        found.append([(i, i + step) for i in range(0, count - step, 2 * step)])
+        tree.append([(i, i + step) for i in range(0, count - step, 2 * step)])
         step *= 2
-    return found
+    return tree
 
 
 def by_dtype(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[torch.dtype, list[_Key]]:
@@ -208,13 +202,13 @@ def empty_like_on(
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         groups[tensor.untyped_storage().data_ptr() if together(tensor) else -1 - i].append(i)
-    found = {}
+    allocated = {}
     for group in groups.values():
         if len(group) == 1:
             tensor = tensors[group[0]]
             strides = torch.empty_like(tensor, device="meta").stride()
-            room = runtime.empty(tensor.numel(), tensor.dtype, device)
-            found[group[0]] = room.as_strided(tensor.shape, strides)
+            memory = runtime.empty(tensor.numel(), tensor.dtype, device)
+            allocated[group[0]] = memory.as_strided(tensor.shape, strides)
             continue
         spans = {i: _span(tensors[i]) for i in group}
         first = min(start for start, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
@@ -224,8 +218,8 @@ def empty_like_on(
             like, offset = tensors[i], (start - first) // tensors[i].element_size()
             view = runtime.empty(0, like.dtype, device)
             view.set_(storage, offset, like.shape, like.stride())
-            found[i] = view.conj() if like.is_conj() else view
-    return [found[i] for i in range(len(tensors))]
+            allocated[i] = view.conj() if like.is_conj() else view
+    return [allocated[i] for i in range(len(tensors))]
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -246,7 +240,7 @@ def copy_lists(lists: Sequence[Pairs]) -> None:
     for targets, sources in lists:
         if _is_lazy(targets[0]):  # torch's operator for lists refuses these
             for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+                write(target, source)
         else:
             torch._foreach_copy_(targets, sources)
 

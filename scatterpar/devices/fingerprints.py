@@ -10,7 +10,6 @@ always changes the fingerprint; a change of several words is missed in about one
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -19,9 +18,16 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices import runtime
-from scatterpar.devices.coalescing import as_bytes, by_dtype, flat_view, messages
+from scatterpar.devices.coalescing import by_dtype, flat_view, messages
 from scatterpar.devices.runtime import physical
-from scatterpar.devices.transfers import HOST_STAGED, Transfers, pieces_of
+from scatterpar.devices.transfers import (
+    HOST_STAGED,
+    Transfers,
+    as_bytes,
+    pieces_of,
+    to_device,
+    to_numbers,
+)
 from scatterpar.report import warn
 
 Fingerprint = tuple[int, ...]
@@ -56,10 +62,10 @@ class Fingerprints:
 
     def read(self, values: Tensor) -> dict[int, Fingerprint]:
         """The fingerprint of each tensor, from ``values`` on the host."""
-        found: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
-        for owner, value in zip(self._owners, values.tolist(), strict=True):
-            found[owner] += (value,)
-        return found
+        fingerprints: dict[int, Fingerprint] = dict.fromkeys(self._keys, ())
+        for owner, value in zip(self._owners, to_numbers(values), strict=True):
+            fingerprints[owner] += (value,)
+        return fingerprints
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -83,8 +89,8 @@ def _sums(parts: Sequence[Tensor], sizes: Sequence[int], factors: Tensor) -> Ten
     factors_of = {size: factors[:size] for size in set(sizes)}
     if len(parts) == 1:
         return _scattered(parts[0], factors_of[sizes[0]]).sum(0, keepdim=True)
-    own = torch.cat([factors_of[size] for size in sizes])
-    upto = _scattered(torch.cat(list(parts)), own).cumsum(0)
+    all_factors = torch.cat([factors_of[size] for size in sizes])
+    upto = _scattered(torch.cat(list(parts)), all_factors).cumsum(0)
     ends = torch.stack([upto[end - 1] for end in accumulate(sizes)])
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])
 
@@ -120,21 +126,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.layout, tensor.device
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of dense tensors of any dtype on the host, with one message per device, as bytes."""
-    arrived = [tensor.detach() for tensor in tensors]
-    away: dict[torch.device, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(arrived):
-        if tensor.device.type != "cpu":
-            away[tensor.device].append(i)
-    for positions in away.values():
-        parts = [as_bytes(arrived[i]) for i in positions]
-        pieces = torch.cat(parts).cpu().split([len(part) for part in parts])
-        for i, piece in zip(positions, pieces, strict=True):
-            arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
-    return arrived
 
 
 @functools.cache
@@ -198,7 +189,6 @@ def _arrives(source: torch.device, target: torch.device, size: int) -> bool:
     The target starts with inverted bytes, so a copy that does nothing is noticed.
     """
     sent = pattern(size)
-    there = physical(target)
-    arrived = (~sent).to(there)
-    Transfers().copy_into(arrived, sent.to(physical(source)), "replicate")
-    return torch.equal(arrived, sent.to(there))
+    arrived = to_device(~sent, target)
+    Transfers().copy_into(arrived, to_device(sent, source), "replicate")
+    return torch.equal(arrived, to_device(sent, target))

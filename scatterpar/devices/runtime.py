@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 DeviceLike = int | str | torch.device
+HOST = torch.device("cpu")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -61,10 +62,10 @@ def resolve(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]
     return tuple(_resolve_one(entry, accelerator) for entry in device_ids)
 
 
-def named(words: str | Sequence[str]) -> list[str | int]:
+def parse_devices(words: str | Sequence[str]) -> list[str | int]:
     """The entries of a command's ``--devices``, separated by commas or spaces.
 
-    >>> named(["cuda:0,cuda:1", "2"])
+    >>> parse_devices(["cuda:0,cuda:1", "2"])
     ['cuda:0', 'cuda:1', 2]
     """
     text = words if isinstance(words, str) else " ".join(words)

@@ -1,17 +1,22 @@
-"""Copies between memories, with counts."""
+"""Copies between memories: those of a step are counted by ``Transfers``.
+
+All others are ``to_device``, ``write``, ``to_host`` and ``to_numbers``. Other packages do not call
+the methods of tensors that copy between memories.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Iterable
-from typing import Self
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from scatterpar.devices.runtime import (
+    HOST,
     has_streams,
     is_async,
     is_read_async,
@@ -50,6 +55,53 @@ def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     return *(indices(tensor) for indices in _COMPRESSED[tensor.layout]), tensor.values()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor's elements, in the order of its dimensions: 1-D."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def to_device(
+    tensor: Tensor, device: torch.device, *, copy: bool = False, non_blocking: bool = False
+) -> Tensor:
+    """``tensor`` in the memory of ``device``: itself if it is stored there, unless ``copy``."""
+    if HOST_STAGED:
+        tensor = _staged(tensor, device)
+    return tensor.to(physical(device), copy=copy, non_blocking=non_blocking)
+
+
+def write(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy ``source`` to ``target``, a tensor of the same size in any memory."""
+    if HOST_STAGED:
+        source = _staged(source, target.device)
+    target.copy_(source, non_blocking=non_blocking)
+
+
+def _staged(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, or a copy on the host if direct copies to ``device`` arrive corrupted."""
+    return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of dense tensors of any dtype on the host, with one message per device, as bytes."""
+    arrived = [tensor.detach() for tensor in tensors]
+    away: dict[torch.device, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(arrived):
+        if tensor.device.type != "cpu":
+            away[tensor.device].append(i)
+    for positions in away.values():
+        parts = [as_bytes(arrived[i]) for i in positions]
+        pieces = to_device(torch.cat(parts), HOST).split([len(part) for part in parts])
+        for i, piece in zip(positions, pieces, strict=True):
+            arrived[i] = piece.clone().view(arrived[i].dtype).view(arrived[i].shape)
+    return arrived
+
+
+def to_numbers(tensor: Tensor) -> Any:
+    """The elements as Python numbers: one number for a 0-dim tensor, otherwise nested lists."""
+    return to_device(tensor.detach(), HOST).tolist()
 
 
 class Transfers:
@@ -95,8 +147,7 @@ class Transfers:
     def copy(self, tensor: Tensor, device: torch.device, phase: str) -> Tensor:
         """A copy of ``tensor`` in the memory of ``device``, with the same memory format."""
         self.count(tensor, phase)
-        tensor = stage_if_needed(tensor, device) if HOST_STAGED else tensor
-        copied = tensor.to(physical(device), copy=True, non_blocking=has_streams(device))
+        copied = to_device(tensor, device, copy=True, non_blocking=has_streams(device))
         if is_read_async(tensor, device):
             self._under_way[device] = record_event(device)
         return copied
@@ -108,19 +159,13 @@ class Transfers:
         ``cpu`` on every virtual device.
         """
         self.count(source, phase)
-        source = stage_if_needed(source, target.device)
-        target.copy_(source, non_blocking=has_streams(target.device))
+        write(target, source, non_blocking=has_streams(target.device))
 
     def count(self, tensor: Tensor, phase: str) -> None:
         """Count one copy of ``tensor``."""
         for part in pieces_of(tensor):
             self.bytes[phase] += part.numel() * part.element_size()
             self.messages[phase] += 1
-
-
-def stage_if_needed(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor``, or a copy on the host if direct copies to ``device`` arrive corrupted."""
-    return tensor.cpu() if (tensor.device, device) in HOST_STAGED else tensor
 
 
 class Prefetcher(Transfers):
@@ -140,7 +185,7 @@ class Prefetcher(Transfers):
 
     def __init__(self, device: torch.device, sources: Iterable[torch.device] = ()) -> None:
         super().__init__()
-        self._asked: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
+        self._requested: list[tuple[Tensor, Tensor]] = []  # what to copy, and into what
         # The targets of each group: if they were freed earlier, copies would write freed memory.
         self._targets: dict[int, list[Tensor]] = {}
         self._copied: dict[int, torch.Event] = {}
@@ -178,25 +223,24 @@ class Prefetcher(Transfers):
             return super().copy(tensor, device, phase)
         self.count(tensor, phase)
         target = torch.empty_like(tensor, device=device)
-        self._asked.append((tensor, target))
+        self._requested.append((tensor, target))
         return target
 
     def issue(self, number: int) -> None:
         """Issue the copies requested since the last call, as group ``number``."""
-        if self._stream is None or not self._asked:
+        if self._stream is None or not self._requested:
             return
-        asked, self._asked = self._asked, []
+        requested, self._requested = self._requested, []
         with self._asking, contextlib.ExitStack() as current:
-            self._targets[number] = [target for _, target in asked]
+            self._targets[number] = [target for _, target in requested]
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
             for stream in (*self._senders, self._stream):
                 current.enter_context(stream)
             is_staged = False
-            for tensor, target in asked:
-                source = stage_if_needed(tensor, target.device)
-                readable = self._readable_late(source, target)
-                target.copy_(readable, non_blocking=True)
-                is_staged |= readable is not source
+            for tensor, target in requested:
+                readable = self._readable_late(tensor, target)
+                write(target, readable, non_blocking=True)
+                is_staged |= readable is not tensor
             self._copied[number] = self._stream.record_event()
             if is_staged:
                 self._staged.append(record_event(self._stream.device))

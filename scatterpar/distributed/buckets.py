@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scatterpar.devices.coalescing import as_bytes
+from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferValue, Moments, pooled
 from scatterpar.replicas.replicas import sum_dtype
 from scatterpar.step import nested
@@ -45,7 +45,7 @@ class Buckets:
         size: int,
         *,
         policy: BufferPolicy,
-        wide: torch.dtype | None,
+        accumulate_dtype: torch.dtype | None,
     ) -> None:
         self._leaves, self._layers = [leaf for leaf, _ in gradients], layers
         present = [(at, name, v.detach()) for at, name, v in buffers if v is not None]
@@ -54,7 +54,9 @@ class Buckets:
         self._combined = [each for each in present if policy.combine and _has_mean(each[2])]
         self._first = [each for each in present if not (policy.combine and _has_mean(each[2]))]
         self._rows = [value for *_, value in self._combined] + _moments(layers)
-        pieces: list[_Piece] = [(sum_dtype(t, wide), t.shape, ..., g) for t, g in gradients]
+        pieces: list[_Piece] = [
+            (sum_dtype(t, accumulate_dtype), t.shape, ..., g) for t, g in gradients
+        ]
         if gradients:
             used = torch.tensor([gradient is not None for _, gradient in gradients])
             pieces.append((pieces[0][0], used.shape, ..., used))
@@ -75,7 +77,7 @@ class Buckets:
                 _, shape, at, mine = pieces[i]
                 self._views[i] = part.view(shape)
                 if mine is not None:
-                    self._views[i][at].copy_(mine.detach())
+                    write(self._views[i][at], mine.detach())
 
     def weigh(self, factor: float) -> None:
         """Scale this rank's gradients; called when the counts of the other ranks are known."""
@@ -92,7 +94,7 @@ class Buckets:
         """
         views = iter(self._views)
         totals = [next(views) for _ in self._leaves]
-        used = next(views).tolist() if totals else []
+        used = to_numbers(next(views)) if totals else []
         gradients = [total if flag else None for total, flag in zip(totals, used, strict=True)]
         buffers = [(at, name, _like(next(views), value)) for at, name, value in self._first]
         rows = [[_like(row, value) for row in next(views)] for value in self._rows]
@@ -106,7 +108,7 @@ class Buckets:
 def pack(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     """A 1-D byte tensor on the first tensor's device: bytes of the tensors, then of the numbers."""
     flat = [*map(as_bytes, tensors), as_bytes(torch.tensor(numbers))]
-    return torch.cat([each.to(flat[0].device) for each in flat])
+    return torch.cat([to_device(each, flat[0].device) for each in flat])
 
 
 def unpack(payload: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
@@ -116,7 +118,7 @@ def unpack(payload: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
 
     The last of its ``numbers`` numbers are the sizes of the tensors; the others are returned.
     """
-    sizes = payload[-8 * numbers :].clone().view(torch.int64).tolist()
+    sizes = to_numbers(payload[-8 * numbers :].clone().view(torch.int64))
     num_sizes = sum(leaf.ndim for leaf in nested.tensors(like))
     others, remaining = sizes[: numbers - num_sizes], iter(sizes[numbers - num_sizes :])
     end = 0
@@ -125,7 +127,7 @@ def unpack(payload: Tensor, like: Any, numbers: int) -> tuple[Any, list[int]]:
         nonlocal end
         shape = [next(remaining) for _ in leaf.shape]
         start, end = end, end + math.prod(shape) * leaf.itemsize
-        return payload[start:end].clone().view(leaf.dtype).view(shape).to(leaf.device)
+        return to_device(payload[start:end].clone().view(leaf.dtype).view(shape), leaf.device)
 
     return nested.map_tensors(read, like), others
 
@@ -183,7 +185,7 @@ def _pooled(
     """The layers with statistics over all ranks."""
     by_layer: list[list[Moments]] = [[] for _ in layers]
     for counts, *both in zip(*rows, strict=True):
-        for k, count in enumerate(counts.tolist()):
+        for k, count in enumerate(to_numbers(counts)):
             if count:
                 by_layer[k].append(Moments(count, *both[2 * k : 2 * k + 2]))
     return [

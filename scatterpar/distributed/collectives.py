@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from scatterpar.devices.coalescing import as_bytes
+from scatterpar.devices.transfers import as_bytes, to_device, to_numbers, write
 
 LAYOUT_BITS = 18  # together with a number of 35 bits exact in float64
 _SUMS = 4  # numbers that are added over all ranks
@@ -81,19 +81,19 @@ class Collectives:
                 continue
             place = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
             with torch.no_grad():  # write each place of an expanded tensor once, as torch requires
-                tensor[place].copy_(values.view(tensor.dtype).view(tensor.shape)[place])
+                write(tensor[place], values.view(tensor.dtype).view(tensor.shape)[place])
 
     def exchange_status(
-        self, mine: Sequence[float], layout: int, number: int, otherwise: str
+        self, summands: Sequence[float], layout: int, number: int, disagreement: str
     ) -> tuple[list[float], list[int]]:
         """Exchange the status of this step.
 
-        Returns the sums of ``mine`` (four numbers) over all ranks, and every rank's non-negative
-        ``number``. Raises the same ``RuntimeError`` on every rank if one failed, or if ``layout``,
-        a number of ``LAYOUT_BITS`` bits, differs between ranks; ``otherwise`` then names what they
-        disagree on.
+        Returns the sums of ``summands`` (four numbers) over all ranks, and every rank's
+        non-negative ``number``. Raises the same ``RuntimeError`` on every rank if one failed, or if
+        ``layout``, a number of ``LAYOUT_BITS`` bits, differs between ranks. ``disagreement`` says
+        on what they then disagree.
         """
-        sums, words = self._exchange(mine, number << LAYOUT_BITS | layout)
+        sums, words = self._exchange(summands, number << LAYOUT_BITS | layout)
         if _FAILED in words:
             raise RuntimeError(
                 f"rank {', '.join(map(str, _failed(words)))} of {self.size} failed in this step, "
@@ -101,8 +101,8 @@ class Collectives:
             )
         if len({word % 2**LAYOUT_BITS for word in words}) > 1:
             raise RuntimeError(
-                f"the ranks disagree on {otherwise}; make the same changes and the same calls on "
-                f"every rank"
+                f"the ranks disagree on {disagreement}; make the same changes and the same calls "
+                f"on every rank"
             )
         return sums, [word >> LAYOUT_BITS for word in words]
 
@@ -119,29 +119,30 @@ class Collectives:
         with self._waiting_for(what, still="; nothing was changed on this rank") as group:
             dist.all_reduce(tensor, group=group)
 
-    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, ...]:
         """Every rank's 1-D tensor. ``sizes`` has their lengths."""
-        everything = mine.new_zeros(sum(sizes))
+        everything = tensor.new_zeros(sum(sizes))
         parts: tuple[Tensor, ...] = everything.split(list(sizes))
-        parts[self.rank].copy_(mine)
+        write(parts[self.rank], tensor)
         self.all_reduce(everything, what)
         return parts
 
-    def _texts(self, mine: str) -> list[str]:
+    def _texts(self, text: str) -> list[str]:
         what = "the other ranks' description of the module"
-        data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(self._control)
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        data = to_device(data, self._control)
         size = torch.tensor([len(data)], device=self._control)
-        sizes = torch.cat(self.all_gather(size, [1] * self.size, what)).tolist()
-        return [bytes(text.tolist()).decode() for text in self.all_gather(data, sizes, what)]
+        sizes = to_numbers(torch.cat(self.all_gather(size, [1] * self.size, what)))
+        return [bytes(to_numbers(part)).decode() for part in self.all_gather(data, sizes, what)]
 
-    def _exchange(self, mine: Sequence[float], word: int) -> tuple[list[float], list[int]]:
-        """Returns the sums of ``mine`` over all ranks, and each rank's ``word``."""
+    def _exchange(self, summands: Sequence[float], word: int) -> tuple[list[float], list[int]]:
+        """Returns the sums of ``summands`` over all ranks, and each rank's ``word``."""
         words = [0] * self.size
         words[self.rank] = word
-        all_of_it = torch.tensor([*mine, *words], dtype=torch.float64, device=self._control)
+        all_of_it = torch.tensor([*summands, *words], dtype=torch.float64, device=self._control)
         self.all_reduce(all_of_it, "the flags and counts of all ranks")
-        values: list[float] = all_of_it.tolist()
-        return values[: len(mine)], [int(value) for value in values[len(mine) :]]
+        values: list[float] = to_numbers(all_of_it)
+        return values[: len(summands)], [int(value) for value in values[len(summands) :]]
 
     @contextlib.contextmanager
     def _waiting_for(self, what: str, still: str = "") -> Iterator[dist.ProcessGroup]:

@@ -47,7 +47,7 @@ class Ranks:
 
     At construction all ranks check that they have the same module, and copy rank 0's parameters and
     buffers. Differences, and tensors that cannot be added, raise the same ``ValueError`` on every
-    rank. Gradients are added in the dtype ``wide`` if their own dtype is narrower.
+    rank. Gradients are added in the dtype ``accumulate_dtype`` if their own dtype is narrower.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Ranks:
         module: nn.Module,
         device: torch.device,
         policy: BufferPolicy,
-        wide: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
@@ -65,7 +65,7 @@ class Ranks:
             )
         self._module = module
         self._policy = policy
-        self._wide = wide
+        self._accumulate_dtype = accumulate_dtype
         self._all_know = False
         on_host = "cpu:" in str(dist.get_backend_config(group))
         self._control = torch.device("cpu") if on_host else physical(device)
@@ -78,7 +78,7 @@ class Ranks:
                 f"rank is lost; with gloo for the host's memory too that is an error you can "
                 f'catch: init_process_group("cpu:gloo,{device.type}:{backend}")'
             )
-        options = f"buffers={policy.name!r}\naccumulate_dtype={wide}"
+        options = f"buffers={policy.name!r}\naccumulate_dtype={accumulate_dtype}"
         self._collectives.require_same(module, options)
         self._collectives.broadcast_from_rank_0(module)
 
@@ -104,14 +104,15 @@ class Ranks:
     def _exchange(self, outcome: Outcome, exchange: _Exchange) -> Outcome:
         """The outcome of all ranks. Raises ``RuntimeError`` if one of them failed."""
         buckets, layout = exchange
-        loss = outcome.loss * outcome.terms if outcome.is_mean and outcome.terms else outcome.loss
+        is_mean = outcome.request.is_mean
+        loss = outcome.loss * outcome.terms if is_mean and outcome.terms else outcome.loss
         mine = [outcome.terms, loss, outcome.spread.squares, outcome.spread.replicas]
         numbers, each = self._collectives.exchange_status(
-            mine, layout, outcome.plan.rows, _OTHER_TENSORS
+            mine, layout, outcome.attempt.plan.rows, _OTHER_TENSORS
         )
         terms, loss, squares, replicas = numbers
         rows, factor = sum(each), 1.0
-        if outcome.is_mean:
+        if is_mean:
             factor = outcome.terms / terms if terms else 0.0
             loss = loss / terms if terms else 0.0
         buckets.weigh(factor)
@@ -124,9 +125,8 @@ class Ranks:
             terms=terms,
             gradients=gradients,
             buffers=buffers,
-            buffer_writers=(),
             layers=layers,
-            spread=Spread(squares, replicas, terms if outcome.is_mean else rows, rows),
+            spread=Spread(squares, replicas, terms if is_mean else rows, rows),
         )
 
     def _prepare(self, outcome: Outcome) -> _Exchange:
@@ -137,11 +137,11 @@ class Ranks:
             self.rank,
             self.size,
             policy=self._policy,
-            wide=self._wide,
+            accumulate_dtype=self._accumulate_dtype,
         )
         numbers = {id(parameter): n for n, parameter in enumerate(self._module.parameters())}
         trained = [numbers.get(id(leaf)) for leaf, _ in outcome.gradients]
-        text = f"{outcome.is_mean} {trained} {outcome.scale} {buckets.kind}"
+        text = f"{outcome.request.is_mean} {trained} {outcome.request.scale} {buckets.kind}"
         return buckets, _checksum(text)
 
     def outputs_of_all(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.runtime import DeviceLike, physical
 from scatterpar.engine import ScatterOnceParallel
+from scatterpar.integrations.loop import refuse
 from scatterpar.pair.pair import gather
 from scatterpar.step import nested
 from scatterpar.step.loss_weights import averages_classes, terms_of_rows
@@ -97,12 +98,12 @@ class ScatterOnce(Callback):  # type: ignore[misc]
 
     def before_train(self) -> None:
         """Refuse callbacks by name."""
-        for callback in self.learn.cbs:
-            for name in {kind.__name__ for kind in type(callback).__mro__} & _REFUSED:
-                raise ValueError(
-                    f"ScatterOnce does not go together with {name}, which replicates the model, or "
-                    f"replaces the prediction, itself; use fastai on one device, or remove {name}"
-                )
+        reason = (
+            "it replicates the model, or replaces the prediction, itself; use fastai on one "
+            "device, or remove the callback"
+        )
+        names = [kind.__name__ for callback in self.learn.cbs for kind in type(callback).__mro__]
+        refuse("ScatterOnce", {name: name in _REFUSED for name in names}, reason)
 
     def after_fit(self) -> None:
         """Restore the Learner's own method, and close the engine."""
@@ -121,9 +122,9 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         else:
             with torch.no_grad():
                 learn.pred = self._engine_of(learn)(*learn.xb)
-        given = [*nested.tensors(learn.pred)]
+        predicted = [*nested.tensors(learn.pred)]
         learn("after_pred")
-        if trains and not _are_same(given, [*nested.tensors(learn.pred)]):
+        if trains and not _are_same(predicted, [*nested.tensors(learn.pred)]):
             raise ValueError(
                 "a callback replaced learn.pred in after_pred, but ScatterOnce has computed the "
                 "loss before that; change the prediction in the model or in the loss function"
@@ -143,9 +144,11 @@ class ScatterOnce(Callback):  # type: ignore[misc]
         if criterion is None or criterion.loss_func is not learn.loss_func:
             criterion = self._criterion = _Criterion(learn.loss_func, mixes)
         count = self._count or criterion.count
-        how: dict[str, Any] = {"count": count, "reduction": self._reduction}
+        options: dict[str, Any] = {"count": count, "reduction": self._reduction}
         if isinstance(getattr(learn.loss_func, "__self__", None), Callback):
-            how = {"whole_batch": True}  # a callback's loss, such as MixUp's, refers to all rows
+            options = {
+                "whole_batch": True
+            }  # a callback's loss, such as MixUp's, refers to all rows
         scaler = vars(learn).get("scaler")  # MixedPrecision's
         loss, outputs = engine.loss(
             tuple(learn.xb),
@@ -153,7 +156,7 @@ class ScatterOnce(Callback):  # type: ignore[misc]
             criterion,
             scaler=scaler if scaler is not None and scaler.is_enabled() else None,
             return_outputs=True,
-            **how,
+            **options,
         )
         pred = gather(outputs, physical(engine.device_ids[0]))
         return to_float(pred) if mixes else pred, loss
@@ -178,9 +181,10 @@ class _Criterion(nn.Module):
         super().__init__()
         self.loss_func, self.mixes = loss_func, mixes
         self.func = loss_func.func if isinstance(loss_func, BaseLoss) else None
-        own = loss_func if self.func is None else self.func
-        self.reduction = getattr(own, "reduction", "mean")
-        self.count = partial(_terms, criterion=own) if averages_classes(own) else None
+        of_torch = loss_func if self.func is None else self.func
+        self.reduction = getattr(of_torch, "reduction", "mean")
+        counts = averages_classes(of_torch)
+        self.count = partial(_num_terms, criterion=of_torch) if counts else None
 
     def forward(self, output: Any, targets: tuple[Any, ...]) -> Any:
         """Return the loss; under MixedPrecision, of predictions in single precision."""
@@ -191,12 +195,12 @@ class _Criterion(nn.Module):
         return loss_func(to_float(output) if self.mixes else output, *targets)
 
 
-def _terms(_: Any, targets: tuple[Any, ...], *, criterion: Any) -> Tensor:
+def _num_terms(_: Any, targets: tuple[Any, ...], *, criterion: Any) -> Tensor:
     return terms_of_rows(criterion, targets[0], 0).sum()
 
 
-def _are_same(ours: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(ours) == len(others) and all(
+def _are_same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    return len(before) == len(after) and all(
         one is other or (one.data_ptr(), one.shape) == (other.data_ptr(), other.shape)
-        for one, other in zip(ours, others, strict=True)
+        for one, other in zip(before, after, strict=True)
     )

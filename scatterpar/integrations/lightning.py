@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from scatterpar.devices.runtime import DeviceLike, physical, resolve
 from scatterpar.engine import ScatterOnceParallel
 from scatterpar.integrations import metrics
-from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, num_rows
+from scatterpar.integrations.loop import Additions, Modules, as_rows, each_call, num_rows, refuse
 from scatterpar.step import nested
 from scatterpar.step.markers import Rows
 
@@ -98,11 +98,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        if options.get("graphs"):
-            raise ValueError(
-                "ScatterOnceStrategy does not go together with graphs=True, which replays kernels "
-                "without Python, and so without self.log; leave graphs out"
-            )
+        reason = "it replays kernels without Python, and so without self.log; leave graphs out"
+        refuse("ScatterOnceStrategy", {"graphs=True": options.get("graphs")}, reason)
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets its devices=
         self._device_ids, self._options = device_ids, {"accum": accum, **options}
         self._count, self._reduction = count, reduction
@@ -125,8 +122,8 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 warnings.warn(_BATCH_NORM, stacklevel=2)
         super().setup(trainer)
         if module._compiler_ctx is not None:  # torch.compile(module); replicas compile forward
-            own = vars(module)
-            self._compiled = {name: own[name] for name in (*_STEPS, "_compiler_ctx") if name in own}
+            names = {*_STEPS, "_compiler_ctx"}
+            self._compiled = {name: v for name, v in vars(module).items() if name in names}
             to_uncompiled(module)
             compile = self._compiled["_compiler_ctx"]["dynamo_ctx"]
             module._compiled_call_impl = compile(module._call_impl)
@@ -190,19 +187,19 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def _inputs(self, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """The engine's inputs for method ``step``; in the body the module has no metrics."""
         module = self._module()
-        own = metrics.metrics_of(module)
-        how = {"step": step, "rest": list(rest), "count": self._count}
-        with metrics.placed(module, dict.fromkeys(own, metrics.ABSENT)):
-            empty = {path: metrics.emptied(metric) for path, metric in own.items()}
+        by_path = metrics.metrics_of(module)
+        with metrics.placed(module, dict.fromkeys(by_path, metrics.ABSENT)):
+            empty = {path: metrics.emptied(metric) for path, metric in by_path.items()}
+            call = {"work": _call, "step": step, "rest": list(rest), "count": self._count}
             rows = {"batch": as_rows(batch), "rows": Rows(range(num_rows(batch)))}
-            yield {"work": _call, "own_metrics": empty, **rows, **how}
+            yield {**call, **rows, "empty_metrics": empty}
 
     def _finish(self, outputs: Any) -> Any:
         """Transfer what calls left on replicas to the module. Returns their outputs, joined."""
         module, device = self._module(), self.root_device
         calls = sorted(each_call(outputs), key=attrgetter("rows"))
-        own = metrics.single(metrics.metrics_of(module))
-        for path, metric in own.items():
+        by_path = metrics.single(metrics.metrics_of(module))
+        for path, metric in by_path.items():
             states = [call.states[path] for call in calls if path in call.states]
             metrics.merge(metric, states, device)
         logged = defaultdict(list)  # by name, and by how often the call had logged that name
@@ -213,9 +210,9 @@ class ScatterOnceStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 logged[name, times[name]].append((call, value, options))
                 times[name] += 1
         for (name, _), entries in logged.items():
-            _log(module, name, entries, own, device)
-        found = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
-        return _joined(found, [call.weight for call in calls], [len(call.rows) for call in calls])
+            _log(module, name, entries, by_path, device)
+        outputs = [nested.map_tensors(lambda t: t.to(device), call.output) for call in calls]
+        return _joined(outputs, [call.weight for call in calls], [len(call.rows) for call in calls])
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
@@ -232,17 +229,17 @@ def _call(
     rows: Sequence[int],
     step: str,
     rest: Sequence[Any],
-    own_metrics: Mapping[str, Any],
+    empty_metrics: Mapping[str, Any],
     count: Callable[[Any], Any] | None,
 ) -> dict[str, Any]:
     """Call a step function for one micro-batch, on a replica of the LightningModule."""
     module: Any = modules.parts[0]
     before, device = module.device, next((p.device for p in module.parameters()), module.device)
-    own = {path: metric.clone().to(device) for path, metric in own_metrics.items()}
+    of_call = {path: metric.clone().to(device) for path, metric in empty_metrics.items()}
     call = _Call(module, rows)
     vars(module).update(log=call.log, _device=device)
     try:
-        with metrics.placed(module, own):
+        with metrics.placed(module, of_call):
             output = getattr(module, step)(batch, *rest)
     finally:
         del vars(module)["log"]
@@ -250,7 +247,7 @@ def _call(
     loss = None
     if step == "training_step":
         loss, output = _split(output)
-    call.end(module, output, own, len(rows) if count is None else count(batch))
+    call.end(module, output, of_call, len(rows) if count is None else count(batch))
     return {"loss": loss, "call": call}
 
 
@@ -275,16 +272,16 @@ class _Call:
 
     def log(self, *args: Any, **options: Any) -> None:
         """Record a value, which is logged later, once for all calls."""
-        given = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
-        del given["self"]
-        self.logged.append((given.pop("name"), given.pop("value"), given))
+        bound = inspect.signature(LightningModule.log).bind(None, *args, **options).arguments
+        del bound["self"]
+        self.logged.append((bound.pop("name"), bound.pop("value"), bound))
 
-    def end(self, module: Any, output: Any, own: Mapping[str, Any], count: Any) -> None:
-        """Keep what the call left on ``module`` and in its ``own`` metrics, without graphs."""
+    def end(self, module: Any, output: Any, by_path: Mapping[str, Any], count: Any) -> None:
+        """Keep what the call left on ``module`` and in its metrics, without graphs."""
         self.additions.end(module)
-        self.states, self._count = metrics.states_of(own), count
+        self.states, self._count = metrics.states_of(by_path), count
         self.output = nested.map_tensors(Tensor.detach, output)
-        paths = {id(metric): path for path, metric in metrics.single(own).items()}
+        paths = {id(metric): path for path, metric in metrics.single(by_path).items()}
         self.logged = [
             (name, paths[id(value)] if isinstance(value, Metric) else _number(value), options)
             for name, value, options in self.logged
@@ -300,22 +297,21 @@ def _log(
     module: LightningModule,
     name: str,
     entries: Sequence[tuple[_Call, Any, dict[str, Any]]],
-    own: Mapping[str, Metric],
+    by_path: Mapping[str, Metric],
     device: torch.device,
 ) -> None:
     """Log once, for the whole batch, what calls logged under ``name``: values, or a metric."""
-    calls, found, every = zip(*entries, strict=True)
-    options = every[-1]
-    if isinstance(found[0], str):  # the path of a metric
-        module.log(name, own[found[0]], **options)
+    calls, logged, options_of_calls = zip(*entries, strict=True)
+    options = options_of_calls[-1]
+    if isinstance(logged[0], str):  # the path of a metric
+        module.log(name, by_path[logged[0]], **options)
         return
-    values = [value.to(device) for value in found]
-    sizes = [
-        one.get("batch_size") or len(call.rows) for call, one in zip(calls, every, strict=True)
-    ]
-    weights = [one.get("batch_size") or call.weight for call, one in zip(calls, every, strict=True)]
-    how = options.get("reduce_fx", "mean")
-    reduce = _REDUCTIONS.get(getattr(how, "__name__", how))
+    values = [value.to(device) for value in logged]
+    user_sizes = [one.get("batch_size") for one in options_of_calls]
+    sizes = [n or len(call.rows) for n, call in zip(user_sizes, calls, strict=True)]
+    weights = [n or call.weight for n, call in zip(user_sizes, calls, strict=True)]
+    reduction = options.get("reduce_fx", "mean")
+    reduce = _REDUCTIONS.get(getattr(reduction, "__name__", reduction))
     value = reduce(torch.stack(values)) if reduce else nested.join_rows(values, 0, weights)
     module.log(name, value, **options | {"batch_size": sum(sizes)})
 
@@ -350,7 +346,7 @@ def _normalises_batches(module: nn.Module) -> bool:
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Raise ``ValueError`` for what this strategy does not support."""
-    found = {
+    given = {
         "manual optimization (automatic_optimization=False)": not module.automatic_optimization,
         "sharded parameters": any(type(p).__name__ == "DTensor" for p in module.parameters()),
         "sync_batchnorm=True": trainer._accelerator_connector._layer_sync is not None,
@@ -359,13 +355,11 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             module.training_step, "dataloader_iter", explicit=True
         ),
     }
-    for name, given in found.items():
-        if given:
-            raise ValueError(
-                f"ScatterOnceStrategy does not go together with {name}: it trains one whole model "
-                f"in one process, on batches of which training_step returns the loss; use a "
-                f"strategy of Lightning's"
-            )
+    reason = (
+        "it trains one whole model in one process, on batches of which training_step returns the "
+        "loss; use a strategy of Lightning's"
+    )
+    refuse("ScatterOnceStrategy", given, reason)
 
 
 _BATCH_NORM = (

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from scatterpar.step import nested
-from scatterpar.step.markers import Rows
+from scatterpar.step.markers import Marker, Rows
 
 Owner = TypeVar("Owner")
 
@@ -54,6 +54,13 @@ def copy_of(owner: Owner, replicas: Mapping[int, nn.Module], shared: Container[s
     return copied
 
 
+def refuse(integration: str, given: Mapping[str, object], reason: str) -> None:
+    """Raise ``ValueError`` for the first entry of ``given`` that is true; its key is its name."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{integration} does not go together with {name}: {reason}")
+
+
 class Additions:
     """What a call adds to the numbers and lists among the attributes of ``owner``.
 
@@ -62,12 +69,12 @@ class Additions:
     """
 
     def __init__(self, owner: Any) -> None:
-        own = vars(owner)
-        self._numbers = {name: v for name, v in own.items() if type(v) in (int, float)}
-        self._lists = {name: (v, len(v)) for name, v in own.items() if type(v) is list}
+        attributes = vars(owner).items()
+        self._numbers = {name: v for name, v in attributes if type(v) in (int, float)}
+        self._lists = {name: (v, len(v)) for name, v in attributes if type(v) is list}
 
     def end(self, owner: Any) -> Self:
-        """Keep what the call has added, and drop the rest."""
+        """Keep what the call has added to ``owner``, and drop the rest."""
         now = vars(owner)
         self.numbers = {
             name: now[name] - before
@@ -102,41 +109,47 @@ def each_call(outputs: Any) -> list[Any]:
 
 
 def num_rows(batch: Any) -> int:
-    """The number of rows: the size of the outermost tensor, or else of the longest list."""
+    """The number of rows: that of the outermost tensor or marker, or else of the longest list."""
     level, longest = [batch], 0
     while level:
         for value in level:
-            if isinstance(value, Rows) or (isinstance(value, Tensor) and value.ndim):
-                return len(value.entries if isinstance(value, Rows) else value)
+            rows = value.num_rows if isinstance(value, Marker) else _size(value)
+            if rows is not None:
+                return rows
         longest = longest or max((len(v) for v in level if _is_list(v)), default=0)
-        level = list(chain.from_iterable(map(_inside, level)))
+        level = list(chain.from_iterable(map(_children, level)))
     return longest or 1
 
 
 def as_rows(batch: Any) -> Any:
     """``batch``, with lists that have one entry per row, such as texts, marked as ``Rows``.
 
-    A list of columns is not marked: everything in it that has a size has as many rows as the batch.
+    A list of columns is not marked: all tensors and lists in it have as many rows as the batch.
     """
     rows = num_rows(batch)
 
     def is_rows(value: Any) -> bool:
         if not _is_list(value) or len(value) != rows:
             return False
-        sized = [v for v in _leaves(value) if _is_list(v) or (isinstance(v, Tensor) and v.ndim)]
-        return not sized or any(len(one) != rows for one in sized)
+        sizes = [len(v) if _is_list(v) else _size(v) for v in _leaves(value)]
+        return {*sizes} - {None} != {rows}
 
     def mark(value: Any) -> Any:
         return Rows(value) if is_rows(value) else value
 
-    return nested.merge(lambda found: mark(found[0]), [batch], lambda found: is_rows(found[0]))
+    return nested.merge(lambda values: mark(values[0]), [batch], lambda values: is_rows(values[0]))
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _size(value: Any) -> int | None:
+    """The size of a tensor along dimension 0; ``None`` if there is none."""
+    return len(value) if isinstance(value, Tensor) and value.ndim else None
+
+
+def _children(value: Any) -> Iterable[Any]:
     """The entries of a list, tuple or mapping."""
     entries = value.values() if isinstance(value, Mapping) else value
     return entries if isinstance(entries, Iterable) and not isinstance(value, (str, Tensor)) else ()
@@ -144,5 +157,5 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def _leaves(value: Any) -> Iterable[Any]:
     """The entries of ``value``, and those of mappings in it."""
-    for entry in _inside(value):
+    for entry in _children(value):
         yield from _leaves(entry) if isinstance(entry, Mapping) else (entry,)

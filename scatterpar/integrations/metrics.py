@@ -24,13 +24,13 @@ ABSENT = nn.Identity()  # takes the place of each metric while the module is rep
 
 def metrics_of(module: nn.Module, prefix: str = "") -> dict[str, Any]:
     """The outermost metrics and collections of metrics in ``module``, by path."""
-    found = {}
+    by_path = {}
     for name, child in module.named_children():
         if isinstance(child, (Metric, MetricCollection)):
-            found[prefix + name] = child
+            by_path[prefix + name] = child
         else:
-            found |= metrics_of(child, f"{prefix}{name}.")
-    return found
+            by_path |= metrics_of(child, f"{prefix}{name}.")
+    return by_path
 
 
 def single(metrics: Mapping[str, Any]) -> dict[str, Metric]:
@@ -100,10 +100,10 @@ def merge(metric: Metric, states: Sequence[State], device: torch.device) -> None
                     f"another micro-batch; return predictions and targets from training_step, and "
                     f"update the metric in on_train_batch_end"
                 )
-        own = nested.map_tensors(lambda tensor: tensor.detach().to(device), values)
+        of_call = nested.map_tensors(lambda tensor: tensor.detach().to(device), values)
         for target in (metric, step):
             before = target.metric_state
-            for name, value in own.items():
+            for name, value in of_call.items():
                 setattr(target, name, value)
             target._update_count += updates
             target._reduce_states(before)  # the earlier state comes first, then the call's

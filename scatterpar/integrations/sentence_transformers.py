@@ -1,8 +1,8 @@
 """sentence-transformers' trainers with the negatives of all rows of a step, on all devices.
 
-A loss such as ``MultipleNegativesRankingLoss`` compares all rows that it sees. So the rows of a
-step are one batch; the replicas compute its embeddings, micro-batch by micro-batch; and the user's
-loss, unmodified, runs once, with a model in place of its own that has these embeddings to give.
+A loss such as ``MultipleNegativesRankingLoss`` compares all rows that it sees. So all rows of a
+step are one batch. The replicas compute its embeddings in micro-batches. Then the user's loss runs
+once, unmodified; its calls of the model return the embeddings.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 
 from scatterpar.devices.runtime import DeviceLike
-from scatterpar.integrations.loop import num_rows
+from scatterpar.integrations.loop import num_rows, refuse
 from scatterpar.integrations.trainer_base import ROWS, override_methods
 from scatterpar.integrations.transformers import ScatterOnceMixin
 from scatterpar.step.markers import Rows
 
 __all__ = ["ScatterOnceCrossEncoderTrainer", "ScatterOnceTrainer"]
 
-# Means over rows, of which the batches' losses make up that of all.
+# Means over rows: the losses of batches combine into the loss of all.
 _OF_ROWS = (
     "BinaryCrossEntropyLoss",
     "ContrastiveLoss",
@@ -37,7 +37,7 @@ _OF_ROWS = (
     "TripletLoss",
 )
 
-# They need more of the model than its embeddings, or a second one that they train.
+# These need more of the model than its embeddings, or train a second model.
 _REFUSED = (
     "AdaptiveLayerLoss",
     "ContrastiveTensionLoss",
@@ -47,8 +47,11 @@ _REFUSED = (
 )
 
 
+_ROWS = "rows of outputs"  # an entry of features: which rows of the outputs they stand for
+
+
 class _WholeBatch(ScatterOnceMixin):
-    """What both trainers have in common."""
+    """The base of both trainers: one loss over the outputs for all rows of a step."""
 
     _output = "sentence_embedding"
     _recorded_model: _RecordedModel | None = None
@@ -61,96 +64,91 @@ class _WholeBatch(ScatterOnceMixin):
         whole_batch: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("micro_batch_cost") is not None:
-            raise ValueError(
-                f"{type(self).__name__} does not go together with micro_batch_cost: its loss may "
-                f"compare all rows of a batch; leave micro_batch_cost out"
-            )
+        name = type(self).__name__
+        reason = "its loss may compare all rows of a batch; leave micro_batch_cost out"
+        refuse(name, {"micro_batch_cost": kwargs.get("micro_batch_cost") is not None}, reason)
         super().__init__(*args, device_ids=device_ids, **kwargs)
-        for loss in self._losses():
-            for module in loss.modules():
-                if type(module).__name__ in _REFUSED:
-                    raise ValueError(
-                        f"{type(self).__name__} does not go together with "
-                        f"{type(module).__name__}: it needs more of the model than its outputs; "
-                        f"use the stock trainer on one device"
-                    )
-        self._whole = self._needs_whole() if whole_batch is None else whole_batch
+        reason = "it needs more of the model than its outputs; use the stock trainer on one device"
+        parts = [type(part).__name__ for loss in self._losses() for part in loss.modules()]
+        refuse(name, {part: part in _REFUSED for part in parts}, reason)
+        self._loads_steps = self._needs_whole_batch() if whole_batch is None else whole_batch
         self._set_single_device_args()
 
     def _losses(self) -> list[nn.Module]:
         loss: Any = vars(self)["loss"]
         return list(loss.values()) if isinstance(loss, dict) else [loss]
 
-    def _needs_whole(self) -> bool:
-        """Whether something looks at a whole batch: a loss, a sampler, a choice of data sets."""
+    def _needs_whole_batch(self) -> bool:
+        """Whether a loss, a batch sampler or a choice of data sets depends on the whole batch."""
         args: Any = self.args
-        plain = args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+        is_plain = args.batch_sampler == BatchSamplers.BATCH_SAMPLER
         return isinstance(self.train_dataset, dict) or not (
-            plain and all(map(_is_of_rows, self._losses()))
+            is_plain and all(map(_is_mean_over_rows, self._losses()))
         )
 
-    # One batch with the rows of a step, where a whole batch is wanted.
+    # One batch with all rows of a step, if the loss sees all of them.
 
     def _module_attributes(self) -> dict[str, Any]:
-        return {"model": self.model} if self._whole else super()._module_attributes()
+        return {"model": self.model} if self._loads_steps else super()._module_attributes()
 
     def _how_losses_combine(self, window: Sequence[Any], items: Any, pieces: Sequence[Any]) -> str:
         return ROWS
 
     def _step_of(self, window: Sequence[Any], items: Any) -> Tensor:
-        if not self._whole:
+        if not self._loads_steps:
             return super()._step_of(window, items)
         (batch,) = window
-        asked = _RecordedModel(self._module(), self._output)
-        its = self._prepare_inputs(dict(batch))
-        columns, state = self._columns(batch, its, asked)
-        asked.sizes = [num_rows(column) for column in columns]
-        inputs: Any = {"work": self._answers, "columns": columns}
-        if len(set(asked.sizes)) > 1:
-            each = [{"work": self._answers, "columns": [column]} for column in columns]
+        recorded = _RecordedModel(self._module(), self._output)
+        on_master = self._prepare_inputs(dict(batch))
+        columns, state = self._columns(batch, on_master, recorded)
+        recorded.sizes = [num_rows(column) for column in columns]
+        inputs: Any = {"work": self._outputs_of, "columns": columns}
+        if len(set(recorded.sizes)) > 1:
+            each = [{"work": self._outputs_of, "columns": [column]} for column in columns]
             inputs = Rows.from_batches(each)
 
         def criterion(outputs: tuple[Tensor, ...], _: Any) -> Any:
-            asked.answers = torch.cat(outputs)
+            recorded.outputs = torch.cat(outputs)
             with torch.random.fork_rng((), enabled=state is not None):
-                if state is not None:  # in which the loss began, the first time
+                if state is not None:  # the state before the first run of the loss
                     torch.set_rng_state(state[0])
                     random.setstate(state[1])
-                return self._loss_with(asked, its)
+                return self._loss_with(recorded, on_master)
 
         loss = self._step_of_all_rows(
             inputs, self._user_args["gradient_accumulation_steps"], criterion
         )
-        if not asked.was_asked:
-            raise ValueError(_UNASKED.format(type(self).__name__))
+        if not recorded.was_called:
+            raise ValueError(_NOT_CALLED.format(type(self).__name__))
         return loss
 
-    def _columns(self, batch: Any, its: Any, asked: _RecordedModel) -> tuple[list[Any], Any]:
-        """What the model is to be asked: the batch's columns; no random state to go back to."""
+    def _columns(
+        self, batch: Any, on_master: Any, recorded: _RecordedModel
+    ) -> tuple[list[Any], Any]:
+        """The inputs for the model, and the random state that the loss needs, or ``None``."""
         features, _ = self.collect_features(dict(batch))
         return [_divisible(column) for column in features], None
 
-    def _answers(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _outputs_of(self, work: Any, columns: Sequence[Any]) -> tuple[Tensor, ...]:
         model = work.parts[0]
         return tuple(model(dict(column))[self._output] for column in columns)
 
-    def _loss_with(self, asked: _RecordedModel, batch: Any) -> Any:
-        """The user's loss, whose model gives the answers that there are while it runs."""
+    def _loss_with(self, recorded: _RecordedModel, batch: Any) -> Any:
+        """The user's loss, computed with ``recorded`` as the model."""
         model = self._module()
-        with override_methods(model, forward=asked.forward, preprocess=asked.preprocess):
-            self._recorded_model = asked
+        with override_methods(model, forward=recorded.forward, preprocess=recorded.preprocess):
+            self._recorded_model = recorded
             try:
                 return self.compute_loss(model, dict(batch))
             finally:
                 self._recorded_model = None
 
     def collect_features(self, inputs: Any) -> Any:
-        """The trainer's own; while answers are given, with what says which of them are meant."""
+        """The trainer's features; while the loss runs, with the numbers of their output rows."""
         features, labels = super().collect_features(inputs)  # type: ignore[misc]
         if self._recorded_model is not None and self._output == "sentence_embedding":
             for column, rows in zip(features, self._recorded_model.rows(), strict=True):
-                column["answer"] = rows
+                column[_ROWS] = rows
         return features, labels
 
 
@@ -159,21 +157,21 @@ class ScatterOnceTrainer(_WholeBatch, SentenceTransformerTrainer):  # type: igno
 
     With N replicas, ``per_device_train_batch_size=b`` and ``gradient_accumulation_steps=k``, an
     optimizer step is that of the stock trainer on one device with batches of b * N * k rows: the
-    loss sees all of them. Embeddings are computed in micro-batches of b rows. With k > 1 all but a
-    replica's last micro-batch are computed twice, so that the memory is that of one.
+    loss sees all of them. Embeddings are computed in micro-batches of b rows. With k > 1 every
+    micro-batch except a replica's last one is computed twice, so that only one graph is in memory.
 
     Args:
-        args: as in ``SentenceTransformerTrainer``. The loss object is yours, unmodified.
+        args: as in ``SentenceTransformerTrainer``. The loss object is not changed.
         device_ids: one entry per replica, as in ``ScatterOnceParallel``; the first is the trainer's
-            own device. By default every visible accelerator, or one CPU replica.
-        whole_batch: ``None``: the loss sees all rows at once, unless it is a mean over rows.
-            ``True``: it does always. ``False``: it sees b rows, as under the stock trainer, and its
-            values are averaged.
+            device. By default every visible accelerator, or one CPU replica.
+        whole_batch: ``True``: the loss sees all rows at once. ``False``: it sees b rows, as with
+            the stock trainer, and the losses are averaged. ``None``: ``False`` for losses that are
+            means over rows, otherwise ``True``.
         kwargs: as in ``SentenceTransformerTrainer``.
 
     Raises:
-        ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``; a loss that
-            needs more of the model than its embeddings, by name.
+        ValueError: as ``scatterpar.integrations.transformers.ScatterOnceTrainer``, or a loss that
+            needs more of the model than its embeddings.
 
     Example::
 
@@ -189,54 +187,57 @@ class ScatterOnceCrossEncoderTrainer(_WholeBatch, CrossEncoderTrainer):  # type:
 
     With N replicas, ``per_device_train_batch_size=b`` and ``gradient_accumulation_steps=k``, an
     optimizer step is that of the stock trainer on one device with batches of b * N * k rows. The
-    loss runs twice: first to see which pairs it asks the model about, then with their scores, which
-    the replicas have computed.
+    loss runs twice: first to record the pairs that it passes to the model, then with the scores of
+    these pairs, which the replicas have computed.
 
     Args:
-        args: as in ``CrossEncoderTrainer``, and so are ``kwargs``.
-        device_ids: as in ``ScatterOnceTrainer``, and so is ``whole_batch``.
+        args: as in ``CrossEncoderTrainer``, like ``kwargs``.
+        device_ids: as in ``ScatterOnceTrainer``, like ``whole_batch``.
 
     Raises:
-        ValueError: as ``ScatterOnceTrainer``; pairs that are others the second time.
+        ValueError: as ``ScatterOnceTrainer``, or if the loss passes other pairs in its second run.
     """
 
     _output = "scores"
 
-    def _columns(self, batch: Any, its: Any, asked: _RecordedModel) -> tuple[list[Any], Any]:
-        """The pairs that the loss makes of the batch, and the random state in which it began."""
+    def _columns(
+        self, batch: Any, on_master: Any, recorded: _RecordedModel
+    ) -> tuple[list[Any], Any]:
+        """The pairs that the loss passes to the model, and the random state before that."""
         components = copy.deepcopy(self.accum_loss_components)
         state = torch.get_rng_state(), random.getstate()
         with torch.no_grad():
-            self._loss_with(asked, its)
+            self._loss_with(recorded, on_master)
         self.accum_loss_components = components
-        return asked.columns, state
+        return recorded.columns, state
 
 
 class _RecordedModel:
-    """What a loss asks its model, and the answers that the replicas have computed for it.
+    """The methods of a model while the loss runs: they return outputs of the replicas.
 
-    ``answers`` are those of all ``columns``, one after the other, of ``sizes`` rows each. Before
-    there are any it notes what is tokenized, on the host, and gives zeros.
+    ``outputs`` are those of all ``columns``, one after the other; column i has ``sizes[i]`` rows.
+    As long as there are no outputs, ``preprocess`` records the columns, and ``forward`` returns
+    zeros.
     """
 
     def __init__(self, model: Any, output: str) -> None:
         self._model, self._output, self._preprocess = model, output, model.preprocess
-        self._numbers: dict[str, int] = {}
-        self.answers: Tensor | None = None
+        self._numbers: dict[str, int] = {}  # of the columns, by their texts
+        self.outputs: Tensor | None = None
         self.columns: list[Any] = []
         self.sizes: list[int] = []
-        self.was_asked = False
+        self.was_called = False
 
     def rows(self) -> Sequence[Tensor]:
-        """Of each column, where its answers are."""
-        places = torch.arange(sum(self.sizes), device=self._model.device)
-        return torch.split(places, self.sizes)
+        """For each column, the numbers of its rows in ``outputs``."""
+        numbers = torch.arange(sum(self.sizes), device=self._model.device)
+        return torch.split(numbers, self.sizes)
 
     def preprocess(self, inputs: Any, **options: Any) -> dict[str, Any]:
-        """The model's own, once; then what says which answers are meant."""
+        """Preprocess and record a column, once. Returns the numbers of its rows."""
         key = repr((inputs, options))
         if key not in self._numbers:
-            if self.answers is not None:
+            if self.outputs is not None:
                 raise ValueError(
                     "the loss asked for the scores of other pairs the second time that it ran: it "
                     "draws from a random generator of its own; use the stock trainer on one device"
@@ -244,19 +245,18 @@ class _RecordedModel:
             self._numbers[key] = len(self.columns)
             self.columns.append(dict(self._preprocess(inputs, **options)))
             self.sizes.append(num_rows(self.columns[-1]))
-        return {"answer": self.rows()[self._numbers[key]]}
+        return {_ROWS: self.rows()[self._numbers[key]]}
 
     def forward(self, features: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-        """The model's answers, or zeros."""
-        self.was_asked, rows = True, features["answer"]
-        if self.answers is None:
-            return _Answer(
-                {self._output: rows.new_zeros(len(rows), self._model.num_labels).float()}
-            )
-        return _Answer({**features, self._output: self.answers[rows]})
+        """The outputs of the rows that ``features`` name, or zeros."""
+        self.was_called, rows = True, features[_ROWS]
+        if self.outputs is None:
+            zeros = rows.new_zeros(len(rows), self._model.num_labels).float()
+            return _Outputs({self._output: zeros})
+        return _Outputs({**features, self._output: self.outputs[rows]})
 
 
-class _Answer(dict[str, Any]):
+class _Outputs(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise ValueError(
             f"the loss asks for {name!r} of the model's outputs, but the replicas have computed "
@@ -264,8 +264,8 @@ class _Answer(dict[str, Any]):
         )
 
 
-def _is_of_rows(loss: nn.Module) -> bool:
-    """A mean over rows, up to what it is made of: torch's losses without weights of classes."""
+def _is_mean_over_rows(loss: nn.Module) -> bool:
+    """Whether ``loss`` and all losses of torch in it are unweighted means over rows."""
     return (
         type(loss).__name__ in _OF_ROWS
         and getattr(loss, "size_average", True)
@@ -278,7 +278,7 @@ def _is_of_rows(loss: nn.Module) -> bool:
 
 
 def _divisible(column: Mapping[str, Any]) -> Any:
-    """A column whose rows can be divided: those of bags of words lie in one row of words."""
+    """A column whose rows can be divided. Bags of words become ``Rows``, one tensor per bag."""
     if "offsets" in column:
         words = column["input_ids"].tensor_split(column["offsets"][1:])
         return Rows(list(words), _bags)
@@ -292,11 +292,11 @@ def _divisible(column: Mapping[str, Any]) -> Any:
 
 
 def _bags(words: Sequence[Tensor]) -> dict[str, Tensor]:
-    sizes = torch.tensor([0, *(len(few) for few in words[:-1])], device=words[0].device)
+    sizes = torch.tensor([0, *(len(bag) for bag in words[:-1])], device=words[0].device)
     return {"input_ids": torch.cat(list(words)), "offsets": sizes.cumsum(0)}
 
 
-_UNASKED = (
+_NOT_CALLED = (
     "{} needs a loss that calls the model which is trained: this one did not; pass "
     "whole_batch=False, for the mean of the losses of the replicas' batches"
 )

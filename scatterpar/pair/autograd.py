@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scatterpar.devices.coalescing import empty_like_on
 from scatterpar.devices.runtime import current_streams, physical, use_device
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.broadcast import Broadcast, is_plain, version
 from scatterpar.replicas.buffers import BufferValue, buffers_of, values_after
@@ -99,12 +99,14 @@ def replicate(
         for copy, device in zip(copies, device_ids, strict=True):
             destinations = empty_like_on([originals[i] for i in states], device, is_plain)
             for i, destination in zip(states, destinations, strict=True):
-                copy[i] = destination.data.copy_(copy[i])  # ``.data``: its own version counter
+                write(destination.data, copy[i])  # ``.data``: its own version counter
+                copy[i] = destination.data
     for i, original in enumerate(originals):
         if original.requires_grad:
             args = tuple(device_ids), original, *(copy[i] for copy in copies)
             attached = _ConnectCopies.apply(*args)  # type: ignore[no-untyped-call]
             for copy, tensor in zip(copies, attached, strict=True):
+                vars(tensor)["__deepcopy__"] = partial(_leaf_like, original, copy[i])
                 copy[i] = tensor
         for copy in copies:
             _take_class(original, copy[i])
@@ -265,6 +267,13 @@ class _CopyInGraph(torch.autograd.Function):
         with use_device(ctx.way_back[0], ctx.streams):
             crossed = _CopyInGraph.apply(gradients[0], *ctx.way_back)  # type: ignore[no-untyped-call]
         return crossed, None, None, None
+
+
+def _leaf_like(original: Tensor, value: Tensor, _: Any) -> Tensor:
+    """What ``copy.deepcopy`` makes of a copy in the graph: a leaf, as it makes of the original."""
+    leaf = value.detach().clone()
+    is_parameter = isinstance(original, nn.Parameter)
+    return nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()
 
 
 def _take_class(original: Tensor, copy: Tensor) -> None:

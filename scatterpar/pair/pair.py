@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import check_links
 from scatterpar.devices.runtime import DeviceLike, has_streams, is_async, physical, resolve
+from scatterpar.devices.transfers import to_device
 from scatterpar.pair.autograd import (
     AutogradTransfers,
     combine,
@@ -304,8 +305,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     _require_entries(outputs)
     if not outputs:
         raise ValueError("there are no outputs to gather")
-    (target,) = map(physical, resolve([device]))
-    moved = [nested.map_tensors(lambda tensor: tensor.to(target), output) for output in outputs]
+    (target,) = resolve([device])
+    moved = [nested.map_tensors(partial(to_device, device=target), output) for output in outputs]
     rows = [next(iter(_sizes(output, dim)), 1) for output in outputs]
     return join_rows(moved, dim, rows)
 

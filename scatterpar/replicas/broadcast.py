@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import (
     Message,
+    copy_lists,
     empty_like_on,
     flat_view,
     has_places,
     iter_messages,
-    rounds,
+    tree_rounds,
 )
 from scatterpar.devices.fingerprints import Fingerprint, Fingerprints, Route
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_device, write
 
 
 def version(tensor: Tensor) -> int:
@@ -40,8 +41,8 @@ def broadcast_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
     memories = list(dict.fromkeys(device_ids))
     for number in range(len(memories)):
         tree = [*memories[number:], *memories[:number]]
-        for near, far in chain(*rounds(len(tree))):
-            yield tree[near], tree[far]
+        for sender, receiver in chain(*tree_rounds(len(tree))):
+            yield tree[sender], tree[receiver]
 
 
 class Broadcast:
@@ -52,8 +53,8 @@ class Broadcast:
     version. So the fingerprints of the other parameters are compared with those of the values on
     another device. So are the fingerprints of buffers, whose versions every commit changes.
 
-    The owner of a tensor sends it, chunk by chunk, in the reverse of ``rounds``: to one device,
-    then both send to others. The owner is the master, except in ``receive_updates``.
+    The owner of a tensor sends it, chunk by chunk, in the reverse of ``tree_rounds``: to one
+    device, then both send to others. The owner is the master, except in ``receive_updates``.
     """
 
     def __init__(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> None:
@@ -70,7 +71,7 @@ class Broadcast:
         self._sent: list[int] | None = None  # the versions; ``None`` until all have arrived
         self._fingerprints: dict[int, Fingerprint] = {}  # of sent values, as far as known
         self._versions: list[int] = []
-        self._asked: list[Fingerprints] = []
+        self._compared: list[Fingerprints] = []
         self._find_places()
 
     def is_of(self, tensors: Sequence[Tensor], device_ids: Sequence[torch.device]) -> bool:
@@ -98,43 +99,37 @@ class Broadcast:
         self._sent = None
 
     def compare(self) -> list[Tensor]:
-        """Start to compare fingerprints.
+        """Compute the fingerprints of tensors that may have changed.
 
-        Returns the tensors that the host must read, for ``send``.
+        Returns the tensors that the host must read, for ``send``: it waits once for all modules.
         """
+        self._compared = []
         if not self._arrivals:
             return []
         self._versions = versions(self._tensors)  # read before the values
         doubtful = [] if self._sent is None else self._with_doubts(self._sent)
         if not doubtful:  # an optimizer has updated all, and there are no buffers
-            self._asked = []
             return []
         master, other = self.memories[:2]
         unknown = [i for i in doubtful if i not in self._fingerprints]
         here = Fingerprints({i: self._flat(i, master) for i in doubtful}, master)
         there = Fingerprints({i: self._flat(i, other) for i in unknown}, other)
-        self._asked = [here, there]
-        known = there.values
-        if unknown:
-            known = Transfers().copy(known, master, "replicate")  # the host waits for one device
-        return [here.values, known]
+        self._compared = [here, there]
+        return [here.values, to_device(there.values, master)]  # the host waits for one device
 
     def send(self, transfers: Transfers, values: Sequence[Tensor] = ()) -> None:
         """Send the changed tensors; ``values`` are the tensors of ``compare``, on the host."""
         if not self._arrivals:
             return
-        fingerprints = [
-            asked.read(fingerprint) for asked, fingerprint in zip(self._asked, values, strict=True)
-        ]
-        here, there = fingerprints or ({}, {})
-        self._fingerprints |= there
-        unchanged = {i for i, fingerprint in here.items() if fingerprint == self._fingerprints[i]}
+        pairs = zip(self._compared, values, strict=True)
+        here, there = [compared.read(value) for compared, value in pairs] or ({}, {})
+        known = self._fingerprints | there
+        unchanged = {i for i, fingerprint in here.items() if fingerprint == known[i]}
         changed = set(range(len(self._tensors))) - unchanged
         if changed:
             self._sent = None
             self._send(dict.fromkeys(changed, self.memories[0]), transfers)
-        self._sent = self._versions
-        self._fingerprints = here
+        self._sent, self._fingerprints = self._versions, here
 
     def receive_updates(self, owners: Mapping[int, torch.device], transfers: Transfers) -> None:
         """Copy new values from their owner's memory to all others, including the master's."""
@@ -165,8 +160,9 @@ class Broadcast:
         if flat is None:  # the master's tensor has gaps, or is a conjugate
             tensor = self._tensors[i].detach()
             there = self._arrivals[self.memories[1]][i]
-            tensor = tensor.new_empty_strided(there.shape, there.stride()).copy_(tensor)
-            flat = flat_view(tensor)
+            dense = tensor.new_empty_strided(there.shape, there.stride())
+            write(dense, tensor)
+            flat = flat_view(dense)
             assert flat is not None
         return flat
 
@@ -186,17 +182,17 @@ class Broadcast:
 
         A single tensor is copied directly to its place.
         """
-        here = {0: flat}
+        copies = {0: flat}
         keys = {piece.key for piece in message.pieces}
-        for pairs in reversed(rounds(len(tree))):
-            for near, far in pairs:
-                parts = message.of({i: self._flat(i, tree[far]) for i in keys})
+        for pairs in reversed(tree_rounds(len(tree))):
+            for sender, receiver in pairs:
+                parts = message.of({i: self._flat(i, tree[receiver]) for i in keys})
                 if len(parts) == 1:
-                    (here[far],) = parts
-                    transfers.copy_into(here[far], here[near], "replicate")
+                    (copies[receiver],) = parts
+                    transfers.copy_into(copies[receiver], copies[sender], "replicate")
                 else:
-                    here[far] = transfers.copy(here[near], tree[far], "replicate")
-                    torch._foreach_copy_(parts, here[far].split(message.sizes))
+                    copies[receiver] = transfers.copy(copies[sender], tree[receiver], "replicate")
+                    copy_lists([(parts, copies[receiver].split(message.sizes))])
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices.coalescing import copy_lists, grouped, has_places
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.torch_private import current_graph_task
 
 Buffers = MutableMapping[str, "Tensor | None"]
@@ -155,9 +156,7 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-RecordedMoments = dict[
-    int, list[Moments]
-]  # by the number of the module: of each call, in their order
+RecordedMoments = dict[int, list[Moments]]  # of each call of a module, by its number
 
 
 class BatchNormUpdate(NamedTuple):
@@ -195,23 +194,23 @@ class _Call:
 
     def __init__(self, number: int, seen: RecordedMoments) -> None:
         self._number, self._seen = number, seen
-        self._own: tuple[Any, ...] | None = None
+        self._running: tuple[Any, ...] | None = None
 
     def begin(self, module: Any, _: object) -> None:
         buffers = module._buffers
         saved = [buffers.get(name) for name in RUNNING[:2]]
         tracks = module.training and module.track_running_stats and saved[0] is not None
-        self._own = (*saved, module.momentum) if tracks else None
+        self._running = (*saved, module.momentum) if tracks else None
         if tracks:
             buffers.update(zip(RUNNING, map(torch.zeros_like, saved), strict=False))
             vars(module)["momentum"] = 1.0
 
     def end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
-        if self._own is None:
+        if self._running is None:
             return
         buffers = module._buffers
         mean, variance = (buffers[name] for name in RUNNING[:2])
-        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._own
+        buffers["running_mean"], buffers["running_var"], vars(module)["momentum"] = self._running
         if current_graph_task() == -1:  # else a backward pass recomputes a recorded call
             (layer_input, *_) = (*args, *kwargs.values())
             values = layer_input.numel() // layer_input.size(1)
@@ -223,10 +222,10 @@ def pooled(moments: Sequence[Moments | None]) -> Moments | None:
     recorded = [moment for moment in moments if moment is not None]
     if not recorded:
         return None
-    wide = torch.promote_types(recorded[0].mean.dtype, torch.float32)
+    dtype = torch.promote_types(recorded[0].mean.dtype, torch.float32)
     counts = [moment.values for moment in recorded]
-    means = [moment.mean.to(wide) for moment in recorded]
-    variances = [moment.variance.to(wide) for moment in recorded]
+    means = [moment.mean.to(dtype) for moment in recorded]
+    variances = [moment.variance.to(dtype) for moment in recorded]
     if len(recorded) == 1:
         return Moments(counts[0], means[0], variances[0])
     total = sum(counts)
@@ -255,7 +254,7 @@ def running(layer: BatchNormUpdate) -> list[tuple[Buffers, str, Tensor]]:
     if tracked is not None:
         values["num_batches_tracked"] = tracked + 1
     if factor is None:  # the mean of all batches; without a count torch uses 0
-        factor = 0.0 if tracked is None else 1.0 / (tracked.item() + 1)
+        factor = 0.0 if tracked is None else 1.0 / (to_numbers(tracked) + 1)
     for name, new in zip(RUNNING, layer.moments[1:], strict=False):
         old = layer.buffers[name]
         assert old is not None

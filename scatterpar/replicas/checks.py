@@ -96,12 +96,11 @@ def check_placement(
     Raises:
         RuntimeError: a lazy module that has not been initialised.
         TypeError: a TorchScript module, or tensors that consist of other tensors.
-        ValueError: a parameter or buffer on another device, an embedding that writes its weight.
+        ValueError: a parameter or buffer on another device.
     """
     expected = runtime.physical(device_ids[0])
     for root in (root for root in roots if isinstance(root, nn.Module)):
         _refuse_script(root)
-        _refuse_renormalised(root)
         kind = type(root).__name__
         tensors: list[tuple[str, str, Tensor]]
         tensors = [("parameter", *one) for one in root.named_parameters()]
@@ -158,17 +157,3 @@ def _refuse_packed(what: str, tensor: Tensor, memories: int) -> None:
             f"values mean stays on the first device; use one device, such as device_ids=[0], or "
             f"leave the module unquantised"
         )
-
-
-def _refuse_renormalised(root: nn.Module) -> None:
-    """Refuse modules of torch that write a parameter in forward, because replicas share it."""
-    for name, module in root.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            kind, norm, order = type(module).__name__, module.max_norm, module.norm_type
-            path = f"{name}.weight" if name else "weight"
-            raise ValueError(
-                f"{kind}(max_norm={norm}) writes the parameter {path!r} in its forward pass, and "
-                f"all replicas read it; set its max_norm to None, and before the first step and "
-                f"after each of the optimizer's, under torch.no_grad(), call "
-                f"{path}.renorm_({order}, 0, {norm})"
-            )

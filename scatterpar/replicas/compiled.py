@@ -17,40 +17,41 @@ from torch import nn
 
 from scatterpar import torch_private
 
-CompileFn = Callable[
-    [Callable[..., Any]], Callable[..., Any]
-]  # compiles a function, as torch.compile
+CompileFn = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
 
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Compiler:
-    """Makes the compiled calls of replicas. With ``how`` all of the module is compiled."""
+    """Makes the compiled calls of replicas. With ``compile_fn`` all of the module is compiled."""
 
-    def __init__(self, how: CompileFn | None = None) -> None:
-        self._how = how
+    def __init__(self, compile_fn: CompileFn | None = None) -> None:
+        self._compile_fn = compile_fn
         self._code: dict[type, types.CodeType] = {}
         self.is_used = False
 
     def compiled_call(
-        self, module: nn.Module, replica: nn.Module, is_root: bool, how: CompileFn | None = None
+        self,
+        module: nn.Module,
+        replica: nn.Module,
+        is_root: bool,
+        compile_fn: CompileFn | None = None,
     ) -> Callable[..., Any] | None:
         """The compiled call of a replica; ``None`` if it runs uncompiled.
 
-        ``how`` compiles as the user compiled this module. ``is_root``: the module is the whole
-        model.
+        ``compile_fn`` compiles as the user compiled this module. ``is_root``: it is the model.
         """
         compiled = module._compiled_call_impl
         if compiled is not None:
-            how = torch_private.compile_fn_of(compiled)
-        elif how is None and is_root:
-            how = self._how
-        if how is None:
+            compile_fn = torch_private.compile_fn_of(compiled)
+        elif compile_fn is None and is_root:
+            compile_fn = self._compile_fn
+        if compile_fn is None:
             return None
-        if torch_private.records_cuda_graphs(how) and torch.accelerator.is_available():
+        if torch_private.records_cuda_graphs(compile_fn) and torch.accelerator.is_available():
             _refuse_cuda_graphs(f"{type(module).__name__} was compiled with")
         self.is_used = True
-        return partial(how(self._function_for(type(module))), replica)
+        return partial(compile_fn(self._function_for(type(module))), replica)
 
     def _function_for(self, kind: type) -> Callable[..., Any]:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.transfers import is_sparse
-from scatterpar.replicas.checks import (
-    assembled,
-    new_like,
-    pieces_to_copy,
-    slots,
-)
+from scatterpar.replicas.checks import assembled, new_like, pieces_to_copy, slots
 from scatterpar.replicas.compiled import CompileFn, Compiler, unwrapped
 from scatterpar.report import warn
 from scatterpar.torch_private import is_compiled_module
@@ -60,9 +55,10 @@ class ModuleContents:
         self.compiled: dict[int, tuple[nn.Module, CompileFn]] = {}  # modules inside compiled ones
         self.sparse: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.slotted: list[nn.Module] = []
+        self.objects: dict[int, Any] = {}  # not copied: replicas share them, and what they hold
         # Cells of copied functions, with their contents: the copies do not see if these change.
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self.told: set[str] = set()  # what the user was warned of
+        self.warned: set[str] = set()  # what the user was warned of
         self._seen: set[int] = set()
         self._device = device
         self.roots = tuple(roots)
@@ -73,9 +69,9 @@ class ModuleContents:
         if isinstance(value, Tensor):
             self._visit_tensor(value)
         elif is_compiled_module(value):
-            original, how = unwrapped(value)
-            assert how is not None
-            self.compiled[id(value)] = self.compiled[id(original)] = (original, how)
+            original, compile_fn = unwrapped(value)
+            assert compile_fn is not None
+            self.compiled[id(value)] = self.compiled[id(original)] = (original, compile_fn)
             self._visit(original)
         elif isinstance(value, nn.Module):
             if id(value) not in self.modules:
@@ -90,6 +86,8 @@ class ModuleContents:
         elif not isinstance(value, (types.FunctionType, weakref.ref)):
             for one in _next(value):
                 self._visit(one)
+            if hasattr(value, "__dict__") and not isinstance(value, (type, types.MethodType)):
+                self.objects[id(value)] = value
 
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_sparse(tensor):
@@ -220,9 +218,9 @@ class Snapshot:
         values = [v for i, key, _ in changes for v in (one[key] for one in self._pairs[i])]
         return changes if _PLAIN.issuperset(map(type, values)) else None
 
-    def apply_changes(self, found: Iterable[ValueChange]) -> None:
+    def apply_changes(self, changes: Iterable[ValueChange]) -> None:
         """Replace plain values in the containers and in their remembered contents."""
-        for i, key, value in found:
+        for i, key, value in changes:
             for one in self._pairs[i]:
                 one[key] = value
         self._remember()
@@ -251,7 +249,7 @@ class ModuleCopy:
         self._made: dict[int, Any] = dict(tensors)
         self._inside = {*tensors, *survey.sparse, *survey.compiled, *map(id, survey.containers)}
         self._inside.update(survey.modules)
-        self._kept: list[Any] = []  # keeps objects alive, so that no id in _made is reused
+        self._keep_alive: list[Any] = []  # keeps objects alive, so that no id in _made is reused
         self.sparse: list[Tensor] = []
         self._rebinds: list[Callable[[], object]] = []  # of slots
         for original, pieces in survey.sparse.values():
@@ -318,11 +316,13 @@ class ModuleCopy:
             source = original[name] if type(item) in _CONTAINERS and name in original else item
             state[name] = self.copy_of(source)
         for slot, value in slots(module):
-            self._kept.append(value)
+            self._keep_alive.append(value)
             self._rebinds.append(functools.partial(slot.__set__, replica, self.copy_of(value)))
-        _, how = self._survey.compiled.get(id(module), (None, None))
+        _, compile_fn = self._survey.compiled.get(id(module), (None, None))
         is_root = any(module is root for root in self._survey.roots)
-        state["_compiled_call_impl"] = self._compiler.compiled_call(module, replica, is_root, how)
+        state["_compiled_call_impl"] = self._compiler.compiled_call(
+            module, replica, is_root, compile_fn
+        )
         return replica
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -330,10 +330,10 @@ class ModuleCopy:
         of_file = function.__globals__
         for name in function.__code__.co_names:
             if name in of_file and self._leads(of_file[name]):
-                self._tell(function, name)
+                self._warn_of_global(function, name)
         if not self._leads(function):
             return function
-        self._kept.append(function)
+        self._keep_alive.append(function)
         cells = function.__closure__ or ()
         new = tuple(types.CellType() if self._leads(contents(cell)) else cell for cell in cells)
         copied: Any = types.FunctionType(function.__code__, of_file, closure=new)
@@ -365,19 +365,19 @@ class ModuleCopy:
     def _led(self, value: Any) -> Any:
         return self.copy_of(value) if self._leads(value) else value
 
-    def _tell(self, function: types.FunctionType, name: str) -> None:
+    def _warn_of_global(self, function: types.FunctionType, name: str) -> None:
         text = (
             f"the function {function.__qualname__}, which the module holds, names {name!r} of "
             f"its file: replicas that call it use the user's own module there, and what it "
             f"writes or reads there is not the replica's; define it inside a function, so that "
             f"it closes over {name!r}, or bind {name!r} with functools.partial"
         )
-        if text not in self._survey.told:
-            self._survey.told.add(text)
+        if text not in self._survey.warned:
+            self._survey.warned.add(text)
             warn(text)
 
     def _container(self, value: Any) -> Any:
-        self._kept.append(value)
+        self._keep_alive.append(value)
         made = self._made[id(value)] = value.copy()
         made.clear()
         if isinstance(value, dict):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.runtime import HOST
+from scatterpar.devices.transfers import to_device, write
 from scatterpar.replicas.broadcast import Broadcast, versions
 
 _INSTEAD = (
@@ -33,7 +34,6 @@ class ParameterGuard:
 
     Attributes:
         checked_modes: modes in which a pass has not written any parameter.
-        stay: whether the last pass left each where it lay.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class ParameterGuard:
     ) -> None:
         self._roots, self._broadcast = roots, broadcast
         self.checked_modes: set[Hashable] = set()
-        self.storages_unchanged = False
         at = broadcast.parameters
         self.memories = {  # the master's first
             device: [broadcast.at(device)[i] for i in at] for device in broadcast.memories
@@ -82,7 +81,7 @@ class ParameterGuard:
         """
         is_first = mode not in self.checked_modes
         before = [versions(tensors) for _, tensors in self._watched]
-        saved = [t.detach().to("cpu", copy=True) for t in self.originals] if is_first else []
+        saved = [_on_host(tensor) for tensor in self.originals] if is_first else []
         try:
             yield
         except BaseException as error:
@@ -99,15 +98,15 @@ class ParameterGuard:
         self.checked_modes.add(mode)
 
     def _refusal(
-        self, before: Sequence[list[int]], kept: Sequence[Tensor]
+        self, before: Sequence[list[int]], saved: Sequence[Tensor]
     ) -> ValueError | RuntimeError | None:
         """Restore written parameters. Returns the error for them, or ``None``."""
-        places = self._written(before, kept)
+        places = self._written(before, saved)
         if not places:
             return None
         self.invalidate()
         lost = {i for i, memory in places if memory == self._master}
-        if lost and not kept:
+        if lost and not saved:
             return RuntimeError(
                 f"the forward pass wrote the parameter {self._name_of(min(lost))}, which it had "
                 f"not done before: no gradient was added, but the parameter's earlier values are "
@@ -115,7 +114,7 @@ class ParameterGuard:
             )
         with torch.no_grad():
             for i in lost:
-                self.originals[i].copy_(kept[i])
+                write(self.originals[i], saved[i])
         name = self._name_of(min(i for i, _ in places))
         return ValueError(
             f"the forward pass writes the parameter {name}, which all replicas read: nothing was "
@@ -123,7 +122,7 @@ class ParameterGuard:
         )
 
     def _written(
-        self, before: Sequence[list[int]], kept: Sequence[Tensor]
+        self, before: Sequence[list[int]], saved: Sequence[Tensor]
     ) -> set[tuple[int, torch.device | None]]:
         """The written parameters by position, with the device; ``None`` for an exchanged storage.
 
@@ -133,14 +132,12 @@ class ParameterGuard:
         moved: set[tuple[int, torch.device | None]] = set()
         exchanged: set[tuple[int, torch.device | None]] = set()
         written: set[tuple[int, torch.device | None]] = set()
-        self.storages_unchanged = True
         for (device, tensors), earlier in zip(self._watched, before, strict=True):
             now, canonical = versions(tensors), self.memories[device]
             if now == earlier and (
                 tensors is canonical or all(map(Tensor.is_set_to, tensors, canonical))
             ):
                 continue
-            self.storages_unchanged = False
             for i, (tensor, storage) in enumerate(zip(tensors, canonical, strict=True)):
                 if not tensor.is_set_to(storage):
                     exchanged.add((i, device))
@@ -148,8 +145,11 @@ class ParameterGuard:
                 elif now[i] != earlier[i]:
                     moved.add((i, device))
         for device, values in self.memories.items():
-            for i, saved in enumerate(kept):  # in the host: a device has no room to spare
-                value = Transfers().copy(values[i].detach(), saved.device, "replicate")
-                if not same_bits(value, saved):
+            for i, before_pass in enumerate(saved):  # on the host: a device has no memory to spare
+                if not same_bits(_on_host(values[i]), before_pass):
                     written.add((i, device))
         return written | (moved - exchanged)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return to_device(tensor.detach(), HOST, copy=True)

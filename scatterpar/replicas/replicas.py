@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_lists, empty_like_on, grouped, has_flat_view
-from scatterpar.devices.fingerprints import to_host
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_host
 from scatterpar.replicas.broadcast import Broadcast, is_plain
 from scatterpar.replicas.buffers import (
     RUNNING,
@@ -48,26 +47,24 @@ class ReplicaSet:
 
     Args:
         device_ids: one entry per replica; the module lives on the first, the master.
-        wide: gradients are added in this dtype if their own is narrower.
-        how: the function that compiles the whole module.
+        accumulate_dtype: gradients are added in this dtype if their own is narrower.
+        compile_fn: the function that compiles the whole module.
         buffer_policy: which buffers a step leaves.
     """
 
     def __init__(
         self,
         device_ids: Sequence[torch.device],
-        wide: torch.dtype | None = None,
-        how: CompileFn | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        compile_fn: CompileFn | None = None,
         buffer_policy: BufferPolicy | None = None,
     ) -> None:
-        self._wide = wide
+        self._accumulate_dtype = accumulate_dtype
         self.buffer_policy = buffer_policy or BufferPolicy.named("master")
         self.criteria: list[Any] = []  # of each replica
-        self.compiler = Compiler(how)
+        self.compiler = Compiler(compile_fn)
         self.changes = 0  # how often the modules changed in more than the values of tensors
-        self.warmed_up_kinds: set[Hashable] = (
-            set()
-        )  # what compiled replicas have met as they are now
+        self.warmed_up_kinds: set[Hashable] = set()  # what compiled replicas have run
         self.roots: tuple[Any, ...] = ()
         self.device_ids = tuple(device_ids)
         self.discard()
@@ -86,7 +83,7 @@ class ReplicaSet:
 
     @cached_property
     def _of_criterion(self) -> ReplicaSet:
-        return ReplicaSet(self.device_ids, self._wide, None, self.buffer_policy)
+        return ReplicaSet(self.device_ids, self._accumulate_dtype, None, self.buffer_policy)
 
     @property
     def replica_sets(self) -> list[ReplicaSet]:
@@ -115,11 +112,11 @@ class ReplicaSet:
                 to_read.append(self._of_criterion._follow((root,), devices))
             replicas = self.replica_sets[-1].replicas
             self.criteria = [criterion if root is None else r.copy_of(criterion) for r in replicas]
-            values = iter(to_host([*chain(*to_read)]))  # the host waits once
+            values = iter(to_host([*chain(*to_read)]))
             for part, tensors in zip(self.replica_sets, to_read, strict=True):
                 part._broadcast.send(transfers, list(islice(values, len(tensors))))
                 for replica in part.replicas:
-                    replica.refresh(part._broadcast.places)
+                    replica.refresh()
 
     def clear_step_state(self) -> None:
         """Drop the replicas' gradients and the references to the user's criterion."""
@@ -159,6 +156,11 @@ class ReplicaSet:
         return id(module) in self._survey.modules
 
     @property
+    def shared_objects(self) -> list[Any]:
+        """The objects that modules hold and that replicas share, since they are not copied."""
+        return list(self._survey.objects.values())
+
+    @property
     def flags(self) -> tuple[Any, ...]:
         """Every switch of the modules, such as ``training``: plain values that are not numbers."""
         return () if self._state is None else self._state.flags
@@ -185,9 +187,9 @@ class ReplicaSet:
                 replica.tensors[i].grad = None
 
     def _follow(self, roots: tuple[Any, ...], device_ids: tuple[torch.device, ...]) -> list[Tensor]:
-        """Update or rebuild the replicas to match the user's modules.
+        """Update or rebuild the replicas to match the user's modules, except values of tensors.
 
-        Returns the tensors that the host must read to find out which tensors have changed.
+        Returns what ``Broadcast.compare`` returns.
         """
         are_others = (self.roots, self.device_ids) != (roots, device_ids)
         self.roots, self.device_ids = roots, device_ids
@@ -218,7 +220,9 @@ class ReplicaSet:
     def _train(self) -> None:
         """Let the tensors that require gradients be trained, in the dtypes of their sums."""
         dtypes = [
-            sum_dtype(t, self._wide) if t.requires_grad and not t.is_inference() else None
+            sum_dtype(t, self._accumulate_dtype)
+            if t.requires_grad and not t.is_inference()
+            else None
             for t in self.tensors
         ]
         self.trained_indices = [i for i, dtype in enumerate(dtypes) if dtype is not None]
@@ -255,16 +259,6 @@ class ReplicaSet:
             *(attributes for _, attributes in module_contents.attributes),
         ]
         self._state = Snapshot(containers, partial(module_contents.facts, sparse))
-        self._plan_buffer_writer()
-
-    def _plan_buffer_writer(self) -> None:
-        """Prepare the writer for buffers that are the same tensors before and after a step."""
-        first = self.replicas[0]
-        registered = [*self.registered, *first.registered]
-        self._registered = Snapshot(container for one in registered for container in one)
-        values = ((place, name, value) for _, place, name, value in self.buffers_after())
-        writer = BufferWriter(values)
-        self._buffer_writer = None if writer.anew else writer
 
     def buffers_after(self) -> list[tuple[int, Buffers, str, Tensor | None]]:
         """The master's buffers after a step, with the values of replica 0; see ``values_after``.
@@ -274,18 +268,6 @@ class ReplicaSet:
         first = self.replicas[0]
         after = values_after(self.registered, first.registered, first.copy_of)
         return [one for one in after if not (one[0] in self.batch_norms and one[2] in RUNNING)]
-
-    def note_places(self) -> None:
-        """Record which replicas have all tensors in place; the next refresh relies on it."""
-        for replica in self.replicas:
-            is_checked = self.shared.storages_unchanged and replica.state_is_canonical()
-            replica.checked_places = self._broadcast.places if is_checked else None
-
-    @property
-    def buffer_writer(self) -> BufferWriter | None:
-        """The prepared writer of replica 0's buffers; ``None`` if a forward pass rebound one."""
-        is_valid = self.replicas[0].state_is_canonical() and self._registered.unchanged()
-        return self._buffer_writer if is_valid else None
 
     def _training(self) -> list[Any] | None:
         """What determines which gradients there are, and their dtypes; ``None`` if unknown."""
@@ -314,13 +296,13 @@ def parameter_writes_refused(parts: Sequence[ReplicaSet], *, again: bool = False
             part.refuse_made()
 
 
-def sum_dtype(tensor: Tensor, wide: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a gradient is added: the leaf's ``grad_dtype``, or ``wide`` if wider."""
+def sum_dtype(tensor: Tensor, accumulate_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a leaf's gradients are added: at least ``accumulate_dtype``."""
     try:
         dtype = tensor.grad_dtype or tensor.dtype
     except RuntimeError:  # no leaf
         dtype = tensor.dtype
-    return dtype if wide is None else torch.promote_types(dtype, wide)
+    return dtype if accumulate_dtype is None else torch.promote_types(dtype, accumulate_dtype)
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -358,9 +340,8 @@ class Replica(ModuleCopy):
             storage.data if is_state(original) else parameter_like(original, storage.data)
             for original, storage in zip(originals, self._canonical, strict=True)
         ]
-        states = [self.tensors[i] for i in private]
-        self._states = states, private_tensors
-        self._copied = grouped(states, [sources[i] for i in private])
+        self._states = [self.tensors[i] for i in private]
+        self._copied = grouped(self._states, [sources[i] for i in private])
         super().__init__(survey, dict(zip(survey.tensors, self.tensors, strict=True)), compiler)
         self.roots = tuple(map(self.copy_of, survey.roots))
         self.registered = [buffers_of(self.copy_of(module)) for module in survey.modules.values()]
@@ -368,24 +349,18 @@ class Replica(ModuleCopy):
         self.state = Snapshot(self.containers)
         self._sum_dtypes: Sequence[torch.dtype | None] = [None] * len(self.tensors)
         self._is_trained = [False] * len(self.tensors)
-        self.checked_places: object = (
-            None  # the master's storages when the replica's were last checked
-        )
 
-    def refresh(self, places: object = None) -> None:
+    def refresh(self) -> None:
         """Undo what a forward pass rebound, and copy the sources' buffers; without grad mode.
 
         A forward pass or the user may exchange the storage of a tensor (``p.data =``, ``p.set_``,
-        ``flatten_parameters``). Each tensor gets its canonical storage back. This is skipped if the
-        storages were checked after the last pass and the master's tensors are still those in
-        ``places``. Afterwards a leaf requires grad as the master's tensor does, whatever a forward
-        pass has set.
+        ``flatten_parameters``). Each tensor gets its canonical storage back. Afterwards a leaf
+        requires grad as the master's tensor does, whatever a forward pass has set.
         """
         if not self.state.unchanged():
             self.state.restore()
         self.rebind()
-        checked_places, self.checked_places = self.checked_places, None
-        if (checked_places is None or checked_places is not places) and not self._is_canonical():
+        if not self._is_canonical():
             for tensor, storage in zip(self.tensors, self._canonical, strict=True):
                 if not tensor.is_set_to(storage):
                     tensor.data = storage
@@ -403,9 +378,9 @@ class Replica(ModuleCopy):
         The state is the registered buffers with their values, and the statistics that batch
         normalisations have recorded.
         """
-        private_tensors: Buffers = {str(i): tensor for i, tensor in enumerate(self._states[0])}
+        private_tensors: Buffers = {str(i): tensor for i, tensor in enumerate(self._states)}
         buffers: list[BufferValue] = [(private_tensors, *item) for item in private_tensors.items()]
-        registered = [(set(one.buffers), set(one.left_out)) for one in self.registered]
+        names = [(set(one.buffers), set(one.left_out)) for one in self.registered]
         for one in self.registered:
             buffers += [(one.buffers, *item) for item in one.buffers.items()]
         seen = dict(self.seen)
@@ -419,10 +394,10 @@ class Replica(ModuleCopy):
             with torch.inference_mode(False), torch.no_grad():
                 self.refresh()
                 BufferWriter(before)()
-            for one, (names, left_out) in zip(self.registered, registered, strict=True):
-                for name in one.buffers.keys() - names:
+            for one, (registered, left_out) in zip(self.registered, names, strict=True):
+                for name in one.buffers.keys() - registered:
                     del one.buffers[name]
-                one.buffers.update(dict.fromkeys(names - one.buffers.keys()))
+                one.buffers.update(dict.fromkeys(registered - one.buffers.keys()))
                 one.left_out.clear()
                 one.left_out.update(left_out)
             self.seen.update(seen)
@@ -433,10 +408,6 @@ class Replica(ModuleCopy):
 
     def _is_canonical(self) -> bool:
         return all(map(Tensor.is_set_to, self.tensors, self._canonical))
-
-    def state_is_canonical(self) -> bool:
-        """Whether the replica's private tensors have the storages of the refresh."""
-        return all(map(Tensor.is_set_to, *self._states))
 
     def train_like(self, dtypes: Sequence[torch.dtype | None]) -> None:
         """Set which tensors are trained, and the dtypes in which their gradients are added."""

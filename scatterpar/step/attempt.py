@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from scatterpar import torch_private
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
-from scatterpar.replicas.replicas import Replica
+from scatterpar.step.substeps import ReplicaTask
 from scatterpar.threads.clock import Clock
 from scatterpar.threads.generators import Generators
 from scatterpar.threads.workers import Cancelled, Workers, add_note
@@ -28,11 +28,6 @@ class _ShareTask(Protocol):
     def share(self) -> Share: ...
 
 
-class _ReplicaTask(_ShareTask, Protocol):
-    @property
-    def replicas(self) -> Sequence[Replica]: ...
-
-
 _Task = TypeVar("_Task", bound=_ShareTask)
 
 
@@ -40,15 +35,19 @@ class Attempt:
     """One try at a step or a part of one: its random generators, transfers and times.
 
     As a context manager, which may be entered again, it calls ``undo`` if the body raises.
-    ``earlier`` is the number of the first replica among those of all processes.
+    ``replica_offset`` is the number of the first replica among those of all processes.
     """
 
     def __init__(
-        self, workers: Workers, plan: Plan, earlier: int | None = None, clock: Clock | None = None
+        self,
+        workers: Workers,
+        plan: Plan,
+        replica_offset: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.workers = workers
         self.plan = plan
-        self.generators = Generators([share.device for share in plan.shares], earlier)
+        self.generators = Generators([share.device for share in plan.shares], replica_offset)
         self.transfers = Transfers()
         self.clock = clock or Clock()
         self._values: list[tuple[Tensor, Tensor]] = []
@@ -83,7 +82,7 @@ class Attempt:
         """
         restores: list[Callable[[], object]]
         restores = [partial(setattr, leaf, "grad", value) for leaf, value in self._gradients]
-        restores += [partial(tensor.copy_, value) for tensor, value in self._values]
+        restores += [partial(write, tensor, value) for tensor, value in self._values]
         restores += [partial(generator.set_state, state) for generator, state in self._states]
         with torch.no_grad():
             for restore in [self.generators.rollback, *restores]:
@@ -97,7 +96,7 @@ class Attempt:
             self.transfers.synchronize()
 
     @contextlib.contextmanager
-    def isolated(self, task: _ReplicaTask) -> Iterator[None]:
+    def isolated(self, task: ReplicaTask) -> Iterator[None]:
         """In the body, the task's replicas start in the state of the last refresh.
 
         Afterwards their present state, and that of their generators, is restored. Gradients are
@@ -119,7 +118,7 @@ class Attempt:
         """
         cancel = threading.Event()
         spans = {task.share.replica: (0.0, 0.0) for task in tasks}
-        self.clock.passes.append(spans)
+        self.clock.replica_spans.append(spans)
 
         def proceed() -> None:
             if cancel.is_set():

@@ -13,11 +13,10 @@ from scatterpar.report import warn
 from scatterpar.step.outcome import Outcome
 from scatterpar.step.request import Request
 
-MORE_SUBSTEPS_CANNOT_HELP = (
-    "more sub-steps do not help"  # in a note on an error, this ends the search
-)
+# In a note on an error, this ends the search.
+MORE_SUBSTEPS_CANNOT_HELP = "more sub-steps do not help"
 
-# Texts of allocators and libraries in a plain RuntimeError. --
+# Texts of allocators and libraries in a plain RuntimeError.
 _WORDS = (
     "out of memory",
     "can't allocate memory",
@@ -86,20 +85,19 @@ class AutoAccum:
                     fits = number  # sub-steps are too small, as for batch normalisation
                 else:
                     retries += 1
-                    self._retain_rows = self._retain_rows and not retain_rows
-                    if any(
-                        MORE_SUBSTEPS_CANNOT_HELP in note
-                        for note in getattr(error, "__notes__", ())
-                    ):
+                    notes = "\n".join(getattr(error, "__notes__", ()))
+                    if MORE_SUBSTEPS_CANNOT_HELP in notes:
                         raise
-                    if not retain_rows and number >= max_accum:
+                    if retain_rows:
+                        self._retain_rows = False
+                    elif number >= max_accum:
                         error.add_note(
                             f'accum="auto" has nothing left to try: with {number} sub-steps a '
                             f"sub-step is one row, and that does not fit ({retries} tries ran "
                             f"out of memory)"
                         )
                         raise
-                    if not retain_rows:
+                    else:
                         failed, fits = number, 0 if is_whole else fits
                 traceback.clear_frames(error.__traceback__)
             release()

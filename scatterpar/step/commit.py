@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.buffers import BufferWriter, running
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.outcome import Outcome
@@ -26,35 +27,35 @@ def commit(outcome: Outcome, *, deferred: bool) -> Tensor:
     backward pass runs. Otherwise they are assigned if no parameter has a gradient or a hook and all
     of them fit. If not, a backward pass through such a node accumulates them at once. So hooks run
     as under a plain ``backward()``: once, with the whole gradient. If a hook raises, the attempt
-    restores everything.
+    restores everything. The last writes allocate no memory and run no user code.
 
-    Memory is allocated first. The last writes allocate none and run no user code.
-
-    Returns:
-        The loss on the master, with a graph only if ``deferred``.
+    Returns the loss on the master, with a graph only if ``deferred``.
     """
     pairs = [(leaf, g) for leaf, g in outcome.gradients if g is not None]
     outcome.gradients.clear()
     moments = [value for layer in outcome.layers for value in running(layer)]
-    unplanned = moments if outcome.buffer_writers else [*outcome.buffers, *moments]
-    writers = [*outcome.buffer_writers, BufferWriter(unplanned)]
+    write_buffers = BufferWriter([*outcome.buffers, *moments])
     if deferred:
-        loss = _attach(outcome.returned, pairs, outcome.scale)
+        loss = _attach(outcome.returned, pairs, outcome.request.scale)
         outcome.attempt.generators.commit()
     else:
         loss = outcome.returned()
         _add(pairs, outcome.attempt)
-    for write in writers:
-        write()
+    write_buffers()
     return loss
 
 
 def _add(pairs: list[_Pair], attempt: Attempt) -> None:
     """Add gradients to ``.grad``, and commit random state."""
     leaves = [leaf for leaf, _ in pairs]
-    earlier, observed = [(leaf, leaf.grad) for leaf in leaves], are_observed(leaves)
-    _remember(pairs, earlier, observed, attempt)
-    are_first = not observed and all(was is None for _, was in earlier) and _all_fit(pairs)
+    earlier, observed = [leaf.grad for leaf in leaves], are_observed(leaves)
+    # What must be restored if a hook raises or memory runs out while gradients are added.
+    old = [(was, g.dtype) for was, (_, g) in zip(earlier, pairs, strict=True) if was is not None]
+    is_plain = all(was.layout == torch.strided and was.dtype == dtype for was, dtype in old)
+    written = [] if is_plain and not observed else [was for was, _ in old]
+    written += [leaf for leaf in leaves if observed and has_gradient_hooks(leaf)]
+    attempt.save_for_undo(written, zip(leaves, earlier, strict=True))
+    are_first = not observed and not old and _all_fit(pairs)
     attempt.generators.commit()  # before hooks, which may draw
     if are_first:
         for leaf, gradient in pairs:
@@ -63,23 +64,6 @@ def _add(pairs: list[_Pair], attempt: Attempt) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             root = _attach(partial(torch.zeros, (), device=leaves[0].device), pairs)
             backward([root], [root.detach()])
-
-
-def _remember(
-    pairs: Sequence[_Pair],
-    earlier: Sequence[tuple[Tensor, Tensor | None]],
-    observed: bool,
-    attempt: Attempt,
-) -> None:
-    """Save what must be restored if a hook raises or memory runs out while gradients are added."""
-    both = zip(earlier, pairs, strict=True)
-    old = [(was, gradient) for (_, was), (_, gradient) in both if was is not None]
-    may_fail = observed or any(
-        was.layout != torch.strided or was.dtype != g.dtype for was, g in old
-    )
-    written = [was for was, _ in old if may_fail]
-    written += [leaf for leaf, _ in pairs if observed and has_gradient_hooks(leaf)]
-    attempt.save_for_undo(written, earlier)
 
 
 def _all_fit(pairs: Sequence[_Pair]) -> bool:
@@ -139,7 +123,7 @@ class _Hand(torch.autograd.Function):
         # cannot drop those of the caller's thread. A new tensor with the same memory has none.
         gradients = [g.detach() if g.layout == torch.strided else g for g in ctx.gradients]
         ctx.gradients.clear()
-        if ctx.scale is not None and (by := float(factor) / ctx.scale) != 1:
+        if ctx.scale is not None and (by := to_numbers(factor) / ctx.scale) != 1:
             torch._foreach_mul_(gradients, by)
         return (None, None, None, *gradients)
 

@@ -33,9 +33,9 @@ from scatterpar.step.criterion_closure import (
 )
 from scatterpar.step.graphs import Graphs
 from scatterpar.step.loss_weights import LossWeights
-from scatterpar.step.markers import has_entries
+from scatterpar.step.markers import has_row_markers
 from scatterpar.step.nested import join_rows, needs_layout
-from scatterpar.step.outcome import Computed, Result
+from scatterpar.step.outcome import Computed
 from scatterpar.step.reduce import gather_to_master, reduce_buffers, reduce_moments
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader, scatter
@@ -50,13 +50,13 @@ from scatterpar.step.substeps import (
     run_backward,
     train_share,
 )
-from scatterpar.step.whole_batch import FirstPass, Peers, first_pass, output_at, train_whole
+from scatterpar.step.whole_batch import Peers, first_pass, output_at, train_whole
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.clock import SILENT
 
 
-class Checks(Protocol):
-    """Checks of a step that run additional passes; the engine uses a ``Verifier``."""
+class _Checks(Protocol):
+    """The methods of ``Verifier`` that a step calls; its package is above this one."""
 
     def verify(
         self,
@@ -65,8 +65,7 @@ class Checks(Protocol):
         tasks: Sequence[ReplicaTask],
         parts: Sequence[ReplicaSet],
         peers: Peers | None,
-    ) -> None:
-        """Raise ``ValueError`` if losses do not combine as the engine assumes."""
+    ) -> None: ...
 
     def layout_of(
         self,
@@ -74,14 +73,12 @@ class Checks(Protocol):
         request: Request,
         task: ReplicaTask,
         output_of: Callable[[Any], Any],
-        sizes: Sequence[Any],
-    ) -> Any:
-        """The number of entries per row in each output; ``None`` without ``verify``."""
+        piece: Any,
+    ) -> Any: ...
 
     def watch_state(
         self, request: Request, tasks: Sequence[ReplicaTask], parts: Sequence[ReplicaSet]
-    ) -> Callable[[], None]:
-        """Returns a function that warns of state that sub-steps have changed since this call."""
+    ) -> Callable[[], None]: ...
 
 
 _PATIENCE_SECONDS = 10.0  # wait for a replica that neither compiles nor ends
@@ -93,7 +90,7 @@ def compute(
     copies: ReplicaSet,
     loaders: Sequence[ShareLoader],
     weights: LossWeights,
-    checks: Checks,
+    checks: _Checks,
     peers: Peers | None,
     graphs: Graphs | None,
 ) -> Computed:
@@ -103,95 +100,90 @@ def compute(
     parameters until the end of this call, and statistics that a criterion updates until the commit.
     """
     prepare_autograd()
-    parts = copies.replica_sets
+    parts, clock, whole = copies.replica_sets, attempt.clock, request.whole_batch
     closure_contents = closure_tensors_and_modules(request.criterion)
+    shared = closure_tensors_and_modules([part.shared_objects for part in parts])
     reached = training_buffers(closure_contents)
-    attempt.save_for_undo(reached, generators=closure_generators(request.criterion))
-    named = external_leaves(closure_contents, parts) if peers else None
-    with Stash(attempt.workers.claims, parts, named) as stash:
-        clock = attempt.clock
-        tasks = make_tasks(request, attempt.plan, copies, loaders, weights.by_share, stash, clock)
-        whole = request.whole_batch
+    of_shared, generators = training_buffers(shared), closure_generators(request.criterion)
+    of_model = {id(t) for part in parts for t in part.tensors} if reached or of_shared else set()
+    attempt.save_for_undo(
+        [*reached, *(t for t in of_shared if id(t) not in of_model)], (), generators
+    )
+    held = external_leaves(shared, parts)
+    named = external_leaves([*closure_contents, *held], parts) if peers else None
+    with Stash(attempt.workers.claims, parts, named, held) as stash:
+        tasks = make_tasks(attempt.plan, copies, loaders, weights.by_share, stash, clock)
         with parameter_writes_refused(parts):
             warm_up(attempt, tasks, parts, output_at if whole else _loss)
-            of_model = _buffers_of_model(reached, parts)
+            copied = [(t, t.clone()) for t in reached if id(t) in of_model]
             with clock.span("verify"):
-                criteria = zip(tasks, copies.criteria, strict=False)
-                both = (
-                    [replace(task, criterion=loss_fn) for task, loss_fn in criteria]
-                    if whole
-                    else tasks
-                )
-                checks.verify(attempt, request, both, parts, peers)
-            tell_moved = checks.watch_state(request, tasks, parts)
+                checks.verify(attempt, request, tasks[: len(copies.criteria)], parts, peers)
+            warn_of_moved_state = checks.watch_state(request, tasks, parts)
             if whole:
-                seen = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
+                output_of = tasks[0].output_of
+                passes = attempt.run(partial(first_pass, request=request, attempt=attempt), tasks)
+                pieces = [*chain(*(one.outputs for one in passes))]
+                returned = [one.returned for one in passes]
             else:
                 work = partial(train_share, request=request, generators=attempt.generators)
-                if graphs is not None and request.most is None and request.backward:
-                    launch = partial(graphs.of, parts=parts, attempt=attempt)
-                    work.keywords["substeps"] = launch
+                if graphs is not None and request.max_substeps is None and request.backward:
+                    work.keywords["substeps"] = partial(graphs.of, parts=parts, attempt=attempt)
                 results = attempt.run(work, tasks)
-            layout = _layout_of_step(attempt, request, tasks, seen if whole else results, checks)
+                loss, dtype = sum(result.loss for result in results), results[0].dtype
+                returned = [result.outputs for result in results]
+                pieces = [*chain(*returned)]
+                output_of = partial(_returned_output, tasks[0], request)
+            warn_of_moved_state()
+            layout = _measured_layout(attempt, request, tasks[0], output_of, pieces, checks)
         if whole:
-            peers = None if request.most else peers  # a trial runs in this process only
-            criterion = copies.criteria[0]
-            with parameter_writes_refused(
-                parts, again=True
-            ):  # the second pass undoes what the first one rebound
-                results = train_whole(
-                    attempt, request, tasks, seen, parts, criterion, peers, layout
-                )
+            peers = None if request.max_substeps else peers  # a trial runs in this process only
+            with parameter_writes_refused(parts, again=True):
+                args = request, tasks, passes, parts, copies.criteria[0], peers, layout
+                loss, dtype = train_whole(attempt, *args)
         attempt.transfers.synchronize()
-        tell_moved()
-        _join_returned(request, tasks, results, layout)
-        moved = {id(t) for t, before in of_model if not same_bits(t, before)}
-        return Computed(results, stash.gradients(), moved)
+        outputs = _returned_outputs(attempt, request, tasks, returned, layout)
+        moved = {id(t) for t, before in copied if not same_bits(t, before)}
+        return Computed(loss, dtype, outputs, stash.gradients(), moved)
 
 
-def _buffers_of_model(
-    reached: Sequence[Tensor], parts: Sequence[ReplicaSet]
-) -> list[tuple[Tensor, Tensor]]:
-    """The tensors in ``reached`` of which replicas have copies, each with its value."""
-    of_model = {id(t) for part in parts for t in part.tensors} if reached else set()
-    return [(t, t.clone()) for t in reached if id(t) in of_model]
+def _measured_layout(
+    attempt: Attempt,
+    request: Request,
+    task: ReplicaTask,
+    output_of: Callable[[Any], Any],
+    pieces: Sequence[Any],
+    checks: _Checks,
+) -> Any:
+    """The number of entries per row in ``pieces``, the outputs of all micro-batches.
+
+    ``None`` if their sizes show it. ``output_of`` computes such an output.
+    """
+    if not pieces or not needs_layout(pieces, request.dim, attempt.plan.substep_rows):
+        return None
+    return checks.layout_of(attempt, request, task, output_of, pieces[0])
 
 
-def _layout_of_step(
+def _returned_outputs(
     attempt: Attempt,
     request: Request,
     tasks: Sequence[ReplicaTask],
-    found: Sequence[FirstPass] | Sequence[Result],
-    checks: Checks,
-) -> Any:
-    """The number of entries per row in outputs; ``None`` if sizes show it or nothing is joined."""
-    pieces = [
-        p for one in found for p in (one.pieces if isinstance(one, FirstPass) else one.outputs)
-    ]
-    rows = [stop - start for task in tasks for start, stop in task.share.micro_batches]
-    if not pieces or not needs_layout(pieces, request.dim, rows):
-        return None
-
-    def output_of(inputs: Any) -> Any:
-        output = tasks[0].output_of(inputs)
-        return output if request.whole_batch else detached_output(output, request.return_outputs)
-
-    return checks.layout_of(attempt, request, tasks[0], output_of, pieces[0])
-
-
-def _join_returned(
-    request: Request, tasks: Sequence[ReplicaTask], results: Sequence[Result], layout: Any
-) -> None:
-    """Join the outputs of each replica's micro-batches, if the user asked for outputs."""
-    if request.order or not request.return_outputs:  # with costs, outputs are joined on the master
-        return
-    for task, result in zip(tasks, results, strict=True):
-        rows = [stop - start for start, stop in task.share.micro_batches]
-        weights = rows if request.whole_batch else task.weights
+    outputs: Sequence[Sequence[Any]],
+    layout: Any,
+) -> tuple[Any, ...]:
+    """The outputs that the user asked for: one entry per replica, or with costs one of all rows."""
+    if not request.return_outputs:
+        return ()
+    plan, join = attempt.plan, partial(join_rows, dim=request.dim, strict=True, layout=layout)
+    sizes = [[stop - start for start, stop in task.share.micro_batches] for task in tasks]
+    weights = sizes if request.whole_batch else [task.weights for task in tasks]
+    if plan.order:
+        on_master, factors = gather_to_master(outputs, plan, attempt.transfers), [*chain(*weights)]
+        return (join(on_master, weights=factors, rows=plan.substep_rows, order=plan.order),)
+    joined = []
+    for task, pieces, rows, weights_of_share in zip(tasks, outputs, sizes, weights, strict=True):
         with note_replica(task.share):
-            result.outputs = join_rows(
-                result.outputs, request.dim, weights, rows, strict=True, layout=layout
-            )
+            joined.append(join(pieces, weights=weights_of_share, rows=rows))
+    return tuple(joined)
 
 
 def infer(
@@ -199,39 +191,42 @@ def infer(
     copies: ReplicaSet,
     module: nn.Module,
     request: Request,
-    checks: Checks,
+    checks: _Checks,
 ) -> Any:
     """The module's output for the whole batch, on the master: scatter, replicate, forward, join.
 
-    The request's ``inputs`` are positional and keyword arguments.
+    The request's ``inputs`` are a pair of positional and keyword arguments.
     """
-    plan, transfers, dim = attempt.plan, attempt.transfers, request.dim
-    loaders = scatter(request.batch, plan, dim, transfers)
+    plan, transfers = attempt.plan, attempt.transfers
+    loaders = scatter(request.batch, plan, request.dim, transfers)
     copies.refresh(module, None, transfers)
-    tasks, parts = make_tasks(request, plan, copies, loaders), copies.replica_sets
-    lists, layout = has_entries(request.batch), None
+    tasks, parts = make_tasks(plan, copies, loaders), copies.replica_sets
     with parameter_writes_refused(parts):
         warm_up(attempt, tasks, parts, _predicted)
-        pieces = attempt.run(_infer_share, tasks)
-        rows = [[stop - start for start, stop in share.micro_batches] for share in plan.shares]
-        if needs_layout([*chain(*pieces)], dim, [*chain(*rows)]):
-            output_of = partial(_called, tasks[0])
-            layout = checks.layout_of(attempt, request, tasks[0], output_of, pieces[0][0])
-    outputs: Sequence[Any] = pieces
-    if not plan.order:
-        outputs = [
-            join_rows(outputs_of, dim, n, n, lists=lists, layout=layout)
-            for outputs_of, n in zip(pieces, rows, strict=True)
-        ]
-    output = gather_to_master(outputs, plan, dim, transfers, lists=lists, layout=layout)
+        outputs = attempt.run(_infer_share, tasks)
+        pieces, output_of = [*chain(*outputs)], partial(_called, tasks[0])
+        layout = _measured_layout(attempt, request, tasks[0], output_of, pieces, checks)
+    output = join_rows(
+        gather_to_master(outputs, plan, transfers),
+        request.dim,
+        weights=plan.substep_rows,
+        rows=plan.substep_rows,
+        lists=has_row_markers(request.batch),
+        layout=layout,
+        order=plan.order,
+    )
     transfers.synchronize()
     if any(part.training for part in module.modules()):
         buffers = reduce_buffers(parts, plan.shares, transfers)
-        for layer in reduce_moments(parts, len(outputs), transfers):
+        for layer in reduce_moments(parts, len(tasks), transfers):
             buffers += running(layer)
         BufferWriter(buffers)()
     attempt.generators.commit()
     return output
+
+
+def _returned_output(task: ReplicaTask, request: Request, inputs: Any) -> Any:
+    return detached_output(task.output_of(inputs), request.return_outputs)
 
 
 def _infer_share(task: ReplicaTask, *, proceed: Callable[[], None]) -> list[Any]:
@@ -278,7 +273,7 @@ def warm_up(
     for task in tasks:
         numbers = range(len(task.share.micro_batches))
         flags: Hashable = task.share.replica, compute_rows, model.flags, modes
-        kinds = [(flags, _compile_key(task.loader.source_rows(number))) for number in numbers]
+        kinds = [(flags, _compile_key(task.loader.collated_rows(number))) for number in numbers]
         pairs = zip(reversed(kinds), reversed(numbers), strict=True)  # the first one of each stays
         new.append({kind: number for kind, number in pairs if kind not in model.warmed_up_kinds})
     if not any(new):
@@ -310,7 +305,7 @@ def warm_up(
         with attempt.clock.span("warm-up"):
             attempt.run(one_at_a_time, tasks)
     finally:
-        attempt.clock.passes.clear()  # warm-up does not measure the devices' speed
+        attempt.clock.replica_spans.clear()  # warm-up does not measure the devices' speed
         attempt.generators.rollback()  # torch draws from the process's generator while it compiles
         for part in parts:
             part.clear_gradients()

@@ -26,25 +26,12 @@ def has_costs_argument(module: nn.Module) -> bool:
     return any(p.name == "costs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def check_budget(budget: Any, accum: Any, micro_batch_size: Any, graphs: Any) -> None:
-    """Refuse an impossible ``micro_batch_cost``, and options that contradict it."""
-    if budget is None:
-        return
+def check_budget(budget: Any) -> None:
+    """Refuse an impossible ``micro_batch_cost``."""
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"micro_batch_cost must be a number, got {budget!r}")
     if not 0 < budget < math.inf:
         raise ValueError(f"micro_batch_cost must be positive and finite, got {budget!r}")
-    for name, value, default in (("accum", accum, 1), ("micro_batch_size", micro_batch_size, None)):
-        if value != default:
-            raise ValueError(
-                f"{name}={value!r} and micro_batch_cost={budget} both say how a share is cut; "
-                f"pass one of them"
-            )
-    if graphs:
-        raise ValueError(
-            "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
-            "and those that are cut by cost differ in nearly every step; pass one of them"
-        )
 
 
 def plan_by_cost(
@@ -58,11 +45,8 @@ def plan_by_cost(
 
     The number of micro-batches is a multiple of the number of replicas, if there are enough rows.
     The cuts then minimise the largest cost of a micro-batch. Loads are in proportion to
-    ``shares``, up to whole micro-batches.
-
-    Raises:
-        ValueError: no costs, no budget, costs that do not match the rows in number, a cost that is
-            negative or not finite, several batches.
+    ``shares``, up to whole micro-batches. Raises ``ValueError`` without costs or budget, for costs
+    that do not fit the rows, and for several batches.
 
     >>> plan = plan_by_cost(6, [1, 4, 1, 4, 1, 1], [torch.device("cpu")] * 2, 4, [1, 1])
     >>> [share.row_numbers for share in plan.shares]
@@ -94,10 +78,10 @@ def plan_by_cost(
         dealt[best].append(tuple(sorted(pieces[i])))
         loads[best] += padded[i]
     planned, start = [], 0
-    for replica, own in enumerate(dealt):
-        ends = [*accumulate(map(len, own), initial=start)]
+    for replica, row_numbers in enumerate(dealt):
+        ends = [*accumulate(map(len, row_numbers), initial=start)]
         cuts = tuple(pairwise(ends))
-        planned.append(Share(replica, devices[replica], start, ends[-1], cuts, tuple(own)))
+        planned.append(Share(replica, devices[replica], start, ends[-1], cuts, tuple(row_numbers)))
         start = ends[-1]
     return Plan(number, tuple(planned), numbers)
 
@@ -115,13 +99,13 @@ def _checked(costs: Any, rows: int, budget: float) -> tuple[float, ...]:
         )
     if len(values) != rows:
         raise ValueError(f"costs has {len(values)} numbers for {rows} rows; pass one per row")
-    found = [value.item() if hasattr(value, "item") else value for value in values]
-    for row, cost in enumerate(found):
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]
+    for row, cost in enumerate(numbers):
         if isinstance(cost, bool) or not isinstance(cost, (int, float)):
             raise TypeError(f"costs must be numbers, got {cost!r} for row {row}")
         if not 0 <= cost < math.inf:
             raise ValueError(f"costs must be finite and not negative, got {cost!r} for row {row}")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]]:
@@ -150,11 +134,11 @@ def _cut(costs: Sequence[float], budget: float, replicas: int) -> list[list[int]
     return pieces
 
 
-def _ends(falling: Sequence[float], limit: float, most: int) -> list[int]:
-    """The ends of at most ``most`` micro-batches, each as large as the limit allows."""
+def _ends(falling: Sequence[float], limit: float, max_pieces: int) -> list[int]:
+    """The ends of at most ``max_pieces`` micro-batches, each as large as the limit allows."""
     ends: list[int] = []
     start = 0
-    while start < len(falling) and len(ends) < most:
+    while start < len(falling) and len(ends) < max_pieces:
         cost, size = falling[start], len(falling) - start
         if cost:
             size = max(1, int(min(size, limit / cost)))

@@ -14,7 +14,6 @@ code is called again, on the same tensors.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor
 from scatterpar.devices import runtime
 from scatterpar.devices.coalescing import copy_each
 from scatterpar.devices.recorder import Recorder
+from scatterpar.devices.transfers import to_numbers, write
 from scatterpar.replicas.module_copy import contents
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import warn
@@ -64,14 +64,14 @@ class _Graph:
     loss: Tensor
     gradients: dict[int, Tensor]  # by position among the replica's leaves
     output: Any = None
-    replay: Callable[..., None] | None = None
+    replay: Callable[..., None] = lambda *_: None  # until it is captured
 
     def compute(self, task: ReplicaTask, keep: bool, number: int = 0) -> None:
         """The sub-step itself, which is captured, or on the CPU called again."""
         output, loss = forward(task, self.rows, number)
         self.output = detached_output(output, keep=True) if keep else None
         del output
-        self.loss.copy_(loss.detach())
+        write(self.loss, loss.detach())
         task.run_backward(loss, self.factor, autocast_types(), number)
 
 
@@ -126,9 +126,8 @@ class Graphs:
         """The sub-steps of one replica in one step."""
         number, state = task.share.replica, _state_of(task, parts)
         if number not in self._by_replica:
-            self._by_replica[number] = _ReplicaGraphs(
-                Recorder(task.share.device), self._warning_lock
-            )
+            recorder = Recorder(task.share.device)
+            self._by_replica[number] = _ReplicaGraphs(recorder, self._warning_lock)
         replica_graphs = self._by_replica[number]
         if replica_graphs.state != state:
             replica_graphs.forget()
@@ -149,7 +148,7 @@ class GraphedSubsteps(EagerSubsteps):
     def run(self, number: int, weight: float, rows: Any = None) -> tuple[Tensor, Any]:
         """The loss of a micro-batch, and the part of its output to return; adds gradients."""
         task, replica_graphs = self._task, self._captured_graphs
-        source = task.loader.source_rows(number)
+        source = task.loader.collated_rows(number)
         key = _shape_of(source) if weight else None
         graph = replica_graphs.graphs.get(key)
         if graph is not None:  # rows are copied while the graph reads the previous ones
@@ -158,22 +157,19 @@ class GraphedSubsteps(EagerSubsteps):
         elif key is not None and replica_graphs.may_capture():
             rows = task.rows_of(number)
             try:
-                graph = replica_graphs.graphs[key] = self._captured(
-                    unwrap_markers(rows, copy=True), number
-                )
+                graph = self._captured(unwrap_markers(rows, copy=True), number)
+                replica_graphs.graphs[key] = graph
             except _Refused as error:
                 replica_graphs.refuse(str(error))
-        if graph is None or graph.replay is None:
+        if graph is None:
             return super().run(number, weight, rows)
         self._put_in_place(graph.gradients)
         graph.factor.fill_(weight * self._request.scale)
         with task.span("replay", number):
             graph.replay(task, bool(self._keep), number)
-        output = (
-            detached_output(unwrap_markers(graph.output, copy=True), self._keep)
-            if self._keep
-            else None
-        )
+        output = None
+        if self._keep:
+            output = detached_output(unwrap_markers(graph.output, copy=True), self._keep)
         return graph.loss.clone(), output
 
     def finish(self) -> None:
@@ -192,7 +188,7 @@ class GraphedSubsteps(EagerSubsteps):
         for i, gradient in new.items():
             earlier = leaves[i].grad
             if earlier is not None:  # the gradient of a sub-step without a graph
-                gradient.copy_(earlier)
+                write(gradient, earlier)
             leaves[i].grad = self._in_place[i] = gradient
 
     def _captured(self, rows: Any, number: int) -> _Graph:
@@ -201,45 +197,40 @@ class GraphedSubsteps(EagerSubsteps):
         Raises:
             _Refused: the sub-step cannot be captured.
         """
-        task, replica_graphs = replace(self._task, clock=SILENT), self._captured_graphs
-        saved = [leaf.grad for leaf in task.leaves]
+        task, recorder = replace(self._task, clock=SILENT), self._captured_graphs.recorder
+        gradients = [leaf.grad for leaf in task.leaves]
         try:
             span = self._task.span("capture", number)
-            with span, replica_graphs.recorder.session(), self._attempt.isolated(task):
-                with replica_graphs.recorder.warming_up():
+            with span, recorder.session(), self._attempt.isolated(task):
+                with recorder.warming_up():
                     graph = self._warmed_up(task, rows)
                 for i, gradient in graph.gradients.items():
                     task.leaves[i].grad = gradient
-                self._capture(task, graph)
+                graph.replay = self._recorded(task, graph)
         except Exception as error:
             if is_out_of_memory(error):
-                replica_graphs.forget()  # frees the memory of the graphs
+                self._captured_graphs.forget()  # frees the memory of the graphs
             raise
         finally:
-            for leaf, earlier in zip(task.leaves, saved, strict=True):
+            for leaf, earlier in zip(task.leaves, gradients, strict=True):
                 leaf.grad = earlier
         return graph
 
-    def _capture(self, task: ReplicaTask, graph: _Graph) -> None:
-        keep = bool(self._keep)
+    def _recorded(self, task: ReplicaTask, graph: _Graph) -> Callable[..., None]:
         try:
-            graph.replay = self._captured_graphs.recorder.record(graph.compute, task, keep)
+            return self._captured_graphs.recorder.record(graph.compute, task, bool(self._keep))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            what = str(error).strip().partition("\n")[0]
-            why = "it waits for the device, or does what a graph cannot repeat"
-            if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-                why = "with CUDA_LAUNCH_BLOCKING set, every kernel waits for the device"
+            lines = str(error).strip().splitlines() or [""]
             raise _Refused(
-                f"a sub-step of {type(task.module).__name__} cannot be captured: {why} "
-                f"({type(error).__name__}: {what})"
+                f"a sub-step of {type(task.module).__name__} cannot be captured: it waits for the "
+                f"device, as with CUDA_LAUNCH_BLOCKING, or does what a graph cannot repeat "
+                f"({type(error).__name__}: {lines[0]})"
             ) from error
 
     def _warmed_up(self, task: ReplicaTask, rows: Any) -> _Graph:
-        """Run sub-steps that allocate the static tensors and choose kernels.
-
-        Returns the graph's tensors.
+        """Run sub-steps that allocate the static tensors and choose kernels; return the tensors.
 
         Raises:
             _Refused: the sub-step cannot be captured.
@@ -247,16 +238,16 @@ class GraphedSubsteps(EagerSubsteps):
         leaves, number = task.leaves, task.share.replica
         name, stash = type(task.module).__name__, task.stash
         assert stash is not None
+        if stash.has_external_gradients(number):  # of earlier sub-steps
+            raise _Refused(_BEYOND)
         for leaf in leaves:
             leaf.grad = None
-        launched = replace(self._request, return_outputs=False)
-        host: list[tuple[Any, ...]] = [()]
-        if stash.has_external_gradients(number):  # in sub-steps before
-            raise _Refused(_BEYOND)
+        substeps = EagerSubsteps(task, replace(self._request, return_outputs=False))
+        host_states: list[tuple[Any, ...]] = []
         for _ in range(_WARM_UPS):
-            loss, _ = EagerSubsteps(task, launched).run(0, 1.0, unwrap_markers(rows, copy=True))
-            now = self._attempt.generators.get_state(number).get(torch.device("cpu"))
-            host.append((random.getstate(), None if now is None else now.tolist()))
+            loss, _ = substeps.run(0, 1.0, unwrap_markers(rows, copy=True))
+            state = self._attempt.generators.get_state(number).get(torch.device("cpu"))
+            host_states.append((random.getstate(), None if state is None else to_numbers(state)))
         if stash.has_external_gradients(number):
             stash.drop_external_gradients(number)
             raise _Refused(_BEYOND)
@@ -265,16 +256,14 @@ class GraphedSubsteps(EagerSubsteps):
                 f"the forward pass of {name} keeps something on the module that is no "
                 f"buffer written in place"
             )
-        if runtime.is_async(task.share.device) and host[-1] != host[-2]:
+        if runtime.is_async(task.share.device) and host_states[-1] != host_states[-2]:
             raise _Refused(f"{name} or the criterion draws random numbers on the host")
         gradients = {i: leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
         if any(g.layout != torch.strided for g in gradients.values()):
             raise _Refused(f"{name} has sparse gradients")
         static = self._captured_graphs.gradients
-        static_gradients = {
-            i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()
-        }
-        return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), static_gradients)
+        gradients = {i: static.setdefault(i, torch.zeros_like(g)) for i, g in gradients.items()}
+        return _Graph(rows, torch.ones_like(loss), torch.empty_like(loss), gradients)
 
 
 def _state_of(task: ReplicaTask, parts: Sequence[ReplicaSet]) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scatterpar.devices.fingerprints import to_host
+from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.plan import Plan
 from scatterpar.replicas.compiled import unwrapped
 from scatterpar.replicas.module_copy import module_of
@@ -55,38 +55,39 @@ def term_counts(
 ) -> list[float]:
     """The number of terms that the loss of each micro-batch averages over."""
     if request.count is not None:
-        counts = [request.count(*piece) for piece in pieces]
-        return [_as_number(count) for count in _fetched(counts)]
+        return _read([request.count(*piece) for piece in pieces])
+    rows_of_each = [float(stop - start) for start, stop in spans]
     if not averages_classes(request.criterion):
-        return [float(stop - start) for start, stop in spans]
+        return rows_of_each
     labels = [targets for _, targets in request.batches] or [request.targets]
     if not all(isinstance(targets, Tensor) for targets in labels):  # in markers: by micro-batch
         labels = [targets for _, targets in pieces]
         spans = [*pairwise(accumulate((stop - start for start, stop in spans), initial=0))]
     terms = to_host([terms_of_rows(request.criterion, t, request.dim) for t in labels])
-    complete = [each.dtype == torch.bool and bool(each.all()) for each in terms]
-    if all(complete):
-        return [float(stop - start) for start, stop in spans]
+    if all(each.dtype == torch.bool and bool(each.all()) for each in terms):
+        return rows_of_each
     rows = torch.cat([each.double() for each in terms])
     sizes = torch.tensor([stop - start for start, stop in sorted(spans)], device="cpu")
-    sums = torch.segment_reduce(rows, "sum", lengths=sizes).tolist()
+    sums = to_numbers(torch.segment_reduce(rows, "sum", lengths=sizes))
     sums_by_span = dict(zip(sorted(spans), sums, strict=True))
     return [sums_by_span[span] for span in spans]
 
 
-def _fetched(counts: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-    """The counts, with 0-dim tensors copied to the host."""
-    on_device = {i: c for i, c in enumerate(counts) if isinstance(c, Tensor) and not c.ndim}
-    arrived = dict(zip(on_device, to_host([*on_device.values()]), strict=True))
-    return [arrived.get(i, count) for i, count in enumerate(counts)]
+def _read(counts: Sequence[Any]) -> list[float]:
+    """The results of ``count=`` as numbers; 0-dim tensors are copied to the host together."""
+    is_scalar = [isinstance(count, Tensor) and not count.ndim for count in counts]
+    on_host = iter(to_host([count for count, yes in zip(counts, is_scalar, strict=True) if yes]))
+    return [
+        _as_number(to_numbers(next(on_host)) if yes else count)
+        for count, yes in zip(counts, is_scalar, strict=True)
+    ]
 
 
 def _as_number(count: Any) -> float:
-    number = count.item() if isinstance(count, Tensor) and count.ndim == 0 else count
     try:
-        if isinstance(number, (bool, str, Tensor)):
+        if isinstance(count, (bool, str, Tensor)):
             raise TypeError
-        value = float(number)
+        value = float(count)
     except (TypeError, ValueError):
         raise TypeError(f"count must return a number or a 0-dim tensor, got {count!r}") from None
     if not 0 <= value < float("inf"):
@@ -94,13 +95,15 @@ def _as_number(count: Any) -> float:
     return value
 
 
-def has_known_term_count(criterion: Any, reduction: str | None) -> bool:
-    """Whether the weights are right without a check: ``criterion`` is torch's own cross entropy.
+def has_known_term_count(request: Request) -> bool:
+    """Whether the weights are right without a check: the criterion is torch's own cross entropy.
 
-    It must have its own reduction, and no hooks or overridden methods.
+    It must have its own reduction, no ``count=``, and no hooks or overridden methods.
     """
-    own = option_of(criterion, "reduction", None) or "mean"
-    if not averages_classes(criterion) or reduction != own:
+    criterion = request.criterion
+    if request.count is not None or not averages_classes(criterion):
+        return False
+    if request.reduction != (option_of(criterion, "reduction", None) or "mean"):
         return False
     loss = module_of(criterion)
     if loss is None:
@@ -134,8 +137,8 @@ def terms_of_rows(criterion: Any, targets: Any, dim: int) -> Tensor:
     terms: Tensor = targets != option_of(criterion, "ignore_index", -100)
     class_weight = option_of(criterion, "weight", None)
     if class_weight is not None:
-        wide = torch.promote_types(class_weight.dtype, torch.float32)
-        weight = class_weight.detach().to(targets.device, wide)
+        dtype = torch.promote_types(class_weight.dtype, torch.float32)
+        weight = to_device(class_weight.detach(), targets.device).to(dtype)
         terms = weight[targets.masked_fill(~terms, 0)] * terms
     return terms.movedim(dim, 0).flatten(1).sum(1) if terms.ndim > 1 else terms
 

@@ -26,10 +26,10 @@ class Marker:
     contents: Any  # the marked value, nested at will, without other markers in it
     collate: Callable[[Any], Any] | None = None  # the module or criterion gets its result
 
-    def around(self, contents: Any) -> Self:
-        """The same marker around other ``contents``, such as copies on another device."""
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """The same marker with the result of ``function`` for its contents, such as a copy."""
         marker = copying.copy(self)
-        marker.contents = contents
+        marker.contents = function(self.contents)
         return marker
 
     @property
@@ -150,11 +150,11 @@ class Rows(Marker):
 
     def select(self, rows: Sequence[int]) -> Self:
         """The entries of these rows."""
-        return self.around([self.entries[row] for row in rows])
+        return self.map(lambda entries: [entries[row] for row in rows])
 
     def join(self, others: Sequence[Self]) -> Self:
         """The entries of all, one after the other."""
-        return self.around([*chain(self.entries, *(other.entries for other in others))])
+        return self.map(lambda entries: [*chain(entries, *(other.entries for other in others))])
 
     def __repr__(self) -> str:
         kinds = " or ".join(dict.fromkeys(type(entry).__name__ for entry in self.entries))
@@ -232,7 +232,7 @@ def has_markers(value: Any) -> bool:
     return any(isinstance(leaf, Marker) for leaf in nested.leaves(value))
 
 
-def has_entries(value: Any) -> bool:
+def has_row_markers(value: Any) -> bool:
     """Whether rows of ``value`` are entries of a list."""
     leaves = nested.leaves(value)
     return any(isinstance(leaf, Marker) and leaf.num_rows is not None for leaf in leaves)
@@ -246,9 +246,22 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
                 yield one
 
 
-def slice_rows(value: Any, start: int, stop: int, dim: int) -> Any:
-    """Rows ``start:stop`` of every tensor in ``value``, as views. Markers stay, with fewer rows."""
-    return nested.map_leaves(lambda leaf: slice_leaf(leaf, start, stop, dim), value)
+def slice_rows(
+    value: Any, start: int, stop: int, dim: int, function: Callable[[Any], Any] | None = None
+) -> Any:
+    """Rows ``start:stop`` of every leaf of ``value``, each passed to ``function``.
+
+    Tensors become views. 0-dim tensors are copied, so that no two callers share one. Markers stay.
+    """
+
+    def sliced(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            leaf = leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
+        elif isinstance(leaf, Marker):
+            leaf = leaf.select(range(start, stop))
+        return leaf if function is None else function(leaf)
+
+    return nested.map_leaves(sliced, value)
 
 
 def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
@@ -262,16 +275,6 @@ def select_rows(value: Any, rows: Sequence[int], dim: int) -> Any:
         return leaf.index_select(dim, torch.tensor(rows, device=leaf.device))
 
     return nested.map_leaves(select, value)
-
-
-def slice_leaf(leaf: Any, start: int, stop: int, dim: int) -> Any:
-    """The rows ``start:stop`` of one leaf.
-
-    0-dim tensors are always copied, so that no two callers share one.
-    """
-    if isinstance(leaf, Tensor):
-        return leaf.narrow(dim, start, stop - start) if leaf.ndim else leaf.clone()
-    return leaf.select(range(start, stop)) if isinstance(leaf, Marker) else leaf
 
 
 def unwrap_markers(value: Any, *, copy: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Nested values: tensors inside tuples, lists, mappings and dataclasses, at any depth.
+"""Nested values: tensors inside tuples, lists, mappings, dataclasses and caches, at any depth.
 
 Functions to traverse, merge and join them. Methods of a user's tensor subclass are never called
 inside a generator: a ``StopIteration`` that they raise would become another error.
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import to_device
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -91,6 +92,9 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         get, put = getattr, object.__setattr__  # of frozen ones too
+    elif _is_cache(value):
+        names = [n for n, v in vars(like).items() if isinstance(v, (Tensor, list)) or _is_cache(v)]
+        get, put = getattr, object.__setattr__
     else:
         return (), None
 
@@ -103,6 +107,11 @@ def _parts(value: Any, like: Any) -> tuple[Iterable[Any], Callable[[list[Any]], 
         return result
 
     return [get(value, name) for name in names], make
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether ``value`` is a cache of ``transformers``, or one of its layers: they have rows."""
+    return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
 
 
 def refuse_generators(output: Any) -> None:
@@ -171,8 +180,8 @@ def join_rows(
         values = values[: len(pieces)]
         if not (lists and rows and _are_entries(values, rows)):
             return False
-        found = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
-        return not found or any(t.shape[dim:][:1] != (n,) for t, n in found)
+        pairs = [(t, n) for value, n in zip(values, rows, strict=True) for t in tensors(value)]
+        return not pairs or any(t.shape[dim:][:1] != (n,) for t, n in pairs)
 
     def one(leaves: list[Any]) -> Any:
         leaves, measured = leaves[: len(pieces)], leaves[len(pieces) :]
@@ -213,7 +222,7 @@ def _places(order: Sequence[int], joined: Tensor, dim: int) -> Tensor:
     """The indices along ``dim`` that sort the rows of ``joined`` by their numbers in ``order``."""
     each = joined.size(dim) // len(order)  # entries per row
     places = torch.tensor(order).argsort()[:, None] * each + torch.arange(each)
-    return places.flatten().to(joined.device)
+    return to_device(places.flatten(), joined.device)
 
 
 def _are_entries(values: Sequence[Any], rows: Sequence[int]) -> bool:
@@ -267,7 +276,7 @@ def _average(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     total = sum(weight for _, weight in counted)
     if not counted:
         return values[0]
-    wide = torch.promote_types(values[0].dtype, torch.float32)
-    mean = torch.stack([value.to(wide) * (weight / total) for value, weight in counted]).sum()
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    mean = torch.stack([value.to(dtype) * (weight / total) for value, weight in counted]).sum()
     is_integer = not (values[0].is_floating_point() or values[0].is_complex())
     return mean if is_integer else mean.to(values[0].dtype)

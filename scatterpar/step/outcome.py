@@ -11,31 +11,25 @@ import torch
 from torch import Tensor
 
 from scatterpar.devices.runtime import physical
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Plan
-from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue, BufferWriter
+from scatterpar.replicas.buffers import BatchNormUpdate, BufferValue
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.report import GradientNoise, StepReport, warn
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss_weights import LossWeights
+from scatterpar.step.loss_weights import LossWeights, has_known_term_count
 from scatterpar.step.request import Request
 
 Gradient = tuple[Tensor, "Tensor | None"]  # a leaf of the user's, and what it is given
 
 
-@dataclass
-class Result:
-    """The results of one replica's share."""
-
-    loss: float = 0.0  # its part of the batch's: the weighted sum over its micro-batches
-    dtype: torch.dtype = torch.float32  # of the losses
-    outputs: Any = None  # the module's, detached, where they were asked for; joined at the end
-
-
 class Computed(NamedTuple):
     """The results of all replicas, without the gradients that are in the replicas."""
 
-    results: list[Result]
-    external_gradients: list[Gradient]  # what came to leaves of the user's past the replicas
+    loss: float  # of the whole batch
+    dtype: torch.dtype  # of the losses
+    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
+    external_gradients: list[Gradient]  # of the user's own leaves, which no replica has copied
     moved: set[int]  # ids of the user's buffers that the criterion has written
 
 
@@ -44,58 +38,63 @@ class Spread:
     """How much the replicas' gradients differ."""
 
     squares: float = 0.0  # the sum of terms times the squared norm of their mean; NaN: unknown
-    replicas: float = 0  # how many had terms
-    terms: float = 0  # how many all of them had; rows, where the loss is a sum
-    rows: float = 0  # of the batch
+    replicas: float = 0  # the number of replicas that had terms
+    terms: float = 0  # the number of all terms; of rows, if the loss is a sum
+    rows: float = 0  # the number of rows in the batch
 
 
 @dataclass
 class Outcome:
     """The results of a step: everything that the commit writes, and the report."""
 
-    plan: Plan
+    attempt: Attempt  # the one that succeeded
+    request: Request
     loss: float  # of the whole batch
     dtype: torch.dtype  # of the losses
-    is_mean: bool  # the loss is a mean of the terms, not a sum
-    needs_terms: bool  # the loss is torch's mean, which is NaN without terms
-    check_finite: bool
-    terms: float  # how many there are
-    scale: float  # the gradient scaler's factor
-    spread: Spread  # of the replicas' gradients, where that was asked for
-    outputs: tuple[Any, ...]  # of each replica, where they were asked for
+    terms: float  # the number of terms that a mean loss averages over; 1 for a sum
+    spread: Spread  # of the replicas' gradients, if it was measured
+    outputs: tuple[Any, ...]  # to be returned, if the user asked for outputs
     gradients: list[Gradient]  # of every trained tensor of the user's
     buffers: list[BufferValue]
-    layers: list[BatchNormUpdate]  # batch normalisations whose statistics move once a step
-    attempt: Attempt
-    buffer_writers: Sequence[BufferWriter] = ()  # of these buffers, if prepared before the step
-    retries: int = 0  # tries before it that ran out of memory
+    layers: list[BatchNormUpdate]  # batch normalisations that are updated once per step
+    retries: int = 0  # earlier tries that ran out of memory
 
     def noise(self) -> GradientNoise:
-        """The gradient's noise, from the replicas' gradients; call it before the commit."""
-        gradients = [gradient for _, gradient in self.gradients if gradient is not None]
-        factor = self.scale * (1.0 if self.is_mean else self.spread.terms)
-        return _estimate(self.spread, gradients, factor)
+        """The signal and the noise of the gradient; NaN if there is nothing to compare.
+
+        Call it before the commit.
+        """
+        spread, is_mean = self.spread, self.request.is_mean
+        square = math.nan
+        if spread.replicas > 1 and spread.terms and math.isfinite(spread.squares):
+            gradients = [gradient for _, gradient in self.gradients if gradient is not None]
+            factor = self.request.scale * (1.0 if is_mean else spread.terms)
+            square = _squared_norm(gradients) / factor**2
+        if not math.isfinite(square):
+            return GradientNoise(math.nan, math.nan)
+        variance = (spread.squares - spread.terms * square) / (spread.replicas - 1)
+        noise = variance * spread.rows / spread.terms
+        return GradientNoise(square - variance / spread.terms, noise)
 
     def returned(self) -> Tensor:
         """The loss as a tensor on the master: filled, because the host would wait for a copy."""
-        if self.needs_terms and not self.terms:
+        if not self.terms and has_known_term_count(self.request):
             text = "no label of this batch counts: all are ignored, and torch's mean of none is NaN"
-            if self.check_finite:
+            if self.request.check_finite:
                 raise FloatingPointError(f"{text}; nothing was changed")
             warn(f"{text}; here the loss is 0, and nothing is added to gradients")
-        device = physical(self.plan.shares[0].device)
+        device = physical(self.attempt.plan.shares[0].device)
         return torch.full((), self.loss, dtype=self.dtype, device=device)
 
     def report(self, noise: GradientNoise | None, waited: float) -> StepReport:
         """The report of the step, which began ``waited`` seconds after the previous one."""
-        clock, transfers = self.attempt.clock, self.attempt.transfers
-        counted = clock.seconds, transfers.bytes, transfers.messages
-        of_replicas = [0.0] * len(self.plan.shares)
-        for spans in clock.passes:
+        plan, clock, transfers = self.attempt.plan, self.attempt.clock, self.attempt.transfers
+        replica_seconds = [0.0] * len(plan.shares)
+        for spans in clock.replica_spans:
             for replica, (start, end) in spans.items():
-                of_replicas[replica] += end - start
-        of_step = self.plan, self.loss, *counted, self.retries, noise
-        return StepReport(*of_step, waited=waited, replica_seconds=tuple(of_replicas))
+                replica_seconds[replica] += end - start
+        counted = clock.seconds, transfers.bytes, transfers.messages, self.retries
+        return StepReport(plan, self.loss, *counted, noise, waited, tuple(replica_seconds))
 
 
 def measure(
@@ -106,49 +105,31 @@ def measure(
     external: Sequence[Gradient],
 ) -> Spread:
     """The spread of the replicas' gradients; call it before they are added."""
-    terms = weights.terms
+    counts = [float(share.rows) for share in plan.shares]
     if request.is_mean:
-        counts = [sum(own) * terms for own in weights.by_share]
-        added = [request.scale * sum(own) for own in weights.by_share]
-    else:
-        counts = [float(share.rows) for share in plan.shares]
-        added = [request.scale * count for count in counts]
-        terms = sum(counts)
+        counts = [sum(factors) * weights.terms for factors in weights.by_share]
+    # Gradients of a mean were divided by the number of all terms, those of a sum by nothing.
+    scale = request.scale / weights.terms if request.is_mean and weights.terms else request.scale
     squares = [
-        count * _squared_norm(_gradients_of(parts, replica)) / factor**2
-        for replica, (count, factor) in enumerate(zip(counts, added, strict=True))
+        count * _squared_norm(_gradients_of(parts, replica)) / (scale * count) ** 2
+        for replica, count in enumerate(counts)
         if count
     ]
     # A criterion that closes over parameters writes their gradients directly, not on replicas.
     is_whole = all(gradient is None for _, gradient in external)
-    return Spread(sum(squares) if is_whole else math.nan, len(squares), terms, plan.rows)
+    return Spread(sum(squares) if is_whole else math.nan, len(squares), sum(counts), plan.rows)
 
 
 def _gradients_of(parts: Sequence[ReplicaSet], replica: int) -> list[Tensor]:
     """The gradients of one replica; a tensor that model and criterion share counts once."""
-    found: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
     for part in parts:
         for i in part.trained_indices:
             gradient = part.replicas[replica].tensors[i].grad
             if gradient is not None:
-                shared = found.get(id(part.tensors[i]))
-                found[id(part.tensors[i])] = gradient if shared is None else shared + gradient
-    return list(found.values())
-
-
-def _estimate(spread: Spread, gradients: Sequence[Tensor], factor: float) -> GradientNoise:
-    """The signal and the noise of one step's gradient; NaN if there is nothing to compare.
-
-    ``gradients`` are those of the whole batch: the mean over the terms, times ``factor``.
-    """
-    if spread.replicas < 2 or not spread.terms:
-        return GradientNoise(math.nan, math.nan)
-    square = _squared_norm(gradients) / factor**2
-    if not math.isfinite(spread.squares) or not math.isfinite(square):
-        return GradientNoise(math.nan, math.nan)
-    variance = (spread.squares - spread.terms * square) / (spread.replicas - 1)
-    signal, noise = square - variance / spread.terms, variance * spread.rows / spread.terms
-    return GradientNoise(signal, noise)
+                shared = gradients.get(id(part.tensors[i]))
+                gradients[id(part.tensors[i])] = gradient if shared is None else shared + gradient
+    return list(gradients.values())
 
 
 def _squared_norm(tensors: Sequence[Tensor]) -> float:
@@ -159,7 +140,7 @@ def _squared_norm(tensors: Sequence[Tensor]) -> float:
     norms: list[float] = []
     for group, dtype in ((exact, torch.float64), (others, torch.float32)):
         if group:
-            norms += torch.stack(torch._foreach_norm(group, 2, dtype)).tolist()
+            norms += to_numbers(torch.stack(torch._foreach_norm(group, 2, dtype)))
     return sum(norm**2 for norm in norms)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,7 @@ from scatterpar.devices.coalescing import (
     grouped,
     iter_received,
     plus,
-    rounds,
+    tree_rounds,
 )
 from scatterpar.devices.fingerprints import Route
 from scatterpar.devices.transfers import Transfers
@@ -36,9 +37,8 @@ from scatterpar.replicas.buffers import BatchNormUpdate, BufferPolicy, BufferVal
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
-from scatterpar.step.loss_weights import LossWeights, has_known_term_count
-from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Computed, Gradient, Outcome, Result, Spread, measure
+from scatterpar.step.loss_weights import LossWeights
+from scatterpar.step.outcome import Computed, Gradient, Outcome, Spread, measure
 from scatterpar.step.request import Request
 
 
@@ -51,72 +51,38 @@ def reduce(
     measures_noise: bool,
 ) -> Outcome:
     """Returns the results of the step, in the master's memory."""
-    plan, transfers, (results, external, moved) = attempt.plan, attempt.transfers, computed
-    spread = Spread()
+    plan, transfers, external = attempt.plan, attempt.transfers, computed.external_gradients
+    spread, active = Spread(), len(plan.shares)
     if measures_noise and not request.whole_batch:
         spread = measure(request, parts, plan, weights, external)
-    for part in parts:
-        part.note_places()
-    prepared = [writer for part in parts if (writer := part.buffer_writer) is not None]
-    if parts[0].buffer_policy.combine is None and not moved and len(prepared) == len(parts):
-        buffers = [value for writer in prepared for value in writer.buffers]
-    else:
-        prepared, buffers = [], reduce_buffers(parts, plan.shares, transfers)
-        buffers = [one for one in buffers if id(one[0].get(one[1])) not in moved]
+    buffers = reduce_buffers(parts, plan.shares, transfers)
+    buffers = [one for one in buffers if id(one[0].get(one[1])) not in computed.moved]
+    gradients: list[Gradient] = []
+    if request.backward:
+        gradients = reduce_gradients(parts, active, transfers, external)
     return Outcome(
-        plan=plan,
-        loss=sum(result.loss for result in results),
-        dtype=results[0].dtype,
-        is_mean=request.is_mean,
-        needs_terms=request.count is None
-        and has_known_term_count(request.criterion, request.reduction),
-        check_finite=request.check_finite,
-        terms=weights.terms,
-        scale=request.scale,
-        spread=spread,
-        outputs=_outputs(request, plan, results, weights, transfers),
-        gradients=reduce_gradients(parts, len(results), transfers, external)
-        if request.backward
-        else [],
-        buffers=buffers,
-        buffer_writers=prepared,
-        layers=reduce_moments(parts, len(results), transfers),
-        attempt=attempt,
+        attempt,
+        request,
+        computed.loss,
+        computed.dtype,
+        weights.terms,
+        spread,
+        computed.outputs,
+        gradients,
+        buffers,
+        reduce_moments(parts, active, transfers),
     )
-
-
-def _outputs(
-    request: Request,
-    plan: Plan,
-    results: Sequence[Result],
-    weights: LossWeights,
-    transfers: Transfers,
-) -> tuple[Any, ...]:
-    """The outputs of each replica; with costs, those of all rows in order, on the master."""
-    outputs = tuple(result.outputs for result in results)
-    if not request.order or not request.return_outputs:
-        return outputs
-    factors = None if request.whole_batch else [*chain(*weights.by_share)]
-    return (gather_to_master(outputs, plan, request.dim, transfers, weights=factors, strict=True),)
 
 
 def reduce_gradients(
     parts: Sequence[ReplicaSet], active: int, transfers: Transfers, external: Sequence[Gradient]
 ) -> list[Gradient]:
-    """The sum of the replicas' gradients, in the master's memory.
+    """Every trained leaf of the user's, with the sum of its gradients in the master's memory.
 
-    Args:
-        parts: the replicas of the model, and those of the criterion.
-        active: the number of replicas that had rows, the master's first.
-        transfers: copies, and counts what it copied.
-        external: the user's own leaves that gradients reached directly, and these gradients.
-
-    Returns:
-        Every trained leaf of the user's with its gradient; ``None`` if no replica used it. If only
-        some did, zero counts for the others.
-
-    Raises:
-        ValueError: a gradient arrived at a tensor that the module holds and made of parameters.
+    ``None`` if no replica used the leaf; if only some did, zero counts for the others. The first
+    ``active`` replicas had rows. ``external`` has gradients that reached the user's own leaves
+    directly. Raises ``ValueError`` if a gradient arrived at a tensor that the module holds and made
+    of parameters.
     """
     gradients: list[Gradient] = []
     for part in parts:
@@ -167,7 +133,7 @@ def reduce_moments(
         replicas = part.replicas[:active]
         of_replicas = [_moments_of(replica, replicas[0].device, transfers) for replica in replicas]
         for m, module in part.batch_norms.items():
-            moments = pooled([found[m] for found in of_replicas if m in found])
+            moments = pooled([recorded[m] for recorded in of_replicas if m in recorded])
             if module.running_mean is not None:
                 layers.append(BatchNormUpdate(part.registered[m].buffers, module.momentum, moments))
     return layers
@@ -186,10 +152,15 @@ def _moments_of(replica: Replica, device: torch.device, transfers: Transfers) ->
     }
 
 
+def sum_pairs(count: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs of replicas (target, source): the source's sum is added to the target's."""
+    return chain(*tree_rounds(count))
+
+
 def gradient_routes(device_ids: Sequence[torch.device]) -> Iterator[Route]:
     """Yield (target, source) for the copies of gradients between the devices of replicas."""
-    for near, far in chain(*rounds(len(device_ids))):
-        yield device_ids[near], device_ids[far]
+    for target, source in sum_pairs(len(device_ids)):
+        yield device_ids[target], device_ids[source]
 
 
 def sum_in_order(
@@ -205,36 +176,39 @@ def sum_in_order(
     written, and autograd records the sum.
     """
     sums = [dict(each) for each in gradients]
-    for near, far in chain(*rounds(len(sums))):
-        others, sums[far] = sums[far], {}
-        if devices[near] == devices[far]:
-            _add(sums[near], others, in_place)
+    for target, source in sum_pairs(len(sums)):
+        others, sums[source] = sums[source], {}
+        if devices[target] == devices[source]:
+            _add(sums[target], others, in_place)
         elif in_place:
-            _take_in(sums[near], others, devices[near], transfers)
+            _add_received(sums[target], others, devices[target], transfers)
         else:
-            copies = {i: transfers.copy(t, devices[near], "reduce") for i, t in others.items()}
-            _add(sums[near], copies, in_place)
+            copies = {i: transfers.copy(t, devices[target], "reduce") for i, t in others.items()}
+            _add(sums[target], copies, in_place)
     return sums[0]
 
 
-def _take_in(
-    total: dict[int, Tensor], found: dict[int, Tensor], device: torch.device, transfers: Transfers
+def _add_received(
+    total: dict[int, Tensor],
+    gradients: dict[int, Tensor],
+    device: torch.device,
+    transfers: Transfers,
 ) -> None:
     """Add the gradients of another device in place.
 
     Dense gradients of equal layout need memory for one chunk; the others are copied first.
     """
-    flats = {i: flat_view(t) for i, t in found.items() if i in total}
+    flats = {i: flat_view(t) for i, t in gradients.items() if i in total}
     alike = {
         i: flat
         for i, flat in flats.items()
-        if flat is not None and _layout(total[i]) == _layout(found[i])
+        if flat is not None and _layout(total[i]) == _layout(gradients[i])
     }
     sums = {i: total[i].as_strided((flat.numel(),), (1,)) for i, flat in alike.items()}
     for message, parts in iter_received(alike, device, transfers, "reduce"):
         torch._foreach_add_(message.of(sums), parts)
         del parts
-    others = {i: tensor for i, tensor in found.items() if i not in alike}
+    others = {i: tensor for i, tensor in gradients.items() if i not in alike}
     _add(total, copy_coalesced(others, device, transfers, "reduce"), in_place=True)
 
 
@@ -283,43 +257,16 @@ def combined_buffers(
 
 
 def gather_to_master(
-    outputs: Sequence[Any],
-    plan: Plan,
-    dim: int,
-    transfers: Transfers,
-    *,
-    weights: Sequence[float] | None = None,
-    strict: bool = False,
-    lists: bool = False,
-    layout: Any = None,
-) -> Any:
-    """The shares' outputs joined on the master in row order; see ``join_rows``.
-
-    With a plan by cost, ``outputs`` has, for each share, the list of its micro-batches' outputs.
-    """
+    outputs: Sequence[Sequence[Any]], plan: Plan, transfers: Transfers
+) -> list[Any]:
+    """The outputs of all micro-batches, share by share, in the memory of the master."""
     master = plan.shares[0].device
-
-    def to_master(tensor: Tensor) -> Tensor:
-        return transfers.copy(tensor, master, "reduce")
-
-    on_master = [
-        output if share.device == master else nested.map_tensors(to_master, output)
-        for output, share in zip(outputs, plan.shares, strict=True)
+    copy = partial(transfers.copy, device=master, phase="reduce")
+    return [
+        output if share.device == master else nested.map_tensors(copy, output)
+        for of_share, share in zip(outputs, plan.shares, strict=True)
+        for output in of_share
     ]
-    rows = [share.rows for share in plan.shares]
-    if plan.order:
-        on_master = [*chain(*on_master)]
-        rows = [len(numbers) for share in plan.shares for numbers in share.row_numbers]
-    return join_rows(
-        on_master,
-        dim,
-        weights or rows,
-        rows,
-        strict=strict,
-        lists=lists,
-        layout=layout,
-        order=plan.order,
-    )
 
 
 def _add(total: dict[int, Tensor], gradients: dict[int, Tensor], in_place: bool) -> None:

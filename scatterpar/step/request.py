@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from scatterpar.devices.recorder import can_record
 from scatterpar.devices.runtime import physical
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.replicas.buffers import BufferPolicy
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.replicas.wrapper import Wrapper
 from scatterpar.report import warn
+from scatterpar.step.costs import check_budget
 from scatterpar.step.markers import batches_of, select_rows
 
 Count = Callable[[Any, Any], "float | Tensor"]
@@ -31,14 +33,14 @@ class Request:
         backward: whether gradients are computed; otherwise sub-steps are forward passes only.
         graphs: whether sub-steps are captured.
         retain_rows: whether rows that have arrived stay for a second pass.
-        most: maximal number of sub-steps, for a trial whether they fit into memory.
+        max_substeps: maximal number of sub-steps, for a trial whether they fit into memory.
         costs: one number per row, if micro-batches are cut by cost.
         order: for a plan by cost, the number in the user's batch of each row, in the order of the
             plan; otherwise empty.
         batches: the inputs and targets of each batch, one or several. This and the following
             attributes are set by ``checked``.
         sizes: the number of rows of each batch.
-        asked: the request as the user made it, before ``checked``.
+        original: the request as the user made it, before ``checked``.
         scale: the scaler's factor.
     """
 
@@ -56,13 +58,13 @@ class Request:
     verify: bool = True
     graphs: bool = False
     retain_rows: bool = True
-    most: int | None = None
+    max_substeps: int | None = None
     costs: Any = None
     order: Sequence[int] = ()
     batches: Sequence[tuple[Any, Any]] = ()
     sizes: Sequence[int] = ()
     scale: float = 1.0
-    asked: Request | None = None
+    original: Request | None = None
 
     @property
     def batch(self) -> list[tuple[int, Any]]:
@@ -108,17 +110,11 @@ class Request:
         return replace(self, inputs=one[0], targets=one[1], batches=[one], sizes=[rows])
 
     def as_trial(self) -> Self:
-        """The request as a memory trial: two sub-steps per replica.
-
-        They need as much memory as the whole step.
-        """
-        return replace(self, return_outputs=False, verify=False, most=2)
+        """The request as a trial of two sub-steps per replica, with the memory of a whole step."""
+        return replace(self, return_outputs=False, verify=False, max_substeps=2)
 
     def checked(self, device: torch.device) -> Self:
-        """The request with its rows counted and its reduction resolved.
-
-        Raises for invalid arguments.
-        """
+        """The request with its rows counted and its reduction resolved. Refuses invalid ones."""
         self._require_functions()
         if not (isinstance(self.return_outputs, bool) or callable(self.return_outputs)):
             raise TypeError(
@@ -138,14 +134,14 @@ class Request:
             reduction = resolve_reduction(self.criterion, self.reduction)
         scale = 1.0
         if self.scaler is not None:
-            scale = float(self.scaler.scale(torch.ones((), device=physical(device))))
+            scale = to_numbers(self.scaler.scale(torch.ones((), device=physical(device))))
         return replace(
-            self, batches=batches, sizes=sizes, reduction=reduction, scale=scale, asked=self
+            self, batches=batches, sizes=sizes, reduction=reduction, scale=scale, original=self
         )
 
     def replay_call(self, replica: int, sub_step: int) -> str:
         """The text of the ``engine.replay`` call for one sub-step, with the user's options."""
-        original = self.asked or self
+        original = self.original or self
         args = ["inputs"]
         if original.targets is not None:
             args.append("targets")
@@ -200,7 +196,12 @@ def _shown(value: Any) -> str:
 
 
 def check_options(
-    module: Any, accum: Any, micro_batch_size: Any, dim: Any, accumulate_dtype: Any
+    module: Any,
+    accum: Any,
+    micro_batch_size: Any,
+    micro_batch_cost: Any,
+    dim: Any,
+    accumulate_dtype: Any,
 ) -> None:
     """Refuse invalid options of an engine."""
     check_module(module)
@@ -208,11 +209,13 @@ def check_options(
         _require_positive("accum", accum, ' or "auto"')
     if micro_batch_size is not None:
         _require_positive("micro_batch_size", micro_batch_size)
-    if micro_batch_size is not None and accum != 1:
-        raise ValueError(
-            f"accum={accum} and micro_batch_size={micro_batch_size} both say how a share is "
-            f"cut; pass one of them"
-        )
+    if micro_batch_cost is not None:
+        check_budget(micro_batch_cost)
+    cuts = [f"accum={accum}"] if accum != 1 else []
+    cuts += [f"micro_batch_size={micro_batch_size}"] if micro_batch_size is not None else []
+    cuts += [f"micro_batch_cost={micro_batch_cost}"] if micro_batch_cost is not None else []
+    if len(cuts) > 1:
+        raise ValueError(f"{' and '.join(cuts)} both say how a share is cut; pass one of them")
     check_int("dim", dim)
     if not isinstance(accumulate_dtype, (torch.dtype, type(None))):
         raise TypeError(f"accumulate_dtype must be a torch.dtype, got {accumulate_dtype!r}")
@@ -230,7 +233,12 @@ def _require_positive(name: str, value: Any, also: str = "") -> None:
 
 
 def check_graphs(
-    graphs: Any, devices: Sequence[torch.device], policy: BufferPolicy, *, compiled: bool
+    graphs: Any,
+    devices: Sequence[torch.device],
+    policy: BufferPolicy,
+    *,
+    compiled: bool,
+    by_cost: bool,
 ) -> None:
     """Refuse ``graphs=True`` with options or devices that do not support it."""
     if not isinstance(graphs, bool):
@@ -247,6 +255,11 @@ def check_graphs(
             'graphs=True and buffers="batch": what batch normalisations see is noted in Python, '
             "which a captured sub-step does not run; pass one of them"
         )
+    if by_cost:
+        raise ValueError(
+            "graphs=True and micro_batch_cost: a graph is captured for each shape of micro-batch, "
+            "and those that are cut by cost differ in nearly every step; pass one of them"
+        )
     for device in devices:
         if not can_record(device):
             raise ValueError(f"graphs=True: {device} captures no graphs; leave it out")
@@ -255,10 +268,9 @@ def check_graphs(
 def check_noise(device_ids: Sequence[torch.device], ranks: int) -> None:
     """Refuse ``measure_noise`` with a single replica, whose gradient cannot be compared."""
     if len(device_ids) * ranks < 2:
-        only = str(device_ids[0])
         raise ValueError(
-            "measure_noise=True compares the gradients of replicas, and there is one; name its "
-            f"device twice: device_ids={[only] * 2}"
+            f"measure_noise=True compares the gradients of replicas, and there is one; name its "
+            f"device twice: device_ids={[str(device_ids[0])] * 2}"
         )
 
 
@@ -278,11 +290,11 @@ def check_module(module: Any) -> None:
 
 def check_synchronised(module: nn.Module) -> None:
     """Warn of ``nn.SyncBatchNorm``; refuse it if it would wait for other processes forever."""
-    kind = nn.SyncBatchNorm
-    sync_norms = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
+    children = module.named_modules()
+    sync_norms = [(name, norm) for name, norm in children if isinstance(norm, nn.SyncBatchNorm)]
     is_distributed = dist.is_available() and dist.is_initialized()
-    for name, child in sync_norms.items():
-        if is_distributed and dist.get_world_size(child.process_group) > 1:
+    for name, norm in sync_norms:
+        if is_distributed and dist.get_world_size(norm.process_group) > 1:
             raise ValueError(
                 f"{name!r} is an nn.SyncBatchNorm, which exchanges its statistics between "
                 f"processes in every forward pass: the replicas of one process would do so in "
@@ -290,7 +302,7 @@ def check_synchronised(module: nn.Module) -> None:
             )
     if sync_norms:
         warn(
-            f"{next(iter(sync_norms))!r} is an nn.SyncBatchNorm: replicas do not exchange its "
+            f"{sync_norms[0][0]!r} is an nn.SyncBatchNorm: replicas do not exchange its "
             f"statistics, and it normalises each micro-batch by itself, as nn.BatchNorm2d; {_PLAIN}"
         )
 

@@ -24,7 +24,7 @@ from scatterpar.step.markers import (
     Marker,
     all_tensors,
     has_markers,
-    slice_leaf,
+    slice_rows,
     unwrap_marker,
     unwrap_markers,
 )
@@ -40,7 +40,7 @@ def micro_batches(batch: Batch, plan: Plan, dim: int) -> Iterator[Any]:
     for share in plan.shares:
         loader = ShareLoader(batch, share, dim)
         for number in range(len(share.micro_batches)):
-            yield loader.source_rows(number)
+            yield loader.collated_rows(number)
 
 
 def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[ShareLoader]:
@@ -48,7 +48,7 @@ def scatter(batch: Batch, plan: Plan, dim: int, transfers: Transfers) -> list[Sh
 
     Values without rows are copied already.
     """
-    sources = {tensor.device for tensor in [*all_tensors(batch)]}
+    sources = {tensor.device for tensor in all_tensors(batch)}
     mover, loaders = LeafMover(transfers), []
     for share in plan.shares:
         if sources <= {share.device}:
@@ -74,7 +74,7 @@ class ShareLoader:
     Each micro-batch has its own memory, which the sub-step may write, and starts at an allocation
     boundary. With ``copies``, ``load`` copies the rows once more on the device, because they may
     share memory: rows that were on the device before, in markers, or packed with others for the
-    transfer. Without ``ahead`` all rows are on the device.
+    transfer. Without ``ahead`` all rows are on the device. ``on_load`` is called by each ``load``.
     """
 
     def __init__(
@@ -88,13 +88,14 @@ class ShareLoader:
         self._batch, self._share, self._dim = batch, share, dim
         self._ahead, self._copies = ahead, copies
         self._arrived: dict[int, Any] = {}
+        self.on_load: Callable[[int], object] = lambda number: None
 
     @property
     def is_local(self) -> bool:
         """Whether the caller's rows are already in the share's memory."""
         return self._ahead is None
 
-    def source_rows(self, number: int) -> Any:
+    def collated_rows(self, number: int) -> Any:
         """The rows of one micro-batch, without markers; views if possible."""
         return self._walk(number, partial(unwrap_marker, copy=False))
 
@@ -105,8 +106,7 @@ class ShareLoader:
         while self._batch[which][0] > start:
             which -= 1
         first, value = self._batch[which]
-        start, stop, dim = start - first, stop - first, self._dim
-        return nested.map_leaves(lambda leaf: function(slice_leaf(leaf, start, stop, dim)), value)
+        return slice_rows(value, start - first, stop - first, self._dim, function)
 
     def load(self, number: int, *, keep: bool = False) -> Any:
         """The rows of one micro-batch, as module and criterion see them.
@@ -114,6 +114,7 @@ class ShareLoader:
         Also starts copying the next micro-batch. With ``keep`` the rows stay on the device for a
         later call.
         """
+        self.on_load(number)
         if self._ahead is None:
             return self._walk(number, _COPIED)
         for coming in (number, number + 1):
@@ -125,10 +126,6 @@ class ShareLoader:
                 self._ahead.wait_on_stream(number)
         rows = self._arrived[number] if keep else self._arrived.pop(number)
         return unwrap_markers(rows, copy=True) if keep or self._copies else rows
-
-    def drop_rows(self) -> None:
-        """Drop all rows on the device; ``load`` copies them again."""
-        self._arrived.clear()
 
 
 class LeafMover:
@@ -145,9 +142,8 @@ class LeafMover:
     def move_rowless(self, device: torch.device, leaf: Any) -> Any:
         """``leaf`` in the memory of ``device`` if it has no rows, else ``leaf`` itself."""
         if isinstance(leaf, Marker):
-            if leaf.num_rows is not None:
-                return leaf
-            return leaf.around(nested.map_leaves(partial(self._move_once, device), leaf.contents))
+            move = partial(nested.map_leaves, partial(self._move_once, device))
+            return leaf.map(move) if leaf.num_rows is None else leaf
         return leaf if isinstance(leaf, Tensor) and leaf.ndim else self._move_once(device, leaf)
 
     def _move_once(self, device: torch.device, leaf: Any) -> Any:
@@ -162,15 +158,15 @@ class LeafMover:
 def move_rows(transfers: Transfers, device: torch.device, leaf: Any) -> Any:
     """``leaf`` in the memory of ``device`` if it has rows, else ``leaf`` itself."""
     if isinstance(leaf, Marker) and leaf.num_rows is not None:
-        return leaf.around(_move_entries(leaf.contents, device, transfers))
+        return leaf.map(partial(_move_together, transfers, device))
     if isinstance(leaf, Tensor) and leaf.ndim and leaf.device != device:
         return transfers.copy(leaf, device, "scatter")
     return leaf
 
 
-def _move_entries(entries: list[Any], device: torch.device, transfers: Transfers) -> Any:
-    """The entries on ``device``. Small tensors of one dtype are copied together."""
-    away = {id(t): t for t in nested.tensors(entries) if t.device != device}
+def _move_together(transfers: Transfers, device: torch.device, contents: Any) -> Any:
+    """The contents on ``device``. Small tensors of one dtype are copied together."""
+    away = {id(t): t for t in nested.tensors(contents) if t.device != device}
     small = {key: t for key, t in away.items() if _is_small(t)}
     arrived: dict[int, Tensor] = {}
     for keys in by_dtype(small.items()).values():
@@ -181,7 +177,7 @@ def _move_entries(entries: list[Any], device: torch.device, transfers: Transfers
     for key, tensor in away.items():
         if key not in small:
             arrived[key] = transfers.copy(tensor, device, "scatter")
-    return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), entries)
+    return nested.map_leaves(lambda leaf: arrived.get(id(leaf), leaf), contents)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scatterpar.devices.coalescing import plus
 from scatterpar.devices.runtime import is_async, physical
+from scatterpar.devices.transfers import write
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.threads.locks import Claims, make_criterion_lock, make_launch_lock
 from scatterpar.torch_private import HAS_GIL, edges_to_leaves, hooks_taken_off
@@ -28,42 +29,49 @@ class Stash:
     graph of the loss shows which leaves they are, before a backward pass reaches them.
 
     With several ranks, ``named`` has the leaves that the criterion may reach, in the same order on
-    every rank: otherwise gradients of different ranks could not be matched.
+    every rank: otherwise gradients of different ranks could not be matched. ``held`` has the leaves
+    that the model reaches in objects that replicas share.
     """
 
     def __init__(
-        self, claims: Claims, parts: Sequence[ReplicaSet], named: Sequence[Tensor] | None
+        self,
+        claims: Claims,
+        parts: Sequence[ReplicaSet],
+        named: Sequence[Tensor] | None,
+        held: Sequence[Tensor],
     ) -> None:
-        self._claims, self._parts, self._named = claims, parts, named
-        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._claims, self._parts, self._named, self._held = claims, parts, named, held
+        self._saved: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._trained: set[int] = set()
         self._sums: dict[int, dict[int, Tensor]] = {}  # by leaf and replica
         self._hooks = contextlib.ExitStack()
-        self._taking = threading.Lock()
-        self._turns = {physical(device): make_criterion_lock() for device in parts[0].device_ids}
+        self._lock = threading.Lock()
+        self._criterion_locks = {
+            physical(device): make_criterion_lock() for device in parts[0].device_ids
+        }
         self._is_serial = False
-        self._launching = make_launch_lock()
+        self._launch_lock = make_launch_lock()
 
     def __enter__(self) -> Self:
         trained = [leaf for part in self._parts for leaf in part.trained_tensors]
         self._trained = set(map(id, trained))
-        self._take([*trained, *(self._named or ())])
+        self._set_aside([*trained, *self._held, *(self._named or ())])
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
-        for leaf, gradient in self._kept.values():
+        for leaf, gradient in self._saved.values():
             leaf.grad = gradient
 
     def run_serially(self) -> None:
         """From now on one replica at a time runs a forward pass and its loss."""
-        self._is_serial, self._launching = True, make_criterion_lock()
+        self._is_serial, self._launch_lock = True, make_criterion_lock()
 
     def criterion_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any]
     ) -> contextlib.AbstractContextManager[None]:
         """The lock for criteria of replicas on ``device``; virtual devices share one."""
-        return self._turns[physical(device)].held(waiting)
+        return self._criterion_locks[physical(device)].held(waiting)
 
     def launch_lock(
         self, device: torch.device, waiting: contextlib.AbstractContextManager[Any] = _UNTIMED
@@ -75,7 +83,7 @@ class Stash:
         replica.
         """
         if self._is_serial or (HAS_GIL and is_async(device) and len(self._parts[0].device_ids) > 1):
-            return self._launching.held(waiting)
+            return self._launch_lock.held(waiting)
         return _UNTIMED
 
     def stash_reachable(self, loss: Tensor, nodes: Sequence[Any], replica: int = 0) -> None:
@@ -88,9 +96,9 @@ class Stash:
         edges = [edge for edge in edges_to_leaves(loss, nodes) if id(edge[0]) not in replica_leaves]
         if not edges:
             return
-        with self._taking:
+        with self._lock:
             leaves = {id(leaf): leaf for leaf, _, _ in edges}
-            new = [leaf for key, leaf in leaves.items() if key not in self._kept]
+            new = [leaf for key, leaf in leaves.items() if key not in self._saved]
             if new and self._named is not None:
                 raise ValueError(
                     f"the criterion reaches a parameter of shape {tuple(new[0].shape)} in a way "
@@ -98,18 +106,18 @@ class Stash:
                     f"is whose; bind its module with functools.partial(criterion, net=net), or "
                     f"make the criterion an nn.Module that has it"
                 )
-            self._take(new)
+            self._set_aside(new)
         for leaf, node, position in edges:
             if node is not None:
                 sums = self._sums.setdefault(id(leaf), {})
                 node.register_hook(functools.partial(_divert, sums, replica, position))
 
     def has_external_gradients(self, replica: int) -> bool:
-        """Whether a replica's backward passes reached leaves other than its own."""
+        """Whether a replica's backward passes reached leaves without a copy in the replica."""
         return any(replica in sums for sums in list(self._sums.values()))
 
     def drop_external_gradients(self, replica: int) -> None:
-        """Drop the gradients that a replica computed for leaves other than its own."""
+        """Drop the gradients that a replica computed for leaves without a copy in the replica."""
         for sums in list(self._sums.values()):
             sums.pop(replica, None)
 
@@ -119,20 +127,26 @@ class Stash:
         They are summed in replica order.
         """
         for key, sums in self._sums.items():
-            leaf, _ = self._kept[key]
+            leaf, _ = self._saved[key]
             gradients = [] if leaf.grad is None else [leaf.grad]
             gradients += [sums[replica] for replica in sorted(sums)]
             if gradients:
                 total = functools.reduce(plus, gradients)
                 is_dense = total.layout == torch.strided
-                leaf.grad = torch.empty_like(leaf).copy_(total) if is_dense else total
+                leaf.grad = total
+                if is_dense:
+                    leaf.grad = torch.empty_like(leaf)
+                    write(leaf.grad, total)
         self._sums.clear()
-        kept = self._kept.items()
-        return [(t, t.grad) for i, (t, _) in kept if t.grad is not None or i not in self._trained]
+        return [
+            (leaf, leaf.grad)
+            for key, (leaf, _) in self._saved.items()
+            if leaf.grad is not None or key not in self._trained
+        ]
 
     def drop_gradients(self) -> None:
         """Drop the gradients that have arrived so far."""
-        for leaf, _ in self._kept.values():
+        for leaf, _ in self._saved.values():
             leaf.grad = None
         self._sums.clear()
 
@@ -141,9 +155,9 @@ class Stash:
         pairs = [(part, replica) for part in self._parts for replica in part.replicas]
         return {id(replica.tensors[i]) for part, replica in pairs for i in part.trained_indices}
 
-    def _take(self, leaves: Sequence[Tensor]) -> None:
+    def _set_aside(self, leaves: Sequence[Tensor]) -> None:
         self._claims.take(*leaves)
-        self._kept = {id(leaf): (leaf, leaf.grad) for leaf in leaves} | self._kept
+        self._saved = {id(leaf): (leaf, leaf.grad) for leaf in leaves} | self._saved
         self._hooks.enter_context(hooks_taken_off(leaves))
         for leaf in leaves:  # last: from here on nothing can fail
             leaf.grad = None

@@ -7,27 +7,27 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.runtime import synchronize_stream
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.replicas import Replica, ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.criterion_closure import note_wrong_devices
-from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import ShareLoader
 from scatterpar.step.stash import Stash
 from scatterpar.threads.caller_context import autocast_types
-from scatterpar.threads.clock import SILENT, Clock, Span
+from scatterpar.threads.clock import SILENT, Clock, Event
 from scatterpar.threads.generators import Generators, generator_for_backward
 from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import backward, nodes_of
 
-_NO_TURN = contextlib.nullcontext()
+_UNLOCKED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ReplicaTask:
     stash: Stash | None = None
     clock: Clock = SILENT
 
-    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[Span | None]:
+    def span(self, name: str, number: int) -> contextlib.AbstractContextManager[Event | None]:
         """Time the body as a part of sub-step ``number``."""
         return self.clock.span(name, self.share, number)
 
@@ -67,23 +67,22 @@ class ReplicaTask:
         with self.span("arrival", number) as span:
             rows = self.loader.load(number, keep=keep)
             if span is not None:
-                span.elements = sum(tensor.numel() for tensor in nested.tensors(rows[0]))
+                whole = [rows[0]] if type(rows[0]) is Tensor else nested.tensors(rows[0])
+                span.elements = sum(map(Tensor.numel, whole))
             return rows
 
     def launch_lock(
         self, number: int, name: str = "forward"
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[object]:
         """The lock, if needed, for the Python of a forward pass and its loss; timed."""
-        if not self.clock.is_idle:
-            return self._timed_turn(number, name)
-        return _NO_TURN if self.stash is None else self.stash.launch_lock(self.share.device)
-
-    @contextlib.contextmanager
-    def _timed_turn(self, number: int, name: str) -> Iterator[None]:
-        device, waiting = self.share.device, self.span("waiting", number)
-        turn = _NO_TURN if self.stash is None else self.stash.launch_lock(device, waiting)
-        with turn, self.span(name, number):
-            yield
+        device, stash = self.share.device, self.stash
+        lock = _UNLOCKED if stash is None else stash.launch_lock(device)
+        if self.clock.is_idle:
+            return lock
+        span = self.span(name, number)
+        if stash is None or isinstance(lock, contextlib.nullcontext):
+            return span
+        return _both(stash.launch_lock(device, self.span("waiting", number)), span)
 
     def run_backward(
         self, root: Tensor, factor: Tensor, autocast: Sequence[str], number: int
@@ -111,6 +110,14 @@ class ReplicaTask:
         return self.stash is not None and self.criterion is not None and not is_of_torch
 
 
+@contextlib.contextmanager
+def _both(
+    lock: contextlib.AbstractContextManager[Any], span: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with lock, span:
+        yield
+
+
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a module: a mapping by name, a tuple by position, any other value alone."""
     if isinstance(inputs, tuple):
@@ -124,6 +131,14 @@ _ONE_ROW = (
     "batch normalisation cannot train on a micro-batch of one row: use a smaller accum=, or "
     "micro_batch_size= in its place, which cuts a small last batch into fewer micro-batches"
 )
+
+
+class Result(NamedTuple):
+    """The results of one replica's share."""
+
+    loss: float  # its part of the batch's loss: the weighted sum over its micro-batches
+    dtype: torch.dtype  # of the losses
+    outputs: list[Any]  # the parts of outputs to return, if the user asked for outputs
 
 
 class note_replica:
@@ -153,7 +168,6 @@ class note_replica:
 
 
 def make_tasks(
-    request: Request,
     plan: Plan,
     copies: ReplicaSet,
     loaders: Sequence[ShareLoader],
@@ -165,15 +179,14 @@ def make_tasks(
     tasks = []
     for i, share in enumerate(plan.shares):
         pairs = [(part, part.replicas[i]) for part in copies.replica_sets if i < len(part.replicas)]
-        replicas = [replica for _, replica in pairs]
         tasks.append(
             ReplicaTask(
                 share,
-                module=replicas[0].roots[0],
+                module=copies.replicas[i].roots[0],
                 loader=loaders[i],
-                criterion=None if request.whole_batch else copies.criteria[i],
+                criterion=copies.criteria[i] if i < len(copies.criteria) else None,
                 weights=weights[i] if weights else (),
-                replicas=replicas,
+                replicas=[replica for _, replica in pairs],
                 leaves=[
                     replica.tensors[n] for part, replica in pairs for n in part.trained_indices
                 ],
@@ -234,7 +247,7 @@ def train_share(
     computed, number, draws = substeps(task, request), 0, False
     where = note_replica(share, number, request)
     try:
-        for number, weight in enumerate(task.weights[: request.most]):
+        for number, weight in enumerate(task.weights[: request.max_substeps]):
             if number:  # every replica runs its first sub-step, so errors do not depend on timing
                 proceed()
             if draws:
@@ -255,7 +268,7 @@ def train_share(
         computed.finish()
         together = torch.stack(losses) if len(losses) > 1 else losses[0][None]  # one transfer
         synchronize_stream(together.device)  # errors of the device are raised here at the latest
-        values = together.tolist()
+        values = to_numbers(together)
     total = 0.0
     for number, (value, weight) in enumerate(zip(values, task.weights, strict=False)):
         if not weight:  # ignores even NaN

@@ -21,31 +21,22 @@ the same state. With one micro-batch per replica nothing is computed twice. This
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, pairwise
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import to_numbers
 from scatterpar.plan import Share
 from scatterpar.replicas.replicas import ReplicaSet
 from scatterpar.step import nested
 from scatterpar.step.attempt import Attempt
 from scatterpar.step.auto_accum import MORE_SUBSTEPS_CANNOT_HELP, is_out_of_memory
-from scatterpar.step.markers import (
-    Marker,
-    all_tensors,
-    has_entries,
-    unwrap_marker,
-    unwrap_markers,
-)
+from scatterpar.step.markers import Marker, has_row_markers, unwrap_markers
 from scatterpar.step.nested import join_rows
-from scatterpar.step.outcome import Result
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import (
@@ -58,22 +49,21 @@ from scatterpar.step.substeps import (
 )
 from scatterpar.threads.caller_context import autocast_types
 from scatterpar.threads.generators import State
-from scatterpar.threads.workers import Workers, add_note
+from scatterpar.threads.workers import add_note
 from scatterpar.torch_private import nodes_of
 
 
-def _differences(output: Any, piece: Any) -> list[Tensor]:
+def _differences(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """The differences between the outputs of both passes, in units of the tolerance.
 
     They stay on the device: to read them here would make the next sub-step wait.
     """
-    tensors, earlier = list(nested.tensors(output)), list(nested.tensors(piece))
-    if [_kind(tensor) for tensor in tensors] != [_kind(tensor) for tensor in earlier]:
+    if [_kind(tensor) for tensor in tensors] != [_kind(leaf) for leaf in leaves]:
         raise RuntimeError(f"the second forward pass gave outputs of another kind: {_WHY}")
     return [
-        _distance(one.detach(), other.detach())
-        for one, other in zip(tensors, earlier, strict=True)
-        if other.numel() and other.grad is not None
+        _distance(tensor.detach(), leaf.detach())
+        for tensor, leaf in zip(tensors, leaves, strict=True)
+        if leaf.numel() and leaf.grad is not None
     ]
 
 
@@ -89,15 +79,15 @@ def _distance(now: Tensor, before: Tensor) -> Tensor:
     """
     equal = torch.isclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
     off = torch.where(equal, 0, now - before).abs().amax()
-    wide = torch.promote_types(off.dtype, torch.float32)  # not float64: MPS has none
-    off, size = off.to(wide), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(wide)
+    dtype = torch.promote_types(off.dtype, torch.float32)  # not float64: MPS has none
+    off, size = off.to(dtype), before.abs().nan_to_num(0.0, 0.0, 0.0).amax().to(dtype)
     return torch.where(off == 0, 0.0, off / (size * torch.finfo(now.dtype).eps ** 0.5)).float()
 
 
 def _require_unchanged(changes: Sequence[Sequence[Tensor]], share: Share) -> None:
     """Raise ``RuntimeError`` if the outputs of the second pass differ from those of the first."""
-    for number, found in enumerate(changes):
-        if not all(change.item() <= 1 for change in found):
+    for number, of_substep in enumerate(changes):
+        if not all(to_numbers(change) <= 1 for change in of_substep):
             with note_replica(share, number):
                 raise RuntimeError(f"the second forward pass gave other outputs: {_WHY}")
 
@@ -111,7 +101,7 @@ _WHY = (
 
 
 class Peers(Protocol):
-    """Other processes, whose outputs the criterion also gets."""
+    """The processes of a process group; the engine passes ``Ranks``, of a package above."""
 
     @property
     def rank(self) -> int:
@@ -120,35 +110,16 @@ class Peers(Protocol):
     def outputs_of_all(
         self, pieces: Sequence[Any], rows: Sequence[int], targets: Any, dim: int, seed: int
     ) -> tuple[tuple[list[Any], list[int], Any], int]:
-        """Outputs, row counts and targets of all ranks, and the seed of rank 0.
-
-        The outputs of this rank are returned unchanged, with their autograd graph.
-        """
+        """Outputs, row counts and targets of all ranks, and the seed of rank 0."""
 
 
-@dataclass
-class FirstPass:
+class FirstPass(NamedTuple):
     """The results of the first pass over one share."""
 
-    pieces: list[Any]  # each micro-batch's output without its graph, as leaves
-    last: Any  # the last micro-batch's output, with its graph
+    outputs: list[Any]  # of each micro-batch, without graphs; their tensors get gradients
+    last: list[Any]  # the last output with its graph, until the second pass takes it
     states: list[State]  # the generators' states before each micro-batch
-    outputs: list[Any]  # the parts of outputs to return, if the user asked for them
-    joined: Sequence[Any] = ()  # per span; its backward pass cuts a gradient into the pieces'
-
-    def join(self, share: Share, request: Request, layout: Any) -> None:
-        """Set ``joined``: the joined pieces of each span."""
-        rows, lists = (
-            [stop - start for start, stop in share.micro_batches],
-            has_entries(request.batch),
-        )
-        with note_replica(share):
-            self.joined = [
-                join_rows(
-                    self.pieces[few], request.dim, rows[few], rows[few], lists=lists, layout=layout
-                )
-                for few in _of_each_span(share)
-            ]
+    returned: list[Any]  # the parts of outputs to return, if the user asked for outputs
 
 
 class WholeBatch:
@@ -158,71 +129,77 @@ class WholeBatch:
     """
 
     def __init__(
-        self,
-        request: Request,
-        seen: Sequence[FirstPass],
-        shares: Sequence[Share],
-        transfers: Transfers,
-        layout: Any,
+        self, attempt: Attempt, request: Request, passes: Sequence[FirstPass], layout: Any
     ) -> None:
-        self._request, self._shares, self._transfers = request, shares, transfers
-        self._layout = layout
-        self._own = [
-            nested.map_tensors(partial(self._leaf, share), one.joined)
-            for one, share in zip(seen, shares, strict=True)
-        ]
-        spans = [
-            (start, stop - start, value)
-            for values, share in zip(self._own, shares, strict=True)
-            for (start, stop), value in zip(share.spans, values, strict=True)
-        ]
-        spans.sort(key=lambda span: span[0])
-        self._pieces = [piece for _, _, piece in spans]
-        self._rows = [rows for _, rows, _ in spans]
+        self._request, self._transfers, self._layout = request, attempt.transfers, layout
+        self._master = attempt.plan.shares[0].device
+        self._copies: list[tuple[torch.device, Tensor, Tensor]] = []  # device, output, its copy
+        pieces: list[tuple[tuple[int, int], Any]] = []  # each with its rows
+        for one, share in zip(passes, attempt.plan.shares, strict=True):
+            to_master = partial(self._on_master, share.device)
+            on_master = [nested.map_tensors(to_master, output) for output in one.outputs]
+            pieces += zip(share.micro_batches, on_master, strict=True)
+        pieces.sort(key=lambda piece: piece[0])
+        self._pieces = [piece for _, piece in pieces]
+        self._rows = [stop - start for (start, stop), _ in pieces]
         self._order = request.order
-        self._entries: list[Any] = []  # collated targets of each marker with rows
-        self._targets = self._whole([own for _, own in request.batches])
+        self._targets = self._joined_targets()
+        self._lists = has_row_markers(request.batch)
+
+    def _on_master(self, device: torch.device, output: Tensor) -> Tensor:
+        """An output in the master's memory, as a leaf that accumulates a gradient."""
+        if device == self._master:
+            return output
+        copy = self._transfers.copy(output.detach(), self._master, "compute")
+        self._copies.append((device, output, copy.requires_grad_(output.requires_grad)))
+        return copy
+
+    def _joined_targets(self) -> Any:
+        """The targets of all batches on the master, with their markers."""
+        targets = [of_batch for _, of_batch in self._request.batches]
+        on_master = partial(LeafMover(self._transfers).move, self._master)
+        dim, sizes = self._request.dim, self._request.sizes
+
+        def join(leaves: list[Any]) -> Any:  # a value without rows is the first batch's
+            first, *others = leaves
+            if isinstance(first, Marker):
+                return first.join(others)
+            return join_rows(leaves, dim, sizes)
+
+        return nested.merge(join, nested.map_leaves(on_master, targets))
 
     def join_peers(self, peers: Peers, seed: int) -> int:
         """Add the other processes' rows. Returns the seed that all processes use."""
-        self._require_tensors()
+        listed = self._lists and any(isinstance(piece, list) for piece in self._pieces)
+        if listed or has_row_markers(self._targets):
+            what, verb = "the targets have Rows", "pass"
+            if listed:
+                what, verb = "the outputs are lists", "return"
+            raise ValueError(
+                f"whole_batch=True with a process_group joins the tensors of ranks along "
+                f"dim={self._request.dim}, and {what} with one entry per row; {verb} tensors, "
+                f"padded to one length on all ranks"
+            )
         if self._order:  # other ranks have other orders
             self._pieces, self._rows, self._order = [self._joined()], [sum(self._rows)], ()
         args = self._pieces, self._rows, self._targets, self._request.dim
         (self._pieces, self._rows, self._targets), seed = peers.outputs_of_all(*args, seed)
         return seed
 
-    def _require_tensors(self) -> None:
-        """Refuse lists with one entry per row: processes join tensors only."""
-        dim, rows = self._request.dim, sum(self._rows)
-        pairs = zip(self._pieces, self._rows, strict=True)
-        listed = all(isinstance(piece, list) and len(piece) == n for piece, n in pairs)
-        if listed and has_entries(self._request.batch):
-            what = "the module's outputs are a list with one entry per row"
-        elif not all(_have_rows(value, rows, dim) for value in self._entries):
-            what = "Rows in the targets are no tensors with all rows along that dimension"
-        else:
-            return
-        raise ValueError(
-            f"whole_batch=True with a process_group joins what ranks have as tensors, along "
-            f"dim={dim}, and {what}; return tensors from the module, and pass Rows(entries, "
-            f"collate) whose collate makes tensors of entries, padded to one length on all ranks"
-        )
-
     def backward(
-        self, criterion: Callable[..., Any], reach: Callable[[Tensor, Sequence[Any]], None]
+        self, criterion: Callable[..., Any], stash: Callable[[Tensor, Sequence[Any]], None]
     ) -> Tensor:
         """The loss. Its gradients are accumulated in the outputs and in leaves of the criterion.
 
-        ``reach`` stashes the leaves that the loss depends on other than through the outputs' nodes.
+        ``stash`` stashes leaves that the loss depends on other than through the outputs' nodes.
         """
         try:
-            joined = self._joined()
+            joined, targets = self._joined(), unwrap_markers(self._targets, copy=True)
             nodes = nodes_of(nested.tensors(joined))
-            loss = scalar_loss(criterion(joined, unwrap_markers(self._targets)), "the criterion")
-            reach(loss, nodes)
+            loss = scalar_loss(criterion(joined, targets), "the criterion")
+            stash(loss, nodes)
             if self._request.check_finite and not torch.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss.item()}; nothing was changed")
+                raise FloatingPointError(f"the loss is {to_numbers(loss)}; nothing was changed")
             if self._request.backward:
                 scale = torch.full_like(loss, self._request.scale, requires_grad=False)
                 run_backward([loss], [scale], autocast_types())
@@ -231,97 +208,45 @@ class WholeBatch:
             raise
         return loss.detach()
 
-    def gradients(self) -> list[list[Tensor | None]]:
-        """For each share, the gradients of its outputs, on the device of its replica."""
-        by_share = [_gradients(values) for values in self._own]
-        for share, gradients in zip(self._shares, by_share, strict=True):
-            if share.device != self._shares[0].device:
-                copy = partial(self._transfers.copy, device=share.device, phase="compute")
-                gradients[:] = [
-                    gradient if gradient is None else copy(gradient) for gradient in gradients
-                ]
-        return by_share
-
-    def _leaf(self, share: Share, output: Tensor) -> Tensor:
-        """A share's output in the master's memory, as a leaf that accumulates a gradient."""
-        master, here = self._shares[0].device, output.detach()
-        if share.device != master:
-            here = self._transfers.copy(here, master, "compute")
-        return here.requires_grad_(output.requires_grad)
-
     def _joined(self) -> Any:
         """All outputs as one. They are not leaves, because a criterion may write them in place."""
-        rows, lists = self._rows, has_entries(self._request.batch)
-        dim, order = self._request.dim, self._order
+        rows, dim = self._rows, self._request.dim
         joined = join_rows(
-            self._pieces, dim, rows, rows, lists=lists, layout=self._layout, order=order
+            self._pieces, dim, rows, rows, lists=self._lists, layout=self._layout, order=self._order
         )
         return nested.map_tensors(lambda t: t.clone() if t.is_leaf else t, joined)
 
-    def _whole(self, targets: list[Any]) -> Any:
-        """All targets, in memory that the criterion may write; values without rows stay marked."""
-        master = self._shares[0].device
-        on_master = nested.map_leaves(partial(LeafMover(self._transfers).move, master), targets)
-        is_on_master = master in [tensor.device for tensor in all_tensors(targets)]
-        dim, sizes = self._request.dim, self._request.sizes
-
-        def join(leaves: list[Any]) -> Any:  # what has no rows is the first batch's
-            first, *others = leaves
-            return (
-                first.join(others) if isinstance(first, Marker) else join_rows(leaves, dim, sizes)
-            )
-
-        def unwrap(leaf: Any) -> Any:
-            value = unwrap_marker(leaf, copy=is_on_master)
-            if not isinstance(leaf, Marker):
-                return value
-            if leaf.num_rows is None:
-                return leaf.around(value)
-            self._entries.append(value if leaf.collate else None)
-            return value
-
-        return nested.map_leaves(unwrap, nested.merge(join, on_master))
-
-
-def _have_rows(value: Any, rows: int, dim: int) -> bool:
-    return all(
-        isinstance(leaf, Tensor) and -leaf.ndim <= dim < leaf.ndim and leaf.size(dim) == rows
-        for leaf in nested.leaves(value)
-    )
+    def return_gradients(self) -> None:
+        """Copy the gradients of outputs to the devices of their replicas."""
+        for device, output, copy in self._copies:
+            if copy.grad is not None:
+                output.grad = self._transfers.copy(copy.grad, device, "compute")
 
 
 def train_whole(
     attempt: Attempt,
     request: Request,
     tasks: Sequence[ReplicaTask],
-    seen: Sequence[FirstPass],
+    passes: Sequence[FirstPass],
     parts: Sequence[ReplicaSet],
     criterion: Callable[[Any, Any], Any],
     peers: Peers | None,
     layout: Any,
-) -> list[Result]:
+) -> tuple[float, torch.dtype]:
     """Accumulate in the replicas' parameters the gradient of a loss that sees all outputs.
 
-    ``seen`` has the results of the first passes. ``layout`` has the numbers of entries per row in
-    outputs. ``peers`` are the other processes, which have rows of the batch, too. ``criterion`` is
-    that of the master. The loss is in the first replica's result; with ``peers``, in the first
-    process only.
+    ``criterion`` is that of the master. ``peers`` are the other processes, which have rows of the
+    batch, too. Returns the loss, which is zero in all processes except the first, and its dtype.
     """
     generators, stash = attempt.generators, tasks[0].stash
     assert stash is not None
-    shares = [task.share for task in tasks]
-    joins = [
-        partial(one.join, share, request, layout) for one, share in zip(seen, shares, strict=True)
-    ]
-    devices = [share.device for share in shares]
-    attempt.workers.parallel_apply(joins, [()] * len(joins), devices=devices)
-    batch = WholeBatch(request, seen, shares, attempt.transfers, layout)
+    batch = WholeBatch(attempt, request, passes, layout)
     seed = None if peers is None else batch.join_peers(peers, generators.seed_of_criterion())
-    backward = partial(batch.backward, criterion, stash.stash_reachable)
     try:
         # Interrupts wait until the criterion and its backward pass have ended.
         with attempt.clock.span("criterion"), generators.of_criterion(seed):
-            loss = _tried(attempt.workers, backward, tasks, seen)
+            args, master = (criterion, stash.stash_reachable), tasks[0].share.device
+            (loss,) = attempt.workers.parallel_apply([batch.backward], [args], devices=[master])
             unalias(tasks[0].leaves)
         if peers is not None and peers.rank:
             stash.drop_gradients()  # of the criterion: rank 0 has them too, and they count once
@@ -329,18 +254,15 @@ def train_whole(
                 part.clear_gradients()
             for replica in chain(*(part.replicas for part in parts[1:])):
                 replica.seen.update({m: [] for m in replica.seen})
-        second = partial(second_pass, seen=seen, gradients=batch.gradients(), attempt=attempt)
-        attempt.run(partial(second, most=request.most), tasks)
+        batch.return_gradients()
+        second = partial(second_pass, passes=passes, request=request, attempt=attempt)
+        attempt.run(second, tasks)
     except BaseException as error:
         if peers is not None and is_out_of_memory(error):
-            add_note(
-                error,
-                f"{MORE_SUBSTEPS_CANNOT_HELP} in this step: other ranks have seen these outputs",
-            )
+            why = "other ranks have seen these outputs"
+            add_note(error, f"{MORE_SUBSTEPS_CANNOT_HELP} in this step: {why}")
         raise
-    value = 0.0 if peers is not None and peers.rank else loss.cpu().double().item()
-    losses = [value] + [0.0] * (len(seen) - 1)
-    return [Result(v, loss.dtype, outputs=one.outputs) for v, one in zip(losses, seen, strict=True)]
+    return 0.0 if peers is not None and peers.rank else to_numbers(loss), loss.dtype
 
 
 def output_at(task: ReplicaTask, rows: Any, number: int = 0, name: str = "forward") -> Any:
@@ -358,66 +280,28 @@ def first_pass(
     """
     share, keep = task.share, request.return_outputs
     retain_rows = request.retain_rows and len(share.micro_batches) > 1
-    pieces: list[Any] = []
-    returned: list[Any] = []
-    states: list[State] = []
-    output = None
+    first = FirstPass([], [], [], [])
     for number in range(len(share.micro_batches)):
         if number:
             proceed()
-        output = None  # drops its graph before the next one is made
+        first.last.clear()  # drops its graph before the next one is made
         with note_replica(share, number, request):
-            states.append(attempt.generators.mark(share.replica, number))
+            first.states.append(attempt.generators.mark(share.replica, number))
             output = output_at(task, task.rows_of(number, keep=retain_rows), number)
-            pieces.append(nested.map_tensors(_leaf, output))
+            first.outputs.append(nested.map_tensors(_leaf, output))
             if keep:
-                returned.append(detached_output(output, keep))
-    return FirstPass(pieces, output, states, returned)
-
-
-def _tried(
-    workers: Workers,
-    backward: Callable[[], Tensor],
-    tasks: Sequence[ReplicaTask],
-    seen: Sequence[FirstPass],
-) -> Tensor:
-    """Compute the loss in the caller's thread.
-
-    If memory runs out, free graphs and rows and try again, to find out whether more sub-steps can
-    help: graphs are smaller with more sub-steps, and rows can be copied again.
-    """
-    master = tasks[0].share.device
-    compute = partial(workers.parallel_apply, [backward], [()], devices=[master])
-    try:
-        loss: Tensor = compute()[0]
-        return loss
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)
-        for one in seen:
-            one.last = None
-        for task in tasks:
-            task.loader.drop_rows()
-        workers.release()
-        try:
-            compute()
-        except BaseException as again:
-            if not is_out_of_memory(again):
-                raise
-            add_note(
-                error, f"it does not fit on {master} with nothing else: {MORE_SUBSTEPS_CANNOT_HELP}"
-            )
-        raise
+                first.returned.append(detached_output(output, keep))
+            first.last.append(output)
+            del output
+    return first
 
 
 def second_pass(
     task: ReplicaTask,
     *,
-    seen: Sequence[FirstPass],
-    gradients: Sequence[Sequence[Tensor | None]],
+    passes: Sequence[FirstPass],
+    request: Request,
     attempt: Attempt,
-    most: int | None,
     proceed: Callable[[], None],
 ) -> None:
     """Accumulate in the replica's parameters the gradients that the gradients of its outputs imply.
@@ -427,48 +311,40 @@ def second_pass(
     the first one. Afterwards the state is that after the first pass and the criterion.
     """
     share = task.share
-    first = seen[share.replica]
-    _pull(nested.tensors(first.joined), gradients[share.replica])
-    last = len(first.pieces) - 1
-    with note_replica(task.share, last):
+    outputs, retained, states, _ = passes[share.replica]
+    leaves = [[*nested.tensors(output)] for output in outputs]
+    *others, last = range(len(outputs))
+    if request.max_substeps is not None:
+        others = others[: request.max_substeps - 1]
+    with note_replica(share, last):
         with task.span("backward", last):
-            _pull(nested.tensors(first.last), _gradients(first.pieces[last]))
-        leaves_left = unalias(task.leaves)
-    first.last = None
-    if not last or not any(gradient is not None for gradient in gradients[share.replica]):
+            _run_backward([*nested.tensors(retained.pop())], leaves[last])
+        without_gradient = unalias(task.leaves)
+    if not others or all(leaf.grad is None for of_output in leaves for leaf in of_output):
         return
     changes: list[list[Tensor]] = []
     with attempt.isolated(task):
-        for number in range(last)[: None if most is None else most - 1]:
+        for number in others:
             proceed()
-            with note_replica(task.share, number):
-                attempt.generators.set_state(share.replica, first.states[number])
+            with note_replica(share, number):
+                attempt.generators.set_state(share.replica, states[number])
                 output = output_at(task, task.rows_of(number), number, "recompute")
-                changes.append(_differences(output, first.pieces[number]))
+                tensors = [*nested.tensors(output)]
+                changes.append(_differences(tensors, leaves[number]))
                 with task.span("backward", number):
-                    _pull(nested.tensors(output), _gradients(first.pieces[number]))
-                leaves_left = unalias(leaves_left)
-                del output
+                    _run_backward(tensors, leaves[number])
+                without_gradient = unalias(without_gradient)
+                del output, tensors
     _require_unchanged(changes, share)
 
 
-def _pull(roots: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """Backward from the roots that have a gradient."""
-    pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
+def _run_backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Backward from the tensors of an output whose leaves have gradients."""
+    pairs = [
+        (root, leaf.grad) for root, leaf in zip(roots, leaves, strict=True) if leaf.grad is not None
+    ]
     if pairs:
-        run_backward(
-            [root for root, _ in pairs], [gradient for _, gradient in pairs], autocast_types()
-        )
-
-
-def _gradients(piece: Any) -> list[Tensor | None]:
-    return [leaf.grad for leaf in nested.tensors(piece)]
-
-
-def _of_each_span(share: Share) -> list[slice]:
-    """The micro-batches of each span of a share; for a single batch this is one slice of all."""
-    starts = [n for n, (start, _) in enumerate(share.micro_batches) if start in dict(share.spans)]
-    return [slice(*ends) for ends in pairwise([*starts, len(share.micro_batches)])]
+        run_backward([root for root, _ in pairs], [grad for _, grad in pairs], autocast_types())
 
 
 def _leaf(output: Tensor) -> Tensor:

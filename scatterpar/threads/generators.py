@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.library import Library
 
 from scatterpar import torch_private
-from scatterpar.devices.runtime import is_async, physical
+from scatterpar.devices.runtime import HOST, is_async, physical
 
 _thread = threading.local()
 _graph_tasks: dict[int, Callable[[], torch.Generator]] = {}
@@ -138,12 +138,11 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        device = tensors[0].device if tensors else _CPU
+        device = tensors[0].device if tensors else HOST
     return not is_async(device)
 
 
 _SEEDS = 2**32  # the CPU's generator ignores higher bits of a seed
-_CPU = torch.device("cpu")
 _CRITERION = -2  # the number of the criterion's generators
 _NEXT = -1  # the number that seeds the next step if replica 0 draws nothing
 
@@ -160,7 +159,7 @@ class Generators:
     def __init__(self, devices: Sequence[torch.device], earlier: int | None = None) -> None:
         self._devices = [physical(device) for device in devices]
         self._earlier = earlier or 0
-        self._before = {device: _state(device) for device in (_CPU, *self._devices)}
+        self._before = {device: _state(device) for device in (HOST, *self._devices)}
         self._after: State = {}  # the process's generators after the commit, if anything was drawn
         self._marks: dict[int, tuple[int, State]] = {}
         self._generators: dict[tuple[int, torch.device], _Generator] = {}
@@ -183,14 +182,14 @@ class Generators:
         if seed is None:
             return self.of(0)
         master = self._devices[0]
-        for device in {_CPU, master}:
+        for device in {HOST, master}:
             self._generators[_CRITERION, device] = _Generator(device, seed)
         return self._drawing(_CRITERION, master)
 
     @contextlib.contextmanager
     def _drawing(self, number: int, device: torch.device) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if device != _CPU:
+            if device != HOST:
                 stack.enter_context(self._generator(number, device).installed())
             if os.environ.get("SCATTERPAR_RANDOM_STREAMS") != "0":
                 with _lock:
@@ -198,20 +197,22 @@ class Generators:
                 stack.enter_context(_thread_aware_default_generator())
                 stack.enter_context(torch_private.random_key_on())
                 stack.callback(vars(_thread).clear)
-                _thread.generator = lambda: self._generator(number, _CPU).generator
-                _thread.has_helpers = device != _CPU  # autograd's own threads draw for this one
+                _thread.generator = lambda: self._generator(number, HOST).generator
+                _thread.has_helpers = device != HOST  # autograd's own threads draw for this one
             yield
 
     def seed_of_criterion(self) -> int:
         """The seed that the first process sends to the others, for the same random numbers."""
-        return self._seed(_CPU, _CRITERION)
+        return self._seed(HOST, _CRITERION)
 
     def get_state(self, replica: int) -> State:
         """The present state of the generators of ``replica``, for ``set_state``."""
-        generators = ((device, self._generators.get((replica, device))) for device in self._before)
-        return {
-            device: generator.state for device, generator in generators if generator is not None
-        }
+        return {generator.device: generator.state for generator in self._made_for(replica)}
+
+    def _made_for(self, replica: int) -> list[_Generator]:
+        """The generators of ``replica`` that it has used."""
+        generators = (self._generators.get((replica, device)) for device in self._before)
+        return [generator for generator in generators if generator is not None]
 
     def mark(self, replica: int, sub_step: int) -> State:
         """Record the state of the generators of ``replica`` as ``sub_step`` begins. Returns it."""
@@ -221,8 +222,7 @@ class Generators:
 
     def has_drawn(self, replica: int) -> bool:
         """Whether ``replica`` drew a random number."""
-        generators = [self._generators.get((replica, device)) for device in self._before]
-        return any(generator.drawn for generator in generators if generator is not None)
+        return any(generator.drawn for generator in self._made_for(replica))
 
     def to_draw_again(self, replica: int, sub_step: int) -> tuple[int, State]:
         """Where a replay has to begin, so that ``sub_step`` draws the same random numbers again.
@@ -231,19 +231,23 @@ class Generators:
         in, for the CPU and the master's device. The number is ``sub_step`` if that was the last to
         begin, or if nothing was drawn before it; otherwise 0.
         """
-        own, master = self._devices[replica], self._devices[0]
-        start = {device: self._generator(replica, device).start for device in {_CPU, own}}
+        replica_device, master = self._devices[replica], self._devices[0]
+        start = {
+            device: self._generator(replica, device).start for device in {HOST, replica_device}
+        }
         marked, state = self._marks.get(replica, (0, {}))
         state = start | state
         if sub_step != marked:
             undrawn = all(torch.equal(state[device], start[device]) for device in start)
             marked, state = sub_step if undrawn and sub_step < marked else 0, start
-        return marked, {master if device == own else device: s for device, s in state.items()}
+        return marked, {
+            master if device == replica_device else device: s for device, s in state.items()
+        }
 
     @property
     def are_latest(self) -> bool:
         """Whether the process's generators have the state from before or after this step."""
-        now = {device: _state(device) for device in {_CPU, self._devices[0]}}
+        now = {device: _state(device) for device in {HOST, self._devices[0]}}
         return any(
             all(torch.equal(state, there.get(device, state)) for device, state in now.items())
             for there in (self._before, self._before | self._after)
@@ -251,10 +255,8 @@ class Generators:
 
     def set_state(self, replica: int, state: State) -> None:
         """Set the generators of ``replica`` to ``state``, to draw the same numbers again."""
-        for device in self._before:
-            generator = self._generators.get((replica, device))
-            if generator is not None:
-                generator.set_state(state.get(device))
+        for generator in self._made_for(replica):
+            generator.set_state(state.get(generator.device))
 
     @property
     def drawn(self) -> bool:
@@ -271,8 +273,8 @@ class Generators:
         ):  # these are the process's own
             self._after = {device: one.state for (_, device), one in self._generators.items()}
             return
-        after = {device: state for device, state in self._before.items() if device != _CPU}
-        for source in {_CPU, self._devices[0]}:
+        after = {device: state for device, state in self._before.items() if device != HOST}
+        for source in {HOST, self._devices[0]}:
             first = self._generators.get((0, source))
             if first is not None and first.drawn and not self._earlier:
                 after[source] = first.state
@@ -299,7 +301,7 @@ class Generators:
 
     def _source(self, device: torch.device) -> torch.device:
         """The master's generator that seeds those of ``device``, given by its device."""
-        return _CPU if device == _CPU else self._devices[0]
+        return HOST if device == HOST else self._devices[0]
 
     def _seed(self, source: torch.device, number: int) -> int:
         """A seed from a generator's state, computed without an operator: ``vmap`` may be active."""
@@ -354,14 +356,14 @@ class _Generator:
 
 
 def _state(device: torch.device) -> Tensor:
-    if device == _CPU:
+    if device == HOST:
         return torch.default_generator.get_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def _set_state(device: torch.device, state: Tensor) -> None:
-    if device == _CPU:
+    if device == HOST:
         torch.default_generator.set_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)

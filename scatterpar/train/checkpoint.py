@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and enough in them to go on bit for bit."""
+"""Checkpoints: written atomically, and complete, so that a resumed run has the same bits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from scatterpar.train.training import Training
 FILE = "checkpoint.pt"
 BEST_FILE = "best.pt"
 _FORMAT = 3
-_PARTS = ("average", "optimizer", "scheduler", "scaler", "noise")  # of `Training`; may be None
+_PARTS = (
+    "average",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "noise",
+)  # attributes of `Training` with a state dict, or None
 
 
 @dataclass
 class Progress:
-    """What a run has reached: what its report needs beside the training itself."""
+    """How far a run has come: numbers that its report needs, beside the state of `Training`."""
 
     step: int = 0
     ended: int = 0
@@ -34,17 +40,17 @@ class Progress:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file of --out could not be written."""
+    """Turn an error of writing `path` into a `UsageError` that names it."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # the latter from torch, where a write fails
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's, if a write fails
         words = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise UsageError(f"--out: {path} cannot be written: {words}") from error
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name once it is whole, on the disk too."""
+    """Open a file that replaces `path` when the body ends, after it was written to the disk."""
     aside = path.with_name(path.name + ".part")
     try:
         with writing(path):
@@ -54,23 +60,23 @@ def written(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
-            if hasattr(os, "O_DIRECTORY"):  # the name itself must be on the disk too
+            if hasattr(os, "O_DIRECTORY"):  # the directory entry, too
                 folder = os.open(path.parent, os.O_DIRECTORY)
                 os.fsync(folder)
                 os.close(folder)
     finally:
-        with contextlib.suppress(OSError):  # there is one after an error alone
+        with contextlib.suppress(OSError):  # it exists only after an error
             aside.unlink()
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint: under `path` there is the old one or the new one."""
+    """Write a checkpoint. At any time `path` is the old one or the new one."""
     with written(path) as file:
         torch.save(state, file)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote; nothing in the file is executed."""
+    """Read a checkpoint; no code in the file is executed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -82,7 +88,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def collect(training: Training, progress: Progress, **more: Any) -> dict[str, Any]:
-    """Everything that changes while training; all ranks call it, as it asks each."""
+    """The state that changes while training. All ranks must call it: it has a collective."""
     parts = ((name, getattr(training, name)) for name in _PARTS)
     return {
         "format": _FORMAT,
@@ -97,13 +103,13 @@ def collect(training: Training, progress: Progress, **more: Any) -> dict[str, An
 
 
 def save_best(path: Path, training: Training, **more: Any) -> None:
-    """Write the weights that were tested: the averaged ones, where these are kept."""
+    """Write the weights that were tested: with `--ema` the averaged ones."""
     tested: Any = training.average or training.engine
     save(path, {"format": _FORMAT, "model": tested.module.network.state_dict(), **more})
 
 
 def restore(state: dict[str, Any], training: Training) -> Progress:
-    """Continue from what `collect` returned, on as many ranks as before or others."""
+    """Load the state that `collect` returned, on any number of ranks."""
     training.engine.module.network.load_state_dict(state["model"])
     for name in _PARTS:
         if getattr(training, name) is not None and state[name] is not None:
@@ -116,7 +122,7 @@ def restore(state: dict[str, Any], training: Training) -> Progress:
 
 
 def find(path: Path, machines: Machines) -> dict[str, Any] | None:
-    """The checkpoint of the rank that has the latest one: after a restart ranks may move."""
+    """The latest checkpoint of all ranks, or None. After a restart ranks may be on other hosts."""
     mine, problem = None, ""
     try:
         mine = load(path) if path.exists() else None

@@ -1,4 +1,4 @@
-"""What data are to the training loop, and the set that is included, which stays in memory."""
+"""The interface between data and the training loop, and the data set that is included."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FASHION = (
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message is one line that says why."""
+    """An argument or a file of the user is wrong. The message is one line."""
 
 
 def words_of(error: BaseException) -> str:
-    """An error's message in one line, or its kind where it has none."""
+    """An error's message in one line, or its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -38,9 +38,9 @@ class Broken(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Images, uint8 (rows, channels, height, width), labels, row numbers, and what is broken.
+    """Images, uint8 (rows, channels, height, width), labels, row numbers, and unreadable images.
 
-    Labels are int64 (rows,), or float32 (rows, classes) where images are mixed with each other.
+    Labels are int64 (rows,), or float32 (rows, classes) if images were mixed with each other.
     """
 
     images: Tensor
@@ -49,12 +49,12 @@ class Images(NamedTuple):
     broken: Sequence[Broken] = ()
 
 
-Piece = tuple[str, list[int], int]  # what is read at once: part, rows, epoch
+Piece = tuple[str, list[int], int]  # rows that are read at once: part, row numbers, epoch
 
 
 @dataclass
 class Source:
-    """Images to train and to test on; `mean` and `std` are those of their pixels, per channel."""
+    """Images to train and to test on, with the mean and deviation of their pixels per channel."""
 
     name: str
     train: Sized
@@ -66,7 +66,7 @@ class Source:
     in_memory: ClassVar[bool] = False
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
-        """Return rows of a part, `TRAIN` or `TEST`, as they are in an epoch."""
+        """Return rows of a part, `TRAIN` or `TEST`, varied as in that epoch."""
         raise NotImplementedError
 
     def __getitem__(self, piece: Piece) -> Images:
@@ -109,7 +109,7 @@ class Dataset(Source):
 
 
 def load() -> Dataset:
-    """Load the images that are included, a part of them to test."""
+    """Load the images that are included; a part of them is for testing."""
     whole, rows = read_split(_EMBEDDED_FOLDER, "t10k"), _EMBEDDED_TRAIN_ROWS
     train = Split(whole.images[:rows], whole.labels[:rows])
     test = Split(whole.images[rows:], whole.labels[rows:])
@@ -117,7 +117,7 @@ def load() -> Dataset:
 
 
 def make_dataset(name: str, train: Split, test: Split, class_names: tuple[str, ...]) -> Dataset:
-    """Put the two splits together, with the pixels' statistics."""
+    """Make a data set of two splits, with the statistics of the training pixels."""
     _, channels, height, width = train.images.shape
     std, mean = torch.std_mean(train.images.double(), (0, 2, 3), correction=0)
     shape = (channels, height, width)
@@ -125,7 +125,7 @@ def make_dataset(name: str, train: Split, test: Split, class_names: tuple[str, .
 
 
 def read_split(folder: Path, part: str) -> Split:
-    """Read images of 28 x 28 and labels from MNIST's IDX files: after a header a byte for each."""
+    """Read 28 x 28 images and labels from MNIST's IDX files: a header, then single bytes."""
 
     def content(name: str, header: int) -> Tensor:
         file = gzip.decompress((folder / f"{part}-{name}-ubyte.gz").read_bytes())

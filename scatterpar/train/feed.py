@@ -1,14 +1,13 @@
-"""Batches that are ready when they are wanted: read by worker processes while the engine computes.
+"""Prefetch batches: worker processes read the next one while the engine computes.
 
 A batch of thousands of images is read in pieces. Each piece is one item of torch's DataLoader,
-which keeps a few of them in flight per worker and hands them over in order; one thread puts
-the next batch together from them. So there are in memory, whatever the number of workers: the
-batch that the engine has, the next one, and some pieces.
+which prefetches a few pieces per worker and yields them in order. One thread joins them to the next
+batch. So memory has the engine's batch, the next one, and some pieces, for any number of workers.
 
-What is wanted is one stream of requests, over the ends of epochs too, for training and testing:
-the workers never run dry in between, and whoever trains or tests takes what comes. The number
-of images that were used is all there is to a resume, with any number of workers and machines.
-(torchdata's StatefulDataLoader refuses another number of workers when it goes on.)
+The requests for training and testing are one stream, which does not end with an epoch: the workers
+are always busy, and the training loop takes batches in the order of the requests. A resumed run
+needs only the number of images that were used, with any number of workers and machines.
+(torchdata's StatefulDataLoader refuses to resume with another number of workers.)
 """
 
 from __future__ import annotations
@@ -33,34 +32,40 @@ from torch.utils.data import DataLoader
 
 from scatterpar.train.data import Broken, Images, Piece, Source, UsageError, words_of
 
-PIECE = 64  # images that a worker reads at once; with mixup, what is mixed with each other
-PIECES_AHEAD = 2  # of each worker
+PIECE = 64  # images that a worker reads at once; mixup mixes images of one piece
+PIECES_AHEAD = 2  # per worker
 _MOST_WORKERS = 16  # by default
 
 
 class FeedError(UsageError):
-    """What is wanted cannot be read: a broken image, or a worker process that is gone."""
+    """A request cannot be read: an image is broken, or a worker process has ended."""
 
 
 class Request(NamedTuple):
-    """Rows of a part that are wanted together, as they are in an epoch; of all ranks' so many."""
+    """Rows of a part, to be read as one batch: those of one rank, varied as in that epoch."""
 
     part: str
     rows: Tensor
     epoch: int = 0
-    of: int = 0
+    rows_of_all_ranks: int = 0
 
 
 Batch = tuple[Request, Images]
 
 
 class Feed:
-    """Hands out what was requested, in order, and times how long that takes.
+    """Reads the requested batches, in order.
 
-    `workers` processes read (None: one for each core, at most 16); with 0 this one does, when it is
-    asked. `skip_broken` images may be left out that cannot be read; `warn` is called with a line
-    for each. `waited` are the seconds that whoever asked has waited, and `broken` tells how often
-    images were left out, by name.
+    Args:
+        source: the data.
+        requests: what to read.
+        workers: processes that read; None: one per core, at most 16. 0: `take` reads.
+        skip_broken: the number of unreadable images that may be left out.
+        warn: called with a line for each image that is left out.
+
+    Attributes:
+        waited: the seconds that `take` has taken in all.
+        broken: how often each image was left out, by name.
     """
 
     def __init__(
@@ -84,10 +89,10 @@ class Feed:
             self.request(requests)
 
     def request(self, requests: Iterable[Request]) -> None:
-        """Let these come from here on; what was read ahead is dropped.
+        """Read these requests from now on, and drop batches that were prefetched.
 
-        Workers are started by the thread that reads ahead. In the main one torch would install a
-        signal handler that raises in the middle of anything when a worker ends by itself.
+        The prefetching thread starts the workers. In the main thread torch would install a signal
+        handler that raises an error anywhere when a worker ends by itself.
         """
         self.close()
         self._closed = False
@@ -97,20 +102,20 @@ class Feed:
             self._next: Future[Batch] = self._assembler.submit(next, self._batches)
 
     def take(self) -> Batch:
-        """Return the next request, and its images without those that are broken."""
+        """Return the next request, and its images, without unreadable ones."""
         start = time.perf_counter()
         if self._assembler is None:
-            request, found = next(self._batches)
+            request, images = next(self._batches)
         else:
-            request, found = self._next.result()
+            request, images = self._next.result()
             self._next = self._assembler.submit(next, self._batches)
         self.waited += time.perf_counter() - start
-        for problem in found.broken:
+        for problem in images.broken:
             self._leave_out(problem)
-        return request, found
+        return request, images
 
     def close(self) -> None:
-        """End the thread and, by dropping torch's iterator, the workers."""
+        """End the thread and the workers; these end with torch's iterator."""
         self._closed = True
         if self._assembler is not None:
             self._assembler.shutdown(wait=True)
@@ -125,20 +130,20 @@ class Feed:
 
     def _read(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
         """Read one batch after the other."""
-        requests, cut = tee(requests)
-        # A generator of its own, so that the process's own is left alone.
-        how: dict[str, Any] = {"num_workers": self._workers, "generator": torch.Generator()}
+        requests, to_cut = tee(requests)
+        # A private generator, so that the DataLoader does not draw from the process's.
+        options: dict[str, Any] = {"num_workers": self._workers, "generator": torch.Generator()}
         if self._workers:
             context = _context()
-            theirs, _alive = context.Pipe(duplex=False)  # as long as this generator
-            how["worker_init_fn"] = partial(_end_with, theirs)
-            how |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
-        wanted: Any = (piece for request in cut for piece in _pieces(request))
+            pipe, _alive = context.Pipe(duplex=False)  # open as long as this generator
+            options["worker_init_fn"] = partial(_end_with, pipe)
+            options |= {"multiprocessing_context": context, "prefetch_factor": PIECES_AHEAD}
+        sampler: Any = (piece for request in to_cut for piece in _pieces(request))
         source: Any = self.source
-        pieces = iter(DataLoader(source, batch_size=None, sampler=wanted, **how))
+        pieces = iter(DataLoader(source, batch_size=None, sampler=sampler, **options))
         for request in requests:
-            mine = (self._piece(pieces) for _ in _pieces(request))
-            yield request, _joined(mine, len(request.rows), self.source.image_shape)
+            of_batch = (self._piece(pieces) for _ in _pieces(request))
+            yield request, _joined(of_batch, len(request.rows), self.source.image_shape)
 
     def _piece(self, pieces: Iterator[Images]) -> Images:
         if self._closed:
@@ -146,8 +151,8 @@ class Feed:
         try:
             return next(pieces)
         except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-            # Torch says so, or the worker ended after it had announced a piece. "Caught" is how
-            # torch passes on a worker's own error.
+            # Either torch says that a worker has ended, or reading the worker's data failed. Torch
+            # begins the message with "Caught" if the worker itself raised the error.
             words = words_of(error)
             ended = not isinstance(error, RuntimeError) or "DataLoader worker (pid" in words
             if not ended or words.startswith("Caught "):
@@ -158,14 +163,14 @@ class Feed:
             ) from error
 
     def _leave_out(self, problem: Broken) -> None:
-        said = f"{problem.name} cannot be read as an image: {problem.reason}"
+        message = f"{problem.name} cannot be read as an image: {problem.reason}"
         if problem.name not in self.broken:
             if len(self.broken) >= self._skip_broken:
                 raise FeedError(
-                    f"{said} (--skip-broken {len(self.broken) + 1} or more leaves it out; "
+                    f"{message} (--skip-broken {len(self.broken) + 1} or more leaves it out; "
                     "--check-data lists all such files first)"
                 )
-            self._warn(f"left out: {said}")
+            self._warn(f"left out: {message}")
         self.broken[problem.name] += 1
 
 
@@ -181,9 +186,9 @@ def _pieces(request: Request) -> Iterator[Piece]:
 
 
 def _joined(pieces: Iterable[Images], rows: int, shape: tuple[int, int, int]) -> Images:
-    """Copy pieces into one batch of at most so many rows, each as soon as it is there.
+    """Copy pieces into one batch of at most ``rows`` rows, each as soon as it arrives.
 
-    It lies in page-locked memory where accelerators copy from it.
+    The batch is in pinned memory if there is an accelerator.
     """
     pin = torch.accelerator.is_available()
     images = torch.empty(rows, *shape, dtype=torch.uint8, pin_memory=pin)
@@ -202,9 +207,9 @@ def _joined(pieces: Iterable[Images], rows: int, shape: tuple[int, int, int]) ->
 
 
 def _context() -> Any:
-    """Workers are forked from a clean process where there is one: this one has threads.
+    """How workers start: forked from a server without threads if possible, otherwise spawned.
 
-    As Python 3.14 does by itself on Linux.
+    Python 3.14 has the same default on Linux.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -214,11 +219,11 @@ def _context() -> Any:
 
 
 def _end_with(pipe: Connection, _: int) -> None:
-    """Let a worker end when the main process does, however that happens, and not before.
+    """Make a worker end when the main process has ended, for any reason, and not before.
 
-    Nobody writes into the pipe: it ends when the system closes the other side. Torch's workers
-    watch their parent, which is the fork server, and that one waits for them. Signals that a
-    terminal or a service manager sends to all processes are for the main one.
+    Nobody writes into the pipe; reading it returns when the main process has ended. Torch's workers
+    watch their parent, but that is the fork server, which waits for them. Workers ignore signals
+    that a terminal or a service manager sends to all processes.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -228,4 +233,4 @@ def _end_with(pipe: Connection, _: int) -> None:
             pipe.poll(None)
         os._exit(1)
 
-    _thread.start_new_thread(watch, ())  # nobody waits for it at the worker's own end
+    _thread.start_new_thread(watch, ())  # not joined at the worker's exit

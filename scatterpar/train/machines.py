@@ -1,4 +1,4 @@
-"""Where a run computes: devices, machines by torchrun, signals, and random generators."""
+"""The surroundings of a run: devices, other machines, signals, and random generators."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scatterpar.devices.runtime import named, resolve
+from scatterpar.devices.runtime import parse_devices, resolve
 from scatterpar.train.data import UsageError, words_of
 
-_LONGEST_WAIT = timedelta(minutes=10)  # for a machine that was lost without a word
+_LONGEST_WAIT = timedelta(minutes=10)  # for a machine that has stopped silently
 _CPU_REPLICAS = 4
 
 
 def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
-    """Turn `--devices` into a device for each replica, the master's first.
+    """The device of each replica, the master's first, from the value of `--devices`.
 
-    Without names: every accelerator, else four CPU replicas with a memory of their own each
-    (`cpu:0` and so on), so that what crosses is copied and counted as between GPUs.
+    Without names: every accelerator. If there is none: four virtual CPU devices (`cpu:0` …), so
+    that data are copied and counted as between GPUs.
     """
-    names = named(words or ())
+    names = parse_devices(words or ())
     if not names and not torch.accelerator.is_available():
         return [torch.device("cpu", i) for i in range(_CPU_REPLICAS)]
     try:
@@ -44,34 +44,34 @@ def choose_devices(words: str | Sequence[str] | None) -> list[torch.device]:
 
 
 class Machines:
-    """The ranks of a run and what they tell each other; all ranks make the same calls."""
+    """The ranks of a run and their collectives. All ranks must make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.is_first = self.rank == 0  # the one that prints and writes
+        self.is_first = self.rank == 0  # it prints and writes
 
     def share(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of `rows`, in order; sizes differ by at most one."""
+        """Return this rank's part of `rows`, in order. Parts differ in size by at most one."""
         return torch.tensor_split(rows, self.size)[self.rank]
 
     def everyones(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        found = [value] * self.size
+        values = [value] * self.size
         if self.group is not None:
-            dist.all_gather_object(found, value, self.group)
-        return found
+            dist.all_gather_object(values, value, self.group)
+        return values
 
     def from_rank(self, source: int, value: Any) -> Any:
-        """Return the value of rank `source`; the others' is not looked at."""
-        found = [value]
+        """Return the value of rank `source`; the values of the others are ignored."""
+        values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(found, group=self.group, group_src=source)
-        return found[0]
+            dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
 
     def first_does(self, action: Callable[[], None]) -> None:
-        """Let the first rank do something; if that cannot be done, all raise the same."""
+        """Run `action` on the first rank. If it raises a `UsageError`, all ranks raise it."""
         problem = ""
         try:
             if self.is_first:
@@ -84,7 +84,7 @@ class Machines:
 
 @contextlib.contextmanager
 def connected(devices: list[torch.device]) -> Iterator[Machines]:
-    """Meet the other machines where torchrun started this process; otherwise open no port."""
+    """Connect to the other machines if torchrun started this process; else open no port."""
     if not launched():
         yield Machines()
         return
@@ -93,8 +93,8 @@ def connected(devices: list[torch.device]) -> Iterator[Machines]:
     machines = Machines(dist.group.WORLD)
     yield machines
     machines.group = None
-    dist.destroy_process_group()  # not after an error, when others may be gone and it could wait
-    gc.collect()  # what still holds the group would end its threads while the interpreter exits
+    dist.destroy_process_group()  # not after an error: it could wait for lost ranks
+    gc.collect()  # drops references to the group: its threads must end before the interpreter exits
 
 
 def launched() -> bool:
@@ -103,12 +103,12 @@ def launched() -> bool:
 
 
 def run_id() -> str | None:
-    """The job's name with torchrun, its `--rdzv-id`; None without torchrun."""
+    """The id of torchrun's job (`--rdzv-id`); None without torchrun."""
     return os.environ["TORCHELASTIC_RUN_ID"] if launched() else None
 
 
 def require_launch(devices: list[torch.device]) -> None:
-    """Refuse two processes on the same accelerators, and restarts that may not find each other."""
+    """Refuse two processes with the same accelerators, and restarts that may not reconnect."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if here > 1 and any(device.type != "cpu" for device in devices):
         raise UsageError(
@@ -125,17 +125,17 @@ def require_launch(devices: list[torch.device]) -> None:
 
 
 def backend() -> str:
-    """Name gloo for the host: without a name torch takes the accelerator's library alone."""
+    """The backends, with gloo for the host: torch's default has the accelerator's only."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
     return f"cpu:gloo,{gpu.type}:{dist.get_default_backend_for_device(gpu)}" if gpu else "gloo"
 
 
 class Stopped(Exception):
-    """The user, or whoever runs the machine, wants the run to end."""
+    """A signal asks the run to end."""
 
 
 class Stopping:
-    """Ctrl-C and SIGTERM, while entered: they wait for a step's end; a second one does not."""
+    """In the body, Ctrl-C and SIGTERM wait for the end of a step. A second one ends at once."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -144,7 +144,9 @@ class Stopping:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell does with its jobs
+                if (
+                    signal.getsignal(number) is not signal.SIG_IGN
+                ):  # a shell's background job ignores it
                     self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -157,11 +159,11 @@ class Stopping:
             os._exit(128 + number)
         self.signal = number
         name = signal.Signals(number).name
-        # Not print, which may have been interrupted itself.
+        # Not print: the signal may have interrupted a print.
         os.write(2, f"\n{name}: saving at the end of this step; again: ending now\n".encode())
 
     def check(self, machines: Machines | None = None) -> None:
-        """End the run if it is to end; where all ranks ask at this point, they end together."""
+        """Raise `Stopped` after a signal; with `machines`, after a signal to any rank."""
         if machines is not None:
             self.signal = max(machines.everyones(self.signal))
         if self.signal:
@@ -169,7 +171,7 @@ class Stopping:
 
 
 def seed_host(seed: int) -> None:
-    """Seed every generator of the host that a model or a transform may draw from."""
+    """Seed the generators of torch (on the CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -177,12 +179,12 @@ def seed_host(seed: int) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Make one seed of several numbers, of 32 bits: torch's CPU generator ignores higher ones."""
+    """Make one seed of several numbers. It has 32 bits: torch's CPU generator ignores others."""
     return random.Random(" ".join(map(str, numbers))).getrandbits(32)
 
 
 def random_states(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """The states of all generators, the CPU's and those of devices, as plain values and tensors."""
+    """The states of all generators, on the host and on devices, as plain values and tensors."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -196,7 +198,7 @@ def random_states(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` returned, as far as the devices are there."""
+    """Restore the states from `random_states`, except those of devices that do not exist."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states and "numpy" in sys.modules:

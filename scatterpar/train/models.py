@@ -1,4 +1,4 @@
-"""The built-in network, and from the name of a model to one that takes the data's images."""
+"""The built-in network, and building the model that `--model` names for the data's images."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from scatterpar.train.data import UsageError, words_of
 from scatterpar.train.pictures import OTHER_BUILD, library
 
 BUILT_IN = "cnn"
-_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # what these put before a name
+_WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of DataParallel, torch.compile
 
 
 class SmallCNN(nn.Sequential):
-    """Three convolutions and a hidden layer, all with batch normalisation, for two CPU cores.
+    """Three convolutions and a hidden layer, with batch normalisation: small enough for two cores.
 
-    It maps float32 (rows, channels, height, width), the sides at least 8, to (rows, classes).
+    Maps float32 (rows, channels, height, width), the sides at least 8, to (rows, classes).
 
     >>> import torch
     >>> SmallCNN((1, 28, 28), classes=10)(torch.zeros(2, 1, 28, 28)).shape
@@ -56,11 +56,11 @@ def _convolution(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 class OnPixels(nn.Module):
-    """A network that takes pixels of 0 to 255, and standardises them itself.
+    """Standardises pixels from 0 to 255 for a network, on the device.
 
-    So bytes go to the devices rather than floating-point numbers, a quarter of the traffic, and
-    each device converts its own share. The network's state dict stays its own. Grey images are
-    repeated for a network of coloured ones, and coloured ones averaged for one of grey ones.
+    So bytes are copied to the devices, a quarter of the traffic of floating-point numbers. The
+    network has its own state dict. Grey images are repeated for a network that takes coloured ones;
+    coloured images are averaged for a network that takes grey ones.
     """
 
     mean: Tensor
@@ -90,9 +90,9 @@ def build_model(
     std: Sequence[float] | Tensor = (1.0,),
     pretrained: bool = False,
 ) -> OnPixels:
-    """Build the model that `--model` names, on the CPU, and try it on one image.
+    """Build the model that `--model` names, on the CPU, and test it with one image.
 
-    With `pretrained` it has timm's weights, and the mean and deviation of their training.
+    With `pretrained` it has timm's weights, and uses the mean and deviation of their training data.
 
     >>> model = build_model("cnn", (1, 28, 28), classes=10, mean=[73.0], std=[90.0])
     >>> model(torch.full((2, 1, 28, 28), 255, dtype=torch.uint8)).shape
@@ -101,7 +101,7 @@ def build_model(
     try:
         network = _find(name, image_shape, classes, pretrained)
         if pretrained:
-            made: Any = network.pretrained_cfg  # for grey images the average of its three channels
+            made: Any = network.pretrained_cfg  # for grey images the channels are averaged
             mean, std = (
                 255 * torch.tensor(made[key]).view(image_shape[0], -1).mean(1)
                 for key in ("mean", "std")
@@ -115,11 +115,11 @@ def build_model(
         words = f"{type(error).__name__}: {words_of(error)}"
         words += f" ({OTHER_BUILD})" if "torchvision::" in words else ""
         raise UsageError(f"--model {name} and an image {image_shape}: {words}") from error
-    found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
     if not isinstance(scores, Tensor) or scores.ndim != 2 or scores.shape[1] < classes:
         raise UsageError(
             f"--model {name}: it should make a score for each of {classes} classes, but makes "
-            f"{found} of one image"
+            f"{shape} of one image"
         )
     return model.train()
 
@@ -155,16 +155,16 @@ def _find(
 
 
 def initialise(model: nn.Module, path: Path) -> None:
-    """Copy into a model what a state dict or checkpoint has for it, in names and shapes."""
-    wanted = model.state_dict()
+    """Load the values of a state dict or checkpoint whose names and shapes fit the model."""
+    state = model.state_dict()
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
         content = content.get("model", content.get("state_dict", content))
-        found = {_WRAPPERS.sub("", name): value for name, value in content.items()} | content
-        fitting = {n: x for n, x in found.items() if n in wanted and x.shape == wanted[n].shape}
+        values = {_WRAPPERS.sub("", name): value for name, value in content.items()} | content
+        fitting = {n: x for n, x in values.items() if n in state and x.shape == state[n].shape}
     except Exception as error:
         raise UsageError(f"--init {path} cannot be read: {words_of(error):.200}") from error
     if not fitting:
-        names = f"it has {next(iter(found), None)} …, the model has {next(iter(wanted), None)} …"
+        names = f"it has {next(iter(values), None)} …, the model has {next(iter(state), None)} …"
         raise UsageError(f"--init {path}: nothing in it fits the model; {names}")
     model.load_state_dict(fitting, strict=False)

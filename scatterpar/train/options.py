@@ -1,4 +1,4 @@
-"""The command line of `python -m scatterpar train`: one field each, read by tyro."""
+"""The command line of `python -m scatterpar train`: a dataclass whose fields tyro reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST_DEFAULT_WARMUP = 5
 _DECISIVE = """data val image_size augment smallest_crop erase mixup cutmix skip_broken model batch
     epochs base_lr warmup_epochs drop_at optimizer layer_decay momentum weight_decay label_smoothing
     clip ema autocast seed"""
-# What numbers must be, in words and as a test, and for which options of all commands.
+# Ranges of numbers: in words, as a test, and the options of all commands that they apply to.
 _POSITIVE = """batch epochs accum micro_batch_size image_size checkpoint_every drop_at shares
     base_lr clip smallest_crop layer_decay ema top val"""
 _NOT_NEGATIVE = """warmup_epochs workers skip_broken erase mixup cutmix momentum weight_decay
@@ -51,13 +51,13 @@ TensorBoard's event file if that is installed. What torchrun starts again goes o
 checkpoint by itself. Exit codes: 0 finished, 1 diverged training, 2 wrong argument
 or data, 130 interrupted, 143 ended by SIGTERM; both keep what was reached."""
 
-# Where None is the default, the help's own words say what that means.
-_told = tyro.conf.arg
-Number = Annotated[int | None, _told(help_behavior_hint="", metavar="N")]
-Rate = Annotated[float | None, _told(help_behavior_hint="", metavar="X")]
-Name = Annotated[str | None, _told(help_behavior_hint="", metavar="NAME")]
-Folder = Annotated[Path | None, _told(help_behavior_hint="", metavar="PATH")]
-Devices = Annotated[tuple[str, ...], _told(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")]
+# If the default is None, the help text says what that means.
+_arg = tyro.conf.arg
+Number = Annotated[int | None, _arg(help_behavior_hint="", metavar="N")]
+Rate = Annotated[float | None, _arg(help_behavior_hint="", metavar="X")]
+Name = Annotated[str | None, _arg(help_behavior_hint="", metavar="NAME")]
+Folder = Annotated[Path | None, _arg(help_behavior_hint="", metavar="PATH")]
+Devices = Annotated[tuple[str, ...], _arg(help_behavior_hint="", metavar="DEVICE [DEVICE ...]")]
 _LISTS = ("--devices", "--shares", "--drop-at")  # their values are separated by spaces or commas
 
 
@@ -114,7 +114,7 @@ class Options:
     # 4096). auto: from 256 on, doubled after an epoch if the gradient's noise scale has reached the
     # double, as long as an epoch keeps 8 steps; needs two replicas
     batch: Annotated[
-        int | Literal["auto"] | None, _told(help_behavior_hint="", metavar="auto|N")
+        int | Literal["auto"] | None, _arg(help_behavior_hint="", metavar="auto|N")
     ] = None
     # how often all images are used
     epochs: int = 20
@@ -155,7 +155,7 @@ class Options:
     # devices' measured pace (default: equal)
     shares: Annotated[
         Literal["auto"] | tuple[float, ...] | None,
-        _told(help_behavior_hint="", metavar="auto|X [X ...]"),
+        _arg(help_behavior_hint="", metavar="auto|X [X ...]"),
     ] = None
     # measure the gradient's noise scale: about the batch beyond which more images buy few steps
     # (McCandlish et al. 2018); needs two replicas
@@ -165,7 +165,7 @@ class Options:
     # compile the network with torch.compile
     compile: bool = False
     # compute in bfloat16 or float16 where that is safe; float16 with a gradient scaler
-    autocast: Annotated[Literal["bfloat16", "float16"] | None, _told(help_behavior_hint="")] = None
+    autocast: Annotated[Literal["bfloat16", "float16"] | None, _arg(help_behavior_hint="")] = None
     # keep images with their channels last in memory, often faster for convolutions
     channels_last: bool = False
 
@@ -173,7 +173,7 @@ class Options:
     wandb: Name = None
     # folder for what is written (default: a new one in runs/; with torchrun runs/train-ID, after
     # its --rdzv-id)
-    out: Annotated[Path, _told(help_behavior_hint="", metavar="PATH")] = field(
+    out: Annotated[Path, _arg(help_behavior_hint="", metavar="PATH")] = field(
         default_factory=lambda: Path("runs") / f"train-{run_id() or time.strftime('%Y%m%d-%H%M%S')}"
     )
     # steps between checkpoints; the last step always has one
@@ -183,43 +183,43 @@ class Options:
     resume: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that decide the run; how work is divided changes rounding alone."""
+        """Return the options that determine the result of the run, up to rounding."""
         return {name: value for name, value in self.record().items() if name in _DECISIVE.split()}
 
     def record(self) -> dict[str, Any]:
-        """Return all options as values that JSON has."""
+        """Return all options as values that JSON can represent."""
         values = dataclasses.asdict(self)
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Turn the command line into options, with the defaults that depend on others."""
-    given: Options = read(Options, arguments, "train")
-    grows, size, warmup = given.batch == "auto", given.micro_batch_size, given.warmup_epochs
-    if given.accum is not None and (grows or size is not None):
+    """Read the command line, and fill in the defaults that depend on other options."""
+    options: Options = read(Options, arguments, "train")
+    grows, size, warmup = options.batch == "auto", options.micro_batch_size, options.warmup_epochs
+    if options.accum is not None and (grows or size is not None):
         raise UsageError(
             "--accum and --micro-batch-size say the same thing twice: give one; --batch auto keeps "
             "the size of a sub-step while the batch grows, so it takes --micro-batch-size"
         )
-    size = size or (None if given.accum else _MICRO_BATCH_SIZE)
+    size = size or (None if options.accum else _MICRO_BATCH_SIZE)
     if warmup is None:
-        warmup = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, given.epochs // 5)
-    for earlier, later in pairwise((warmup, *given.drop_at, given.epochs)):
+        warmup = 0 if grows else min(_LONGEST_DEFAULT_WARMUP, options.epochs // 5)
+    for earlier, later in pairwise((warmup, *options.drop_at, options.epochs)):
         if earlier >= later:
             raise UsageError(
                 f"--warmup-epochs, --drop-at and --epochs must rise, and {later} follows {earlier}"
             )
     return dataclasses.replace(
-        given,
+        options,
         warmup_epochs=warmup,
         micro_batch_size=size,
-        accum=given.accum or 1,
-        measure_noise=given.measure_noise or grows,
+        accum=options.accum or 1,
+        measure_noise=options.measure_noise or grows,
     )
 
 
-def answer(command: str, action: Callable[[], int]) -> int:
-    """Run a command; return its exit code, after one line on stderr where an argument is wrong."""
+def exit_code_of(command: str, action: Callable[[], int]) -> int:
+    """Run a command and return its exit code. A wrong argument prints one line on stderr."""
     try:
         return action()
     except UsageError as error:
@@ -231,23 +231,23 @@ def answer(command: str, action: Callable[[], int]) -> int:
 
 
 def read(kind: type[Any], arguments: Sequence[str], command: str) -> Any:
-    """Read a command's options, those of a `--config` first."""
+    """Read a command's options; those of a `--config` file come first."""
     words = [part for w in arguments for part in (w.split("=", 1) if w[:2] == "--" else [w])]
     files = [later for word, later in pairwise(words) if word == "--config"]
-    given = tyro.cli(
+    options = tyro.cli(
         kind,
         prog=f"python -m scatterpar {command}",
         args=[*_separated([*(word for file in files for word in _of_file(Path(file))), *words])],
         description=f"{inspect.getdoc(kind)}\n\n{kind.examples}",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    for wanted, fits, names in _RANGES:
+    for range_, fits, names in _RANGES:
         for name in names.split():
-            value = getattr(given, name, None)
+            value = getattr(options, name, None)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(fits(x) for x in numbers if isinstance(x, int | float)):
-                raise UsageError(f"--{name.replace('_', '-')}: {value} is not {wanted}")
-    return given
+                raise UsageError(f"--{name.replace('_', '-')}: {value} is not {range_}")
+    return options
 
 
 def _separated(words: Sequence[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The page at the end of a run: one HTML file that needs nothing else, for a person to look at."""
+"""The page at the end of a run: one HTML file, which contains its images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scatterpar.train.data import TEST, Source
 from scatterpar.train.records import Records, best_epoch, of_kind
 from scatterpar.train.training import Evaluation
 
-_DARK = 0.35  # share of a true class, from which its field is too dark for black digits
-_MOST_NUMBERS = 30  # classes; the cells of a larger confusion matrix have colours alone
+_DARK = 0.35  # from this share of a true class on, digits in its field are white
+_MAX_LABELLED = 30  # classes; a larger confusion matrix has colours only
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -47,7 +47,7 @@ $evaluation
 def write_page(
     path: Path, texts: dict[str, str], tested: Evaluation | None, source: Source, records: Records
 ) -> None:
-    """Write the page of a run, beside the curves that it shows: title, subtitle, traffic."""
+    """Write the page. `texts` has the title, the subtitle and the traffic; curves.png exists."""
     steps, epochs = of_kind("step", records), of_kind("epoch", records)
     text = _PAGE.substitute(
         {name: escape(words) for name, words in texts.items()},
@@ -99,7 +99,7 @@ def _matrix(confusion: Tensor, names: tuple[str, ...]) -> str:
     axes, shares = figure.subplots(), confusion / confusion.sum(1, keepdim=True).clamp_min(1)
     axes.imshow(shares.sqrt().numpy(), cmap="Blues", interpolation="nearest", vmin=0, vmax=1.2)
     axes.set(title="Confusion matrix", xlabel="Predicted class", ylabel="True class")
-    if len(names) <= _MOST_NUMBERS:
+    if len(names) <= _MAX_LABELLED:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
         for row, column in confusion.nonzero().tolist():
@@ -131,7 +131,7 @@ def _embedded(content: bytes) -> str:
 
 
 def _time(steps: Records) -> str:
-    """Show where the time of training went, in all sessions."""
+    """The training time by phase, over all sessions."""
     parts, whole = Counter[str](), sum(r["seconds_whole"] for r in steps)
     for step in steps:
         parts.update(step["seconds"])

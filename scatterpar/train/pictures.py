@@ -1,4 +1,4 @@
-"""Pictures in files: torchvision finds them, timm varies them, each with its own random numbers."""
+"""Pictures in files: torchvision finds them, timm varies them, with random numbers per picture."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from scatterpar.train.data import (
 from scatterpar.train.machines import random_states, seed_host, seed_of, set_random_states
 from scatterpar.train.options import Options
 
-IMAGENET_MEAN = (123.675, 116.28, 103.53)  # of 0 to 255; that of models trained there
+IMAGENET_MEAN = (123.675, 116.28, 103.53)  # for pixels from 0 to 255
 IMAGENET_STD = (58.395, 57.12, 57.375)
 LARGEST_DEFAULT_SIZE = 224
-_SMALL = 128  # pixels; below, images are usually made at that size, and have no edges to spare
+_SMALL = 128  # pixels; smaller images usually have no edges that can be cut off
 _OPERATORS: list[torch.library.Library] = []
 _INSTALL = "pip install -c constraints.txt -e"
 OTHER_BUILD = (
@@ -43,10 +43,10 @@ OTHER_BUILD = (
 
 
 def library(module: str) -> Any:
-    """Import a module of torchvision or timm, also beside a torch that they were not built for.
+    """Import a module of torchvision or timm, even if torchvision was built for another torch.
 
-    Torchvision's compiled operators, which detect objects, are not there then. Nothing here needs
-    them: their names alone let the import go on.
+    Then its compiled operators, for object detection, cannot be loaded. The tool does not need
+    them, and the import succeeds if their names are defined.
     """
     try:
         importlib.import_module("torchvision.ops")
@@ -71,10 +71,10 @@ def library(module: str) -> Any:
 
 @functools.cache
 def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[Any, Any]]:
-    """What is done to each picture of a part, and to a piece; each process makes its own.
+    """For each part, the transforms of a picture and of a piece; made once per process.
 
-    Test pictures are the middle, after the shorter side was brought to 8/7 of the size: 256 for
-    224, the size itself below 128. All come out as uint8 (3, size, size).
+    Test pictures are scaled so that the shorter side is 8/7 of the size (256 for 224; below 128 the
+    size itself), and the middle is used. Pictures become uint8 (3, size, size).
     """
     v2 = library("torchvision.transforms.v2")
     policy = options.augment if options.augment != "crop" else None
@@ -92,10 +92,10 @@ def _transforms(size: int, options: Options, classes: int) -> dict[str, tuple[An
                 f"rand-m9-mstd0.5 ({words_of(error)})"
             ) from error
         for op in (op for step in varied.transforms for op in getattr(step, "ops", ())):
-            if "Posterize" in op.name:  # down to no bits, which Pillow 13 refuses
+            if "Posterize" in op.name:  # Pillow 13 refuses zero bits
                 op.level_fn = functools.partial(_some_bits, op.level_fn)
     if options.erase:
-        grey = [round(value) for value in IMAGENET_MEAN]  # zero once it is standardised
+        grey = [round(value) for value in IMAGENET_MEAN]  # standardised, this is zero
         varied = v2.Compose([varied, v2.RandomErasing(options.erase, value=grey)])
     mixing = [
         kind(alpha=alpha, num_classes=classes)
@@ -110,7 +110,7 @@ def _some_bits(level: Callable[..., tuple[int]], *strength: Any) -> tuple[int]:
 
 
 class Files:
-    """Names of files and their labels, as one tensor each, which worker processes share."""
+    """Names of files, and their labels: two tensors, which worker processes share."""
 
     def __init__(self, found: Sequence[tuple[str, int]]) -> None:
         encoded = [os.fsencode(name) for name, _ in found]
@@ -128,7 +128,7 @@ class Files:
 
 @dataclass
 class Pictures:
-    """Pairs of a picture, decoded or a file, and a label; with a title where that has the names."""
+    """Pairs of a picture, decoded or the name of a file, and a label. Data sets have a title."""
 
     pairs: Any
     title: str = ""
@@ -137,24 +137,24 @@ class Pictures:
         return len(self.pairs)
 
     def name(self, row: int) -> str:
-        """Return the file's name, or the set's and the row."""
+        """Return the name of the file, or the title of the data set and the row."""
         return f"{self.title}, image {row}" if self.title else str(self.pairs[row][0])
 
     def open(self, row: int) -> tuple[Any, int]:
-        """Decode the picture; return it in RGB with its label."""
+        """Decode a picture. Returns it in RGB, and its label."""
         from PIL import Image
 
-        found, label = self.pairs[row]
-        image = found if isinstance(found, Image.Image) else Image.open(found)
+        picture, label = self.pairs[row]
+        image = picture if isinstance(picture, Image.Image) else Image.open(picture)
         return image.convert("RGB"), int(label)
 
 
 class PictureData(Source):
-    """Pictures to train and to test on; each reading decodes them anew.
+    """Pictures to train and to test on, which are decoded each time they are read.
 
-    What is random about an image is decided by the seed, the epoch and its row alone. So it is
-    the same in every worker, and in a run that goes on in the middle of an epoch. (Mixing
-    images with each other is decided by the first row of what is read together.)
+    The random variation of an image depends only on the seed, the epoch and its row, so it is the
+    same in every worker and after a resume within an epoch. How images of a piece are mixed depends
+    on the first row of the piece.
     """
 
     train: Pictures
@@ -166,16 +166,16 @@ class PictureData(Source):
         size = options.image_size or min(LARGEST_DEFAULT_SIZE, _first_size(train))
         statistics = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
         super().__init__(options.data, train, test, classes, (3, size, size), *statistics)
-        self._how = size, options, len(classes)
-        _transforms(*self._how)  # to say at once what is missing
+        self._transform_args = size, options, len(classes)
+        _transforms(*self._transform_args)  # raises now if a library is missing
 
     def read(self, part: str, rows: Tensor, epoch: int) -> Images:
         """Decode and transform rows of a part, as they are in an epoch."""
         pictures = self.train if part == TRAIN else self.test
-        transform, mix = _transforms(*self._how)[part]
-        found: list[tuple[Tensor, int, int]] = []
+        transform, mix = _transforms(*self._transform_args)[part]
+        rows_read: list[tuple[Tensor, int, int]] = []
         broken: list[Broken] = []
-        seed, before = self._how[1].seed, random_states()
+        seed, before = self._transform_args[1].seed, random_states()
         try:
             for row in rows.tolist():
                 try:
@@ -186,11 +186,11 @@ class PictureData(Source):
                     broken.append(Broken(pictures.name(row), words_of(error)))
                     continue
                 seed_host(seed_of(seed, epoch, row))
-                found.append((transform(picture), label, row))
-            if not found:
+                rows_read.append((transform(picture), label, row))
+            if not rows_read:
                 empty = torch.empty(0)
                 return Images(empty, empty, empty, broken)
-            images, labels, numbers = zip(*found, strict=True)
+            images, labels, numbers = zip(*rows_read, strict=True)
             stacked, targets = torch.stack(images), torch.tensor(labels)
             if mix is not None:
                 seed_host(seed_of(seed, epoch, -1 - int(rows[0])))
@@ -202,7 +202,7 @@ class PictureData(Source):
 
 
 def open_data(options: Options) -> Source:
-    """Open what `--data` names."""
+    """Open the data that `--data` names."""
     try:
         return _open(options, Path(options.data).expanduser())
     except UsageError as error:
@@ -245,7 +245,7 @@ def _folders_in(folder: Path) -> list[str]:
 
 
 def _split(pictures: Pictures, part: float) -> tuple[Pictures, Pictures]:
-    """Return the pictures to train on and, from each class, those to test on; same in every run."""
+    """Split each class into pictures to train on and to test on, in the same way in every run."""
     labels, train, test = pictures.pairs.labels, list[int](), list[int]()
     generator = torch.Generator().manual_seed(0)
     for label in labels.unique():
@@ -262,17 +262,17 @@ def _split(pictures: Pictures, part: float) -> tuple[Pictures, Pictures]:
 
 
 def find_files(folder: Path, classes: Sequence[str], allow_empty: bool = False) -> Pictures:
-    """Find the pictures in the folders of classes, as deep as they lie, but for hidden ones."""
-    found, start = library("torchvision.datasets.folder"), len(str(folder))
+    """Find the pictures in the folders of classes, at any depth, except hidden ones."""
+    finder, start = library("torchvision.datasets.folder"), len(str(folder))
     numbers = {name: number for number, name in enumerate(classes)}
 
     def is_picture(path: str) -> bool:
-        return f"{os.sep}." not in path[start:] and bool(found.is_image_file(path))
+        return f"{os.sep}." not in path[start:] and bool(finder.is_image_file(path))
 
     try:
-        samples = found.make_dataset(str(folder), numbers, None, is_picture, allow_empty)
+        samples = finder.make_dataset(str(folder), numbers, None, is_picture, allow_empty)
     except FileNotFoundError as error:
-        endings = ", ".join(found.IMG_EXTENSIONS)
+        endings = ", ".join(finder.IMG_EXTENSIONS)
         raise UsageError(f"{folder}: {words_of(error)} Pictures end in {endings}") from error
     if not samples:
         raise UsageError(f"{folder} holds no pictures")
@@ -313,10 +313,10 @@ def _open_by_name(options: Options) -> Source:
 
 
 def _first_size(pictures: Pictures) -> int:
-    """Return the shorter side of the first picture that can be read."""
+    """Return the shorter side of the first readable picture."""
     for row in range(len(pictures)):
         try:
             return int(min(pictures.open(row)[0].size))
-        except Exception:  # it is named when its turn comes
+        except Exception:  # the feed reports it later
             continue
     raise UsageError(f"no image can be read: {pictures.name(0)} and all others are broken")

@@ -1,4 +1,4 @@
-"""`python -m scatterpar predict`: classes and scores of pictures, on all devices."""
+"""`python -m scatterpar predict`: write classes and scores of pictures, on all devices."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ from scatterpar.train.data import TEST, UsageError, words_of
 from scatterpar.train.feed import Feed, Request
 from scatterpar.train.machines import choose_devices
 from scatterpar.train.models import BUILT_IN, OnPixels, build_model
-from scatterpar.train.options import Devices, Folder, Name, Number, Options, answer, read
+from scatterpar.train.options import Devices, Folder, Name, Number, Options, exit_code_of, read
 from scatterpar.train.pictures import PictureData, find_files
 from scatterpar.train.training import scored
 
-_KNOWN = (BUILT_IN, "torchvision.models", "timm")  # whose models a checkpoint may name by itself
-_TOGETHER = 1024  # pictures
+_KNOWN = (
+    BUILT_IN,
+    "torchvision.models",
+    "timm",
+)  # a checkpoint may name their models without --model
+_BATCH = 1024  # pictures
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PredictOptions:
     """Write the classes of all pictures in a folder, with their scores, as CSV: a line a file."""
 
     examples: ClassVar[str] = """examples:
@@ -58,50 +62,50 @@ class Wanted:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool; return the exit code: 0, 2 for a wrong argument or picture, 130 interrupted."""
-    return answer("predict", lambda: predict(read(Wanted, arguments, "predict")))
+    """Run the tool. Returns the exit code: 0; 2: wrong argument or picture; 130: interrupted."""
+    return exit_code_of("predict", lambda: predict(read(PredictOptions, arguments, "predict")))
 
 
-def predict(wanted: Wanted) -> int:
+def predict(options: PredictOptions) -> int:
     """Write the classes of all pictures."""
-    files = find_files(wanted.folder, [""], allow_empty=True)
-    model, about = _load_model(wanted)
+    files = find_files(options.folder, [""], allow_empty=True)
+    model, about = _load_model(options)
     classes, size = tuple(about["class_names"]), about["image_shape"][1]
     data = PictureData(Options(image_size=size, augment="none"), files, files, classes)
     default = () if torch.accelerator.is_available() else ("cpu",)
-    devices = choose_devices(wanted.devices or default)
-    coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_TOGETHER))
-    model, rows = model.to(devices[0]).eval(), wanted.micro_batch_size
+    devices = choose_devices(options.devices or default)
+    coming = (Request(TEST, rows) for rows in torch.arange(len(files)).split(_BATCH))
+    model, rows = model.to(devices[0]).eval(), options.micro_batch_size
     warn = functools.partial(print, file=sys.stderr)
-    top, table = min(wanted.top, len(classes)), io.StringIO()
+    top, table = min(options.top, len(classes)), io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    numbers = ["", *(f"_{n}" for n in range(2, top + 1))]
-    writer.writerow(["file", *(f"{head}{n}" for n in numbers for head in ("class", "score"))])
+    suffixes = ["", *(f"_{n}" for n in range(2, top + 1))]
+    writer.writerow(["file", *(f"{head}{end}" for end in suffixes for head in ("class", "score"))])
     with (
         ScatterOnceParallel(model, device_ids=devices, micro_batch_size=rows) as engine,
-        Feed(data, coming, wanted.workers, wanted.skip_broken, warn) as feed,
+        Feed(data, coming, options.workers, options.skip_broken, warn) as feed,
     ):
-        for found, scores in scored(engine, feed, len(files)):
+        for batch, scores in scored(engine, feed, len(files)):
             best = map(Tensor.tolist, scores.softmax(1).topk(top))
-            for row, values, places in zip(found.rows.tolist(), *best, strict=True):
-                name = os.path.relpath(files.name(row), wanted.folder)
-                pairs = zip(places, values, strict=True)
+            for row, values, numbers in zip(batch.rows.tolist(), *best, strict=True):
+                name = os.path.relpath(files.name(row), options.folder)
+                pairs = zip(numbers, values, strict=True)
                 writer.writerow([name, *(x for i, v in pairs for x in (classes[i], f"{v:.6f}"))])
-    if wanted.out is None:
+    if options.out is None:
         sys.stdout.write(table.getvalue())
     else:
-        with written(wanted.out) as file:
+        with written(options.out) as file:
             file.write(os.fsencode(table.getvalue()))
     return 0
 
 
-def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
-    """Build the model that a checkpoint is of, with the weights that its run would test with."""
-    state = load(wanted.checkpoint)
+def _load_model(options: PredictOptions) -> tuple[OnPixels, dict[str, Any]]:
+    """Build the model of a checkpoint, with the weights that its run would test."""
+    state = load(options.checkpoint)
     about, name = state["about"], state["about"]["model"]
-    if name != wanted.model and name.partition(":")[0] not in _KNOWN:
+    if name != options.model and name.partition(":")[0] not in _KNOWN:
         raise UsageError(
-            f"{wanted.checkpoint} is of --model {name}, which is code from elsewhere: give "
+            f"{options.checkpoint} is of --model {name}, which is code from elsewhere: give "
             f"--model {name} if it may be called"
         )
     shape, classes = tuple(about["image_shape"]), len(about["class_names"])
@@ -111,6 +115,6 @@ def _load_model(wanted: Wanted) -> tuple[OnPixels, dict[str, Any]]:
     try:
         model.network.load_state_dict(state["model"] | averaged)
     except RuntimeError as error:
-        words = f"{wanted.checkpoint} does not fit --model {name}: {words_of(error):.200}"
+        words = f"{options.checkpoint} does not fit --model {name}: {words_of(error):.200}"
         raise UsageError(words) from error
     return model, about

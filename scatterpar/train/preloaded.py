@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that its workers share it."""
+"""Imports that the fork server makes once, so that its workers share them."""
 
 import atexit
 import contextlib
@@ -8,8 +8,8 @@ import sys
 from scatterpar.train.data import UsageError
 from scatterpar.train.pictures import library
 
-with contextlib.suppress(UsageError):  # whoever needs it says so
+with contextlib.suppress(UsageError):  # raised again where it is needed
     library("torchvision.transforms.v2")
     library("timm.data")
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
-    atexit.register(os._exit, 0)  # to take torch down takes seconds on a busy machine
+    atexit.register(os._exit, 0)  # torch's own exit takes seconds on a busy machine

@@ -1,4 +1,4 @@
-"""What a run writes: records as lines of JSON and to two loggers, its versions, and curves."""
+"""The records of a run (lines of JSON, and two loggers), its versions, and curves."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Records = list[dict[str, Any]]
 
 
 class Metrics:
-    """A file with one JSON object a line, each with its `"kind"`, and the same in memory.
+    """Records in a file, one JSON object per line, each with its `"kind"`, and in memory.
 
-    Records of steps and epochs also go to TensorBoard's event file, if that is installed, and to a
-    project of Weights & Biases, if one is given. Without a path the records stay in memory. The
-    first `kept` steps of earlier sessions are kept.
+    Records of steps and epochs are also written to TensorBoard's event file, if that is installed,
+    and to a project of Weights & Biases, if one is given. Without a path there is no file. The
+    records of the first `earlier_steps` steps of earlier sessions stay in the file.
     """
 
-    def __init__(self, path: Path | None, kept: int = 0, wandb: str | None = None) -> None:
+    def __init__(self, path: Path | None, earlier_steps: int = 0, wandb: str | None = None) -> None:
         self.records: Records = []
         self._file: TextIO | None = None
         self._board: Any = None
         self._wandb: Any = None
         if path is None:
             return
-        self.records = _earlier_records(path, kept) if kept else []
+        self.records = _earlier_records(path, earlier_steps) if earlier_steps else []
         with written(path) as file:
             file.write("".join(map(_line, self.records)).encode())
         if wandb is not None:
@@ -47,10 +47,10 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
         with contextlib.suppress(ImportError):
             module = importlib.import_module("torch.utils.tensorboard")
-            self._board = module.SummaryWriter(str(path.parent), purge_step=kept)
+            self._board = module.SummaryWriter(str(path.parent), purge_step=earlier_steps)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a record; numbers that JSON does not have (NaN, infinities) are null."""
+        """Append a record; NaN and infinities, which JSON lacks, become null."""
         text = json.dumps({"kind": kind, **fields})
         record = json.loads(text, parse_constant=lambda _: None)
         self.records.append(record)
@@ -73,7 +73,7 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # of a full disk: it was said before
+        with contextlib.suppress(OSError):  # a full disk was reported before
             for file in (self._file, self._board):
                 if file is not None:
                     file.close()
@@ -82,7 +82,7 @@ class Metrics:
 
 
 def _wandb_run(project: str, folder: Path) -> Any:
-    """Start a run of Weights & Biases, in a group with the folder's earlier sessions."""
+    """Start a run of Weights & Biases, grouped with earlier sessions in the same folder."""
     try:
         wandb = importlib.import_module("wandb")
         run = wandb.init(project=project, dir=folder, group=folder.name)
@@ -108,7 +108,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _earlier_records(path: Path, steps: int) -> Records:
-    """Return the records up to step `steps`; the last line of a killed process may be cut off."""
+    """Return the records up to step `steps`. An incomplete last line is ignored."""
     records = []
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -117,7 +117,7 @@ def _earlier_records(path: Path, steps: int) -> Records:
 
 
 def provenance(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Return the command, versions, devices, and the commit of the folder that it started in."""
+    """Return the command, the versions, the devices, and the commit of the current folder."""
     versions, commit = {"python": platform.python_version()}, None
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

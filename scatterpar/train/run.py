@@ -1,4 +1,4 @@
-"""A whole run: set up, train epoch by epoch, keep checkpoints, and report what was reached."""
+"""A run of the tool: set up, train epoch by epoch, write checkpoints, and report the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scatterpar.train.machines import (
     run_id,
     seed_host,
 )
-from scatterpar.train.options import LARGE_BATCH, Options, answer, parse
+from scatterpar.train.options import LARGE_BATCH, Options, exit_code_of, parse
 from scatterpar.train.page import write_page
 from scatterpar.train.pictures import open_data
 from scatterpar.train.records import Metrics, best_epoch, draw_curves, of_kind, provenance
@@ -43,21 +43,21 @@ from scatterpar.train.training import (
     train_epoch,
 )
 
-_LINE_SECONDS = 10.0  # between lines where there is no bar
+_LINE_SECONDS = 10.0  # between lines, without a progress bar
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tool; return the exit code, after one line on stderr where an argument is wrong."""
-    return answer("train", lambda: run(parse(arguments)))
+    """Run the tool. Returns the exit code. A wrong argument prints one line on stderr."""
+    return exit_code_of("train", lambda: run(parse(arguments)))
 
 
 def run(options: Options) -> int:
     """Train as the options say; return the exit code."""
-    tqdm.monitor_interval = 0  # no thread that watches over bars: every step updates them
+    tqdm.monitor_interval = 0  # tqdm starts no thread: every step updates the bar
     devices, source = choose_devices(options.devices), open_data(options)
     with connected(devices) as machines:
         if options.check_data:
-            machines.first_does(lambda: _look_at(source, options))
+            machines.first_does(lambda: _check_pictures(source, options))
         torch.manual_seed(options.seed)
         seed_host(options.seed)
         with make_engine(options, source, devices, machines) as engine:
@@ -78,8 +78,8 @@ def run(options: Options) -> int:
                 return code
 
 
-def _look_at(source: Source, options: Options) -> None:
-    """Look at all pictures; write the list of broken ones, and end the run if they are too many."""
+def _check_pictures(source: Source, options: Options) -> None:
+    """Read all pictures, and write a list of broken ones. Raises if there are too many of them."""
     parts, path = {TRAIN: source.train, TEST: source.test}, options.out / "broken.txt"
     total, broken = sum(map(len, parts.values())), list[Broken]()
     requests = [
@@ -105,7 +105,7 @@ def _look_at(source: Source, options: Options) -> None:
 
 
 def _resume(training: Training, options: Options) -> Progress:
-    """Go on where an earlier attempt stopped, where that is what is wanted."""
+    """Load the checkpoint of an earlier attempt, with --resume or after a restart by torchrun."""
     path = options.out / checkpoint.FILE
     state = checkpoint.find(path, training.machines)
     if state is None:
@@ -114,17 +114,17 @@ def _resume(training: Training, options: Options) -> Progress:
         return Progress()
     if not options.resume and (run_id() is None or state["job"] != run_id()):
         raise UsageError(f"there is a {path}: --resume goes on from it, another --out starts anew")
-    wanted = options.settings()
+    settings = options.settings()
     for name, saved in state["settings"].items():
-        if wanted.get(name) != saved:
+        if settings.get(name) != saved:
             option = "--" + name.replace("_", "-")
-            raise UsageError(f"{path} is of a run with {option} {saved}, not {wanted.get(name)}")
+            raise UsageError(f"{path} is of a run with {option} {saved}, not {settings.get(name)}")
     return checkpoint.restore(state, training)
 
 
 @dataclass
 class Run:
-    """The epochs of one run, and what has been reached so far."""
+    """The epochs of one run, and its results so far."""
 
     training: Training
     feed: Feed
@@ -133,12 +133,12 @@ class Run:
     metrics: Metrics
     tested: Evaluation | None = None  # the last test
     stopping: Stopping = field(default_factory=Stopping)
-    sent: dict[str, int] = field(default_factory=dict)  # bytes of the step that moved most
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of the step with the most traffic
 
     def __post_init__(self) -> None:
         batches, source = self.training.batches, self.feed.source
         model = self.training.engine.module
-        self._about = {  # what `predict` needs to know
+        self._about = {  # `predict` needs these
             "model": self.options.model,
             "image_shape": list(source.image_shape),
             "class_names": list(source.class_names),
@@ -148,7 +148,7 @@ class Run:
         self._saved = self.progress.step
         self._said = time.perf_counter()
         earlier = max((r.get("elapsed", 0.0) for r in self.metrics.records), default=0.0)
-        self._start = self._said - earlier  # all sessions count
+        self._start = self._said - earlier  # of all sessions
         self._bar = tqdm(
             total=self.options.epochs * batches.rows,
             initial=batches.consumed,
@@ -160,7 +160,7 @@ class Run:
         )
 
     def announce(self) -> None:
-        """Print what is trained on what, and how the work is cut."""
+        """Print the model, the data, and how the work is divided."""
         training, options = self.training, self.options
         parameters = sum(parameter.numel() for parameter in training.engine.parameters())
         print(f"writing to {options.out}\n{self.feed.source}")
@@ -184,7 +184,7 @@ class Run:
         sys.stdout.flush()
 
     def train(self) -> tuple[int, str]:
-        """Train all epochs; return the exit code, and a text that says how it ended."""
+        """Train all epochs. Returns the exit code, and a text that says how the run ended."""
         self._request()
         batches = self.training.batches
         try:
@@ -200,9 +200,9 @@ class Run:
             return 1, f"training diverged ({error}); a lower --base-lr may help; stopped"
         except UsageError as error:
             if isinstance(error, FeedError):
-                if self.stopping.signal:  # its sender may have ended the workers too
+                if self.stopping.signal:  # a signal may have ended the workers, too
                     return self._stop()
-                if self.training.machines.size == 1:  # others would have to take part
+                if self.training.machines.size == 1:  # saving has collectives
                     self._save_if_due(1)
             kept = f"the checkpoint after step {self._saved} is kept: --resume goes on from it"
             kept = kept if self._saved else "no checkpoint was written yet"
@@ -212,14 +212,15 @@ class Run:
         return 0, "finished"
 
     def _request(self) -> None:
-        """Request what this rank wants from here on, while the batch stays as it is."""
+        """Request this rank's batches from now on; the size of the batch must not change."""
         training, options = self.training, self.options
-        together = options.batch if isinstance(options.batch, int) else LARGE_BATCH
-        where = training.batches, self.progress.ended, options.epochs
-        self.feed.request(foresee(*where, len(self.feed.source.test), together, training.machines))
+        test_batch = options.batch if isinstance(options.batch, int) else LARGE_BATCH
+        position = training.batches, self.progress.ended, options.epochs
+        tests = len(self.feed.source.test)
+        self.feed.request(foresee(*position, tests, test_batch, training.machines))
 
     def _stop(self) -> tuple[int, str]:
-        """Keep what was reached, and say how to go on."""
+        """Save a checkpoint, and print the command that resumes the run."""
         self._save_if_due(1)
         number = self.stopping.signal
         if self._saved:
@@ -260,11 +261,11 @@ class Run:
     def _after_step(
         self, epoch: int, rate: float, images: int, report: StepReport, took: dict[str, float]
     ) -> None:
-        """Record a step; `took` has the seconds since the previous one, and those of the feed."""
+        """Record a step. `took` has the seconds since the previous one, and those of waiting."""
         progress, batches, noise = self.progress, self.training.batches, self.training.noise
         progress.step += 1
         progress.loss += report.loss * images / batches.rows
-        # After a test the parameters are there already: the step that moved most is a whole one.
+        # The first step after a test does not send parameters, so it moves less.
         self.sent = max(self.sent, report.bytes, key=lambda sent: sum(sent.values()))
         measured = {"loss": report.loss, "learning_rate": rate, "seconds": report.seconds}
         sent = {"bytes": report.bytes, "messages": report.messages}
@@ -274,7 +275,7 @@ class Run:
         self.metrics.write("step", **where, **measured, **took, **sent, **more)
         part, now = batches.consumed % batches.rows, time.perf_counter()
         if not part:
-            return  # the end of the epoch, which goes on once it has been tested
+            return  # at the end of the epoch the test comes first
         if self._bar.disable and now - self._said >= _LINE_SECONDS:
             self._said = now
             speed = batches.consumed / (now - self._start)
@@ -343,7 +344,7 @@ class Run:
             self._saved = self.progress.step
 
     def finish(self, ending: str) -> None:
-        """Print and record what was reached, and draw it, also where that ended early."""
+        """Print and record the results, and draw them, even if the run ended early."""
         progress, training, out = self.progress, self.training, self.options.out
         if not training.machines.is_first:
             if ending != "finished":

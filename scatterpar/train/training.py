@@ -1,10 +1,10 @@
-"""Training as a user of the engine writes it: its parts, its loop, its tests, rate and batches.
+"""The training loop, its state, evaluation, learning rate and batch size.
 
 While the batch is below the gradient's noise scale, twice the batch needs nearly half the steps
 (McCandlish et al. 2018, arXiv:1812.06162), and the scale rises in the course of training. So with
 `--batch auto` it is doubled between epochs (Smith et al. 2018, arXiv:1711.00489). The learning rate
-is scaled with it (Goyal et al. 2017, arXiv:1706.02677, section 2.1) and goes by the images that
-were used, where schedulers of libraries go by steps or epochs.
+is scaled with it (Goyal et al. 2017, arXiv:1706.02677, section 2.1). It is a function of the images
+that were used; schedulers of libraries count steps or epochs.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from scatterpar.train.options import LARGE_BATCH, Options
 from scatterpar.train.pictures import library
 
 FIRST = 256  # images; `--base-lr` is the rate for them
-FEWEST_UPDATES = 8  # of an epoch; with fewer, training runs out of updates
-_DEFAULT_UPDATES = 50  # of an epoch, at least, with the default batch
+FEWEST_UPDATES = 8  # per epoch; with fewer, training has too few updates
+_DEFAULT_UPDATES = 50  # per epoch, at least, with the default batch
 _FEWEST_AVERAGED = 20
-_WORST = 24  # mistakes that are kept
+_WORST = 24  # mistakes that are shown
 _IGNORED_LABEL = -100  # the `ignore_index` of torch's own losses
 
 
 @dataclass
 class Batches:
-    """The order in which the training rows are used, and how far it has come.
+    """The order in which training rows are used, and the position in it.
 
-    Each epoch is a new random order of all rows, decided by `seed` and the epoch's number
-    alone; its last batch has what is left. `consumed`, the samples used so far, is the whole
-    state; whoever uses a batch adds its rows to it. Between epochs `batch` may change.
+    Each epoch is a new random order of all rows, which depends only on `seed` and the number of the
+    epoch. Its last batch has the remaining rows. The position is `consumed`, the number of samples
+    used so far: after a batch was used, its rows are added. Between epochs `batch` may change.
     """
 
     rows: int
@@ -59,12 +59,12 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The number of epochs finished."""
+        """The number of completed epochs."""
         return self.consumed // self.rows
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches of an epoch, a smaller last one included."""
+        """The number of batches of an epoch, including a smaller last one."""
         return -(-self.rows // self.batch)
 
     def rest_of_epoch(self) -> Iterator[Tensor]:
@@ -80,7 +80,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that changes while training, in one place."""
+    """Everything that changes while training."""
 
     engine: ScatterOnceParallel
     optimizer: Optimizer
@@ -95,27 +95,27 @@ class Training:
     growth: Growth | None = None
 
     def precision(self) -> contextlib.AbstractContextManager[object]:
-        """Compute in `autocast`'s dtype where that is safe, within the context."""
+        """In the body, autocast to the dtype `autocast`, if there is one."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.engine.device_ids[0].type, self.autocast)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model have the average's weights and buffers, if it is kept, in the context."""
+        """In the body, the model has the averaged weights and buffers, if there are any."""
         model = self.engine.module
         if self.average is None:
             yield
             return
-        kept = copy.deepcopy(model.state_dict())
+        saved = copy.deepcopy(model.state_dict())
         model.load_state_dict(self.average.module.state_dict())
         try:
             yield
         finally:
-            model.load_state_dict(kept)
+            model.load_state_dict(saved)
 
     def grow(self) -> bool:
-        """Take a larger batch for the epochs to come if the noise scale has reached one."""
+        """Use a larger batch from now on if the noise scale has reached one. Returns whether."""
         if self.growth is None or self.noise is None:
             return False
         before, batches = self.batches.batch, self.batches
@@ -129,15 +129,15 @@ class Training:
 def train_epoch(
     training: Training, feed: Feed, criterion: nn.Module
 ) -> Iterator[tuple[StepReport, float]]:
-    """Train to the end of the epoch; yield each step's report and learning rate once it is done."""
+    """Train to the end of the epoch. Yields the report and learning rate of each step."""
     batches, epoch = training.batches, training.batches.epoch
     training.engine.train()
     while batches.epoch == epoch:
-        request, found = feed.take()
-        images, labels = found.images, found.labels
+        request, batch = feed.take()
+        images, labels = batch.images, batch.labels
         if not len(labels):
-            # A rank takes part in every step: one without images (fewer rows than ranks, or all
-            # of them broken) passes a black one, whose label the criterion ignores.
+            # Every rank takes part in every step. A rank without images (fewer rows than ranks, or
+            # only broken ones) passes a black image with a label that the criterion ignores.
             images = torch.zeros(1, *feed.source.image_shape, dtype=torch.uint8)
             labels = torch.tensor([_IGNORED_LABEL])
         training.optimizer.zero_grad()
@@ -145,7 +145,7 @@ def train_epoch(
             training.engine.forward_backward(images, labels, criterion, scaler=training.scaler)
         _update(training)
         rate = training.optimizer.param_groups[0]["lr"]
-        batches.consumed += request.of
+        batches.consumed += request.rows_of_all_ranks
         training.scheduler.step()
         report = training.engine.last_step
         assert report is not None, "a step was made"
@@ -155,7 +155,7 @@ def train_epoch(
 
 
 def _update(training: Training) -> None:
-    """Take the optimizer's step, and what belongs to it."""
+    """Clip gradients, take the optimizer's step, and update scaler and average."""
     optimizer, scaler, model = training.optimizer, training.scaler, training.engine.module
     if training.clip is not None:
         scaler.unscale_(optimizer)
@@ -167,7 +167,7 @@ def _update(training: Training) -> None:
 
 
 class Mistake(NamedTuple):
-    """A test image that was taken for something else; the loss says how surely."""
+    """A misclassified test image."""
 
     loss: float
     row: int
@@ -177,7 +177,7 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found on the test images; the mistakes with the highest loss come first."""
+    """The results on the test images. The mistakes with the highest loss come first."""
 
     images: int
     loss: float
@@ -188,32 +188,33 @@ class Evaluation:
 
 
 def scored(engine: ScatterOnceParallel, feed: Feed, rows: int) -> Iterator[tuple[Images, Tensor]]:
-    """Yield the images among the next rows that can be read; and their scores, on the host."""
+    """Yield the readable images of the next ``rows`` rows, batch by batch, with their scores."""
     while rows:
-        request, found = feed.take()
+        request, batch = feed.take()
         rows -= len(request.rows)
-        if len(found.labels):
-            yield found, engine(found.images).float().cpu()[:, : len(feed.source.class_names)]
+        if len(batch.labels):
+            yield batch, engine(batch.images).float().cpu()[:, : len(feed.source.class_names)]
 
 
 @torch.no_grad()
 def evaluate(
     training: Training, feed: Feed, between: Callable[[], None] = lambda: None
 ) -> Evaluation:
-    """Test the model, or the average of its weights where that is kept; each rank its part.
+    """Test the model, with the averaged weights if there are any. Each rank tests a part.
 
-    The feed has this rank's images next. `between` is called after each batch.
+    The next requests of `feed` must be this rank's test images. `between` is called after each
+    batch.
     """
     classes, machines, engine = len(feed.source.class_names), training.machines, training.engine
     tables = [torch.empty(0, 5, dtype=torch.float64)]
     engine.eval()
     rows = len(machines.share(torch.arange(len(feed.source.test))))
     with training.averaged(), training.precision():
-        for found, scores in scored(engine, feed, rows):
-            losses = F.cross_entropy(scores, found.labels, reduction="none")
+        for batch, scores in scored(engine, feed, rows):
+            losses = F.cross_entropy(scores, batch.labels, reduction="none")
             best = scores.topk(min(5, classes)).indices
-            among = (best == found.labels[:, None]).any(1)
-            columns = losses.double(), found.rows, found.labels, best[:, 0], among
+            is_in_top5 = (best == batch.labels[:, None]).any(1)
+            columns = losses.double(), batch.rows, batch.labels, best[:, 0], is_in_top5
             tables.append(torch.stack(columns, 1))
             between()
     table = torch.cat([*chain(*machines.everyones(tables))])
@@ -234,20 +235,26 @@ def evaluate(
 
 
 def foresee(
-    batches: Batches, ended: int, epochs: int, tests: int, together: int, machines: Machines
+    batches: Batches, tested: int, epochs: int, tests: int, test_batch: int, machines: Machines
 ) -> Iterator[Request]:
-    """Yield what this rank wants from where `batches` is to the end of the run, in order.
+    """Yield this rank's requests, in order, from the position of `batches` to the end of the run.
 
-    There are so many test images; so many of them are tested together, over all ranks.
+    Args:
+        batches: the order of the training rows, and the position.
+        tested: the number of epochs after which the model was tested.
+        epochs: the number of epochs of the run.
+        tests: the number of test images.
+        test_batch: how many of them are tested at once, over all ranks.
+        machines: the ranks.
     """
     ahead = copy.copy(batches)
     while True:
         epoch = ahead.epoch
-        if ended < epoch:
-            for rows in machines.share(torch.arange(tests)).split(-(-together // machines.size)):
+        if tested < epoch:
+            for rows in machines.share(torch.arange(tests)).split(-(-test_batch // machines.size)):
                 if len(rows):
                     yield Request(TEST, rows)
-        ended = epoch
+        tested = epoch
         if epoch >= epochs:
             return
         for rows in ahead.rest_of_epoch():
@@ -258,9 +265,9 @@ def foresee(
 def make_scheduler(
     optimizer: Optimizer, batches: Batches, epochs: int, warmup: int, drops: Sequence[int] = ()
 ) -> LRScheduler:
-    """A gradual warm-up; then a cosine to zero, or drops to a tenth. All scaled with the batch.
+    """A gradual warm-up, then a cosine to zero, or drops to a tenth; scaled with the batch.
 
-    The rate is that of where `batches` is, however often the scheduler was stepped.
+    The rate depends on the position of `batches`, not on how often the scheduler was stepped.
     """
 
     def factor(_: int) -> float:
@@ -277,22 +284,22 @@ def make_scheduler(
 
 
 def averaging(steps_per_epoch: int) -> float:
-    """Return the decay of a `NoiseScale` that averages over about an epoch, or 20 steps if more.
+    """Return the decay of a `NoiseScale` that averages over an epoch, or 20 steps if that is more.
 
-    While the batch is much smaller than the noise scale, a step tells little about it.
+    A single step is a poor estimate as long as the batch is much smaller than the noise scale.
     """
     return 1 - 1 / max(_FEWEST_AVERAGED, steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The sizes that a batch may have, the smallest first, and when it takes the next one."""
+    """The sizes that a batch may have, in ascending order, and the rule for the next one."""
 
     sizes: tuple[int, ...]
 
     @classmethod
     def up_to(cls, images: int, fits: Callable[[int], bool] = lambda batch: True) -> Growth:
-        """Double `FIRST` while an epoch keeps `FEWEST_UPDATES`; what does not fit is left out."""
+        """Double `FIRST` while an epoch has `FEWEST_UPDATES`, and keep the sizes that fit."""
         doubled = [min(FIRST, images)]
         while 2 * doubled[-1] * FEWEST_UPDATES <= images:
             doubled.append(2 * doubled[-1])
@@ -309,8 +316,8 @@ def default_batch(images: int, too_few: Callable[[int], int] = lambda batch: 0) 
 
     If some normalisation would have `too_few` rows, return the nearest number with enough rows.
     """
-    most = min(LARGE_BATCH, max(1, images // _DEFAULT_UPDATES))
-    batch = 1 << (most.bit_length() - 1)
+    largest = min(LARGE_BATCH, max(1, images // _DEFAULT_UPDATES))
+    batch = 1 << (largest.bit_length() - 1)
     near = sorted(range(1, min(images, 4 * batch) + 1), key=lambda number: abs(number - batch))
     return next((number for number in near if not too_few(number)), batch)
 
@@ -318,7 +325,7 @@ def default_batch(images: int, too_few: Callable[[int], int] = lambda batch: 0) 
 def make_engine(
     options: Options, source: Source, devices: list[torch.device], machines: Machines
 ) -> ScatterOnceParallel:
-    """Build the model with its first weights, on the first device, and the engine for it."""
+    """Build the model with its initial weights, on the first device, and its engine."""
     classes = len(source.class_names)
     about = source.image_shape, classes, source.mean, source.std
     model = build_model(options.model, *about, pretrained=options.pretrained)
@@ -349,12 +356,12 @@ def make_engine(
 def prepare(
     engine: ScatterOnceParallel, source: Source, options: Options, machines: Machines
 ) -> Training:
-    """Make what changes while training, at its start."""
+    """Make the state of training at the start of a run."""
     images, model, grows = len(source.train), engine.module, options.batch == "auto"
     too_few = partial(_too_few_to_normalise, engine, images, machines)
-    wanted = FIRST if options.batch == "auto" else options.batch
-    # A step has no more images than there are, and the rate belongs to those that it has.
-    batch = default_batch(images, too_few) if wanted is None else min(wanted, images)
+    size = FIRST if options.batch == "auto" else options.batch
+    # A step has at most all images, and the learning rate is scaled for those that it has.
+    batch = default_batch(images, too_few) if size is None else min(size, images)
     batches = Batches(images, batch, options.seed)
     if rows := too_few(batches.batch):
         raise UsageError(
@@ -386,7 +393,7 @@ def prepare(
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
-    """Build torch's optimizer of a name, else timm's; no decay of biases and norms."""
+    """Build torch's optimizer of a name, or timm's; biases and norms have no weight decay."""
     name, decay = options.optimizer.lower(), options.weight_decay
     known = {kind.lower(): x for kind, x in vars(torch.optim).items() if isinstance(x, type)}
     keywords: dict[str, Any] = {"lr": options.base_lr}
@@ -404,14 +411,14 @@ def make_optimizer(model: nn.Module, options: Options) -> Optimizer:
             "one of timm's names)"
         ) from error
     for group in made.param_groups:
-        group["lr"] *= group.pop("lr_scale", 1.0)  # timm's own schedulers would do it
+        group["lr"] *= group.pop("lr_scale", 1.0)  # as timm's schedulers do
     return made
 
 
 def _too_few_to_normalise(
     engine: ScatterOnceParallel, images: int, machines: Machines, batch: int
 ) -> int:
-    """Return the rows of a batch of an epoch that makes micro-batches of one; 0 if all is well."""
+    """Return the size of an epoch's batch that has a micro-batch of one row; 0 if there is none."""
     if not any(isinstance(layer, nn.BatchNorm1d) for layer in engine.module.modules()):
         return 0
     for rows in {min(batch, images), images % batch} - {0}:

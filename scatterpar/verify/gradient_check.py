@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar import torch_private
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, to_numbers
 from scatterpar.replicas.module_copy import module_of
 from scatterpar.step import nested
 from scatterpar.step.markers import unwrap_markers
@@ -139,7 +139,8 @@ def relative_difference(
 def _magnitude(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(tensor.detach().to_dense(), math.inf))
+    largest: float = to_numbers(torch.linalg.vector_norm(tensor.detach().to_dense(), math.inf))
+    return largest
 
 
 def _plain(

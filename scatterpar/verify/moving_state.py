@@ -2,63 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from scatterpar.replicas.broadcast import versions
+from scatterpar.devices.transfers import to_host
+from scatterpar.replicas.broadcast import version
 from scatterpar.replicas.buffers import RUNNING
 from scatterpar.replicas.replicas import ReplicaSet
+from scatterpar.step.substeps import ReplicaTask
 
 _SHOWN = 5  # names in a warning
 
 
 class StateWatch:
-    """Finds which state of the first replica has changed since the watch was made."""
+    """Finds which state the sub-steps change more than once, or differently on each replica.
 
-    def __init__(self, replica_sets: Sequence[ReplicaSet]) -> None:
-        self._sets = [part for part in replica_sets if part.replicas]
-        self._versions = [
-            dict(zip(map(id, found), versions(found), strict=True))
-            for part in self._sets
-            if (found := part.replicas[0].tensors) is not None
-        ]
+    What only the first sub-step changes, such as a table that it fills, is not found.
+    """
+
+    def __init__(self, parts: Sequence[ReplicaSet], tasks: Sequence[ReplicaTask]) -> None:
+        self._parts = [part for part in parts if part.replicas]
+        self._is_single = len(tasks[0].share.micro_batches) == 1
+        self._before = self._start = self._state(0)
+        tasks[0].loader.on_load = self._note_second
+
+    def _note_second(self, number: int) -> None:
+        if number == 1 and self._before is self._start:
+            self._before = self._state(0)
 
     def moved(self) -> list[str]:
         """The names of buffers, and of attributes with a number or tensor, that have changed."""
-        pairs = zip(self._sets, self._versions, strict=True)
-        return [*chain(*(_moved(part, before) for part, before in pairs))]
+        now = self._state(0)
+        names = [name for name in self._start if name in now and self._has_moved(name, now[name])]
+        if names and self._is_single:
+            other = self._state(1)
+            names = [name for name in names if name in other and _differ(now[name], other[name])]
+        return names
+
+    def _has_moved(self, name: str, now: tuple[Any, int]) -> bool:
+        (before, earlier), (value, later) = self._before.get(name, (None, 0)), now
+        if isinstance(value, Tensor):
+            return isinstance(before, Tensor) and (value is not before or later != earlier)
+        return type(before) in (int, float) and value != before
+
+    def _state(self, number: int) -> dict[str, tuple[Any, int]]:
+        """The buffers of replica ``number``, and its attributes, each with a tensor's version."""
+        found = {}
+        for part in self._parts:
+            replica = part.replicas[number]
+            roots = [root for root in part.roots if isinstance(root, nn.Module)]
+            for prefix, module in (each for root in roots for each in root.named_modules()):
+                own = vars(replica.copy_of(module))
+                named = [("buffer", n, v) for n, v in own["_buffers"].items() if n not in RUNNING]
+                named += [("attribute", n, v) for n, v in own.items() if n[0] != "_"]
+                for kind, name, value in named:
+                    place = f"the {kind} {f'{prefix}.' * bool(prefix) + name!r}"
+                    if isinstance(value, Tensor) and value.grad_fn is None:
+                        found[place] = value, version(value)
+                    elif type(value) in (int, float):
+                        found[place] = value, 0
+        return found
 
 
-def _moved(part: ReplicaSet, before: dict[int, int]) -> Iterator[str]:
-    replica = part.replicas[0]
-    for root in part.roots:
-        for prefix, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            copy = replica.copy_of(module)
-            prefix = f"{prefix}." if prefix else ""
-            for name, value in module._buffers.items():
-                now = copy._buffers.get(name)
-                if name in RUNNING or value is None:
-                    continue
-                if now is not replica.copy_of(value) or before.get(id(now)) not in (
-                    None,
-                    now._version,
-                ):
-                    yield f"the buffer {prefix + name!r}"
-            own = vars(copy)
-            for name, value in vars(module).items():
-                if name[0] != "_" and _differs(own.get(name), value, replica.copy_of, before):
-                    yield f"the attribute {prefix + name!r}"
-
-
-def _differs(now: Any, value: Any, copy_of: Callable[[Any], Any], before: dict[int, int]) -> bool:
-    if isinstance(value, Tensor):
-        if not isinstance(now, Tensor) or now.grad_fn is not None:  # each pass computes it anew
-            return False
-        return now is not copy_of(value) or before.get(id(now)) not in (None, now._version)
-    return type(value) in (int, float) and type(now) in (int, float) and now != value
+def _differ(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    if isinstance(one[0], Tensor) and isinstance(other[0], Tensor):
+        return not torch.equal(*to_host([one[0], other[0]]))
+    return bool(one[0] != other[0])
 
 
 def warning_about(moved: Sequence[str], sub_steps: int) -> str:

@@ -1,4 +1,4 @@
-"""Compute one sub-step of a step alone: the user's own module, in plain torch and one thread."""
+"""Compute one sub-step of a step alone, with the user's own module, in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scatterpar import torch_private
 from scatterpar.devices.fingerprints import same_bits
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices.transfers import Transfers, write
 from scatterpar.plan import Plan, Share
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot
 from scatterpar.step.criterion_closure import closure_tensors_and_modules, training_buffers
@@ -42,17 +42,17 @@ def replay(
     generators: Generators,
     workers: Workers,
 ) -> tuple[Tensor | None, Any]:
-    """Compute the sub-step at ``place``, a pair of replica and sub-step numbers.
+    """Compute the sub-step at ``place``: the numbers of a replica and a sub-step.
 
-    ``generators`` are those of the step, or new ones. Returns the loss and the output. The state of
-    modules, tensors and generators is restored.
+    ``generators`` are those of the step, or new ones. Returns the loss and the output, and restores
+    the state of modules, tensors and generators.
     """
     share = _share_at(plan, *place)
     replica, last = place
     device = plan.shares[0].device
     roots = [module, *closure_tensors_and_modules(request.criterion)]
     request = request.in_order(plan.order)
-    here = replace(plan, shares=(replace(share, device=device),))
+    on_master = replace(plan, shares=(replace(share, device=device),))
     # If forward passes write buffers, these are right only after the earlier sub-steps have run.
     first, state = generators.to_draw_again(replica, 0 if training_buffers(roots) else last)
 
@@ -63,7 +63,7 @@ def replay(
                 request, plan, micro_batches(request.batch, plan, request.dim)
             )
         with Transfers() as transfers:
-            (loader,) = scatter(request.batch, here, request.dim, transfers)
+            (loader,) = scatter(request.batch, on_master, request.dim, transfers)
             task = ReplicaTask(share, module, loader, request.criterion, weights.by_share[replica])
             put_all(state)
             for number in range(first, last):
@@ -76,24 +76,24 @@ def replay(
             return _sub_step(task, request, last)
 
     threads = torch.get_num_threads()
-    with _left_alone(roots, device), torch_private.uncompiled():
+    with _state_restored(roots, device), torch_private.uncompiled():
         try:
             if len(plan.shares) > 1:  # the number of threads changes the order of sums in kernels
                 torch.set_num_threads(max(1, threads // workers.count))
-            found: tuple[Tensor | None, Any]
-            (found,) = workers.parallel_apply([run], [()], devices=[device])
-            return found
+            result: tuple[Tensor | None, Any]
+            (result,) = workers.parallel_apply([run], [()], devices=[device])
+            return result
         finally:
             torch.set_num_threads(threads)
 
 
 def _sub_step(task: ReplicaTask, request: Request, number: int) -> tuple[Tensor | None, Any]:
-    """Run forward, loss and backward; with ``whole_batch`` forward only, and the loss is None."""
-    rows, keep = task.loader.load(number), request.return_outputs or True
+    """Run forward, loss and backward. With ``whole_batch`` forward only; the loss is ``None``."""
+    rows, return_outputs = task.loader.load(number), request.return_outputs or True
     if request.whole_batch:
-        return None, detached_output(output_at(task, rows), keep)
+        return None, detached_output(output_at(task, rows), return_outputs)
     output, loss = forward(task, rows)
-    output = detached_output(output, keep)
+    output = detached_output(output, return_outputs)
     factor = task.weights[number] * request.scale
     if factor and request.backward:
         if not loss.requires_grad:
@@ -108,11 +108,11 @@ def _sub_step(task: ReplicaTask, request: Request, number: int) -> tuple[Tensor 
 
 
 @contextlib.contextmanager
-def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """After the body, restore random state, modules and tensors; in it, leaves have no hooks."""
-    survey = ModuleContents(roots)
-    snapshot = Snapshot(survey.containers)
-    values = [(tensor, tensor.detach().clone()) for tensor in survey.tensors.values()]
+def _state_restored(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
+    """Restore random state, modules and tensors after the body; in it, leaves have no hooks."""
+    module_contents = ModuleContents(roots)
+    snapshot = Snapshot(module_contents.containers)
+    values = [(tensor, tensor.detach().clone()) for tensor in module_contents.tensors.values()]
     leaves = [tensor for tensor, _ in values if tensor.requires_grad and tensor.is_leaf]
     gradients = [leaf.grad for leaf in leaves]
     with preserve_user_state((), [device]), torch_private.hooks_taken_off(leaves):
@@ -126,7 +126,7 @@ def _left_alone(roots: Sequence[Any], device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for tensor, value in values:
                     if not same_bits(tensor, value):
-                        tensor.detach().copy_(value)
+                        write(tensor.detach(), value)
             if not snapshot.unchanged():
                 snapshot.restore()
 

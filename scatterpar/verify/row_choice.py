@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from scatterpar.devices.fingerprints import to_host
+from scatterpar.devices.runtime import HOST
+from scatterpar.devices.transfers import to_device, to_host, to_numbers
 from scatterpar.step import nested
 from scatterpar.step.markers import Marker, all_tensors
 from scatterpar.step.request import Request
 
-# Of parts, by the number of rows.
-_SIZES = [*[()] * 2, (1, 1), (1, 1, 1), (3, 1), (3, 2), (3, 2, 1), (4, 2, 1), (3, 3, 2), (4, 3, 2)]
 _LARGEST = 2**22  # tensors of more elements are not searched
+_WORDS = 1000  # more labels are words, whose highest number tells nothing
 
 Parts = Sequence[Sequence[int]]
 
@@ -57,7 +57,8 @@ def _is_dense(leaf: Any) -> bool:
 def value_ranges(tensors: Iterable[Tensor]) -> list[float]:
     """The lowest and highest numbers of each tensor, and whether rows of labels end in padding.
 
-    Padding is a repeated value. Numbers that are not integers count by their sign and power of two.
+    Padding is a repeated value. Numbers of large ranges, and all that are not integers, count by
+    their sign and power of two.
     """
     asked: list[Tensor] = []
     labels: list[bool] = []
@@ -72,7 +73,8 @@ def value_ranges(tensors: Iterable[Tensor]) -> list[float]:
     reach: list[float] = []
     for k, whole in enumerate(labels):
         lowest, highest, *repeats = numbers[4 * k : 4 * k + 4]
-        reach += [-lowest, highest] if whole else [_roughly(-lowest), _roughly(highest)]
+        small = whole and highest <= _WORDS
+        reach += [-lowest, highest] if small else [_roughly(-lowest), _roughly(highest)]
         reach += repeats
     return reach
 
@@ -91,25 +93,22 @@ def choose_rows(
     max_rows: int,
     ignored_labels: Iterable[int] = (),
     variant: int = 0,
-) -> list[Parts]:
-    """Two choices of rows, each in parts of different sizes, which differ as much as possible.
+) -> Iterator[Parts]:
+    """Yields two choices of rows, each in parts, which differ as much as possible.
 
     The second choice has other rows if others are as informative. Each ``variant`` starts from
     another feature of rows. ``ignored_labels`` are labels that the loss may ignore.
     """
     if num_rows == 1:  # a mean over the row twice equals that over it once; a sum does not
-        return [[[0], [0]]] * 2
+        yield from [[[0], [0]]] * 2
+        return
     each = [[n for n in _features(t, ignored_labels) if n.max() > n.min()] for t in tensors]
     numbers = [n for those in zip_longest(*each) for n in those if n is not None]  # in turn
     first = variant % max(1, len(numbers))
     numbers = [(n - n.min()) / (n.max() - n.min()) for n in numbers[first:] + numbers[:first]]
     wanted = min(max_rows, num_rows)
-    return [_chosen(numbers, num_rows, wanted, 2 * variant + again) for again in range(2)]
-
-
-def _sizes(rows: int) -> tuple[int, ...]:
-    many, some = rows * 4 // 9, rows // 3
-    return _SIZES[rows] if rows < len(_SIZES) else (many, some, rows - many - some)
+    for again in range(2):
+        yield _chosen(numbers, num_rows, wanted, 2 * variant + again)
 
 
 def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Parts:
@@ -118,18 +117,15 @@ def _chosen(numbers: Sequence[Tensor], rows: int, wanted: int, seed: int) -> Par
     score = torch.rand(rows, generator=generator, dtype=torch.float64) * 1e-9
     for position, n in enumerate(numbers[:8]):
         score += n / 10**position
-    order = score.argsort().tolist()
-    taken: list[int] = []
-    for n in numbers:
-        by_this = (n + score * 1e-6).argsort().tolist()
-        taken += [by_this[-1], by_this[0]]
-    taken = list(dict.fromkeys(taken))[: max(2, wanted - 1)]
+    order = to_numbers(score.argsort())
+    sorted_rows = [to_numbers((n + score * 1e-6).argsort()) for n in numbers]
+    ends = chain(*((by_this[-1], by_this[0]) for by_this in sorted_rows))
+    taken = list(dict.fromkeys(ends))[: max(2, wanted - 1)]
     spread = [order[round(k * (rows - 1) / (wanted - 1))] for k in range(wanted)]
     taken = list(dict.fromkeys([*taken, order[-1], order[0], *spread, *order]))[:wanted]
-    place = {row: k for k, row in enumerate(order)}
-    taken.sort(key=place.__getitem__, reverse=bool(seed % 2))
-    remaining = iter(taken)
-    return [[next(remaining) for _ in range(size)] for size in _sizes(wanted)]
+    taken.sort(key=to_numbers(score).__getitem__, reverse=bool(seed % 2))
+    some, more = wanted * 4 // 9, wanted * 4 // 9 - (-wanted // 3)
+    return [part for part in (taken[:some], taken[some:more], taken[more:]) if part]
 
 
 def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
@@ -137,14 +133,14 @@ def _features(tensor: Tensor, ignored: Iterable[int]) -> Iterator[Tensor]:
     own = tensor.reshape(len(tensor), -1)
 
     def share(mask: Tensor) -> Tensor:
-        return mask.cpu().double().mean(1)
+        return to_device(mask, HOST).double().mean(1)
 
     if is_label(tensor):
         yield share((own < 0) | (own == 255))
         yield from (share(own == value) for value in ignored)
     elif tensor.is_floating_point():
         yield share(own.isnan())
-    yield own.cpu().double().nan_to_num().mean(1)
+    yield to_device(own, HOST).double().nan_to_num().mean(1)
     if is_label(tensor):  # as padding is, on the right and on the left
         yield share(own == own[:, -1:])
         yield share(own == own[:, :1])

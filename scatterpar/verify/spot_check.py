@@ -2,7 +2,7 @@
 
 One replica computes, in the dtypes of the step, and everything is restored::
 
-    outputs  = module(all rows)
+    outputs  = module(all rows), without a graph
     expected = d criterion(outputs, targets) / d outputs                              of all rows
     combined = sum of weight * d criterion(outputs, targets) / d outputs             of each part
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise, product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,27 +34,25 @@ from scatterpar.step.markers import select_rows, unwrap_markers
 from scatterpar.step.request import Request
 from scatterpar.step.scatter import LeafMover
 from scatterpar.step.substeps import ReplicaTask, as_call, loss_of
-from scatterpar.threads.caller_context import autocast_types
 from scatterpar.torch_private import uncompiled
 from scatterpar.verify.gradient_check import has_statistics, relative_difference
 from scatterpar.verify.row_choice import Parts, is_label
 from scatterpar.verify.user_state import preserve_user_state
 
-# Right gradients agree to 2e-16, 1.2e-7, 1e-3 and 8e-3, and wrong ones are off by 1e-2 and more.
-_TOLERANCES = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 3e-2,
-}
-_HALF = torch.float16, torch.bfloat16
-_ROUNDING = 3e-2  # larger differences are not rounding, whatever the kernels
-_CHEAP = 2**20  # elements of outputs or parameters; so many cost next to nothing
-_MANY = 2**24  # maximal elements of outputs, unless two rows have more
+# Right gradients agree to 2e-16 in float64, to 1e-3 in float32 (if kernels round by the number of
+# rows) and to 1e-2 in half precision. Wrong ones that matter are off by more.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+_NOTHING_BUT = 0.1  # a gradient that rounding changes by more tells nothing
+_SAME_LOSS = 1e-4  # relative difference between two computations of the same loss
+_SMALL = 2**20  # elements of parameters; backward passes are cheap
+_MANY, _CHEAP = 2**20, 2**16  # elements of inputs and outputs; these, if more than 1/8 of the rows
+_FEWEST = 2  # rows, however large they are
+_DRAWN = 0.618  # what random operators give: a probability, or noise
 _SMALLEST_LOSS = 1e-2  # smaller losses are sums that cancel, with a large part of rounding
 
 Gradients = list[Tensor]
 Loss = Callable[[Sequence[int]], Tensor]  # of some rows
+Choose = Callable[[int], Iterator[Parts]]  # of at most so many rows
 
 
 class Inconclusive(Exception):
@@ -65,18 +63,12 @@ class Inconclusive(Exception):
         self.lasting = lasting
 
 
-class DiffersFromPlain(Exception):
-    """The loss of the user's own module and criterion differs from that of a replica."""
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The error of the engine's combination for ``parts`` of rows.
 
-    Attributes:
-        relative_error: of a gradient, or of the loss if only the loss differs (``of_losses``).
-        factor: the ratio of the engine's gradient to the expected one.
-        advice: how the loss seems to combine, and what to pass.
+    ``relative_error`` is that of a gradient, or of the loss if only the loss differs
+    (``of_losses``). ``factor`` is the ratio of the engine's gradient to the expected one.
+    ``advice`` says how the loss seems to combine, and what to pass.
     """
 
     relative_error: float
@@ -87,7 +79,7 @@ class Finding:
 
 
 class SpotCheck:
-    """A check on some rows of a request, computed by the replica of a task."""
+    """A check on some rows of a request, computed by the replica of a task, in ``isolated``."""
 
     def __init__(
         self,
@@ -99,19 +91,18 @@ class SpotCheck:
         self._request, self._task = request, task
         self._labels, self._ignored = labels, ignored_labels
         self._module = cast(nn.Module, task.module)
-        self._micro_batch = max(stop - start for start, stop in task.share.micro_batches)
-        self._is_shared = root_to_replicate(request.criterion) is None  # replicas have no copies
+        self.device = task.share.device
         self.shares_state = False  # whether a forward pass changes what the criterion leads to
 
     @contextlib.contextmanager
-    def _isolated(self) -> Iterator[None]:
-        devices = [self._task.share.device]
+    def isolated(self) -> Iterator[None]:
+        """In the body user code may run; afterwards everything that it changed is restored."""
+        devices = [self.device]
         modules = [*self._module.modules()]
         hooks = [*chain(*(m._forward_pre_hooks.values() for m in modules))]
         hooks += chain(*(m._forward_hooks.values() for m in modules))
-        self._criterion_state = preserve_user_state(
-            [self._task.criterion, self._request.count], devices
-        )
+        roots = [self._task.criterion, self._request.count]
+        self._criterion_state = preserve_user_state(roots, devices)
         self._hook_state = preserve_user_state(hooks, devices)
         here = torch.inference_mode(False), torch.enable_grad()
         with self._hook_state, self._criterion_state, uncompiled(), here[0], here[1]:
@@ -129,177 +120,156 @@ class SpotCheck:
         self._hook_state.restore()
         self._criterion_state.restore()
 
-    def run(self, choose: Callable[[int], Sequence[Parts]], max_rows: int) -> Finding | None:
+    def find(self, choose: Choose, max_rows: int) -> Finding | None:
         """What is off for two choices of at most so many rows; ``None`` if one agrees.
 
         Raises:
             Inconclusive: the rows say neither.
         """
-        try:
-            with self._isolated():
-                return self._decide(choose, max_rows)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        if max_rows > 2:
-            return self.run(choose, 2)
+        for most in (max_rows, _FEWEST):
+            try:
+                return self._decide(choose, most)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._restore()
         raise Inconclusive("memory ran out", lasting=True)
 
-    def _decide(self, choose: Callable[[int], Sequence[Parts]], max_rows: int) -> Finding | None:
-        self._few = [*range(min(2, self._request.rows))]
-        self._probe = self._output(self._few)
-        self._note_shared()
-        self._restore()
+    def _decide(self, choose: Choose, max_rows: int) -> Finding | None:
+        choices = choose(min(max_rows, _FEWEST))
+        parts = next(choices)
+        first, choices = [*chain(*parts)], chain([parts], choices)
+        output = self.forward(first)
+        most = min(max_rows, self._cheap_rows(first, output))
+        if most > len(first):
+            choices, output = choose(most), None
         wrong, doubt = None, Inconclusive("there are no rows")
-        for parts in choose(min(max_rows, self._most_rows())):
+        for parts in choices:
             try:
-                finding = self._check(parts)
+                finding = self._check(parts, output)
             except Inconclusive as error:
                 if error.lasting:
                     raise
                 doubt = error
-                continue
-            if finding is None:
-                if wrong is not None:
-                    raise Inconclusive("other rows say something else")
-                return None
-            wrong = wrong or finding
+            else:
+                if finding is None:
+                    return None
+                wrong = wrong or finding
+            output = None
         if wrong is None:
             raise doubt
         return wrong
 
-    def _most_rows(self) -> int:
-        """As many as have few elements of outputs; three, unless these are very large."""
-        of_row = max(1, sum(map(torch.numel, nested.tensors(self._probe))) // len(self._few))
-        rows = max(_CHEAP // of_row, 3 if 3 * of_row <= _MANY else 2)
-        if not self._has_outputs and sum(map(torch.numel, self._module.parameters())) > _CHEAP:
-            rows = min(rows, max(3, self._micro_batch))  # each takes a backward pass
-        return rows
+    def _cheap_rows(self, rows: Sequence[int], output: Any) -> int:
+        """How many rows are cheap to check; ``output`` is that of ``rows``."""
+        inputs = _select(self._request.inputs, rows, self._request.dim)
+        elements = sum(map(torch.numel, nested.tensors((inputs, output))))
+        eighth = self._request.rows // 8
+        cheap, some = (len(rows) * number // max(1, elements) for number in (_CHEAP, _MANY))
+        most = min(some, max(cheap, eighth))
+        if not self._has_outputs and sum(map(torch.numel, self._module.parameters())) > _SMALL:
+            micro_batch = max(stop - start for start, stop in self._task.share.micro_batches)
+            most = min(most, eighth, micro_batch)  # each row takes backward passes
+        return most
 
-    def forward(self) -> None:
-        """Run the module on a row, for ``shares_state``."""
-        with self._isolated():
-            self._output([0])
-            self._note_shared()
+    def forward(self, rows: Sequence[int]) -> Any:
+        """The module's output for some rows, without a graph; for ``shares_state``."""
+        with torch.no_grad():
+            output = self._output(rows)
+        is_shared = root_to_replicate(self._request.criterion) is None  # replicas have no copies
+        self.shares_state |= is_shared and self._criterion_state.is_changed()
+        self._restore()
+        return output
 
     def outputs(
         self, choices: Sequence[Sequence[int]], output_of: Callable[[Any], Any]
     ) -> list[Any]:
         """What ``output_of`` gives for each choice of rows, with the same random numbers."""
         outputs = []
-        with self._isolated(), torch.no_grad():
+        with self.isolated(), torch.no_grad():
             for rows in choices:
                 with SameNumbers():
                     outputs.append(self._output(rows, output_of))
                 self._restore()
         return outputs
 
-    def compare_with_plain(self, model: nn.Module, rows: Sequence[int]) -> None:
-        """Compare the loss of some rows with that of the user's own module and criterion.
+    def differs_from_plain(
+        self, model: nn.Module, rows: Sequence[int]
+    ) -> tuple[float, float] | None:
+        """The loss of some rows by the user's own module and criterion, and by the replica.
 
-        Raises:
-            DiffersFromPlain: by more than rounding, and each gives the same again.
+        ``None`` if only rounding differs, or if one of them gives another loss each time.
         """
-        request, device = self._request, self._task.share.device
-        dtypes = {torch.get_autocast_dtype(kind) for kind in autocast_types()}
 
         def loss(module: nn.Module, criterion: Any) -> float:
-            args, kwargs = as_call(self._move(request.inputs, rows))
-            value = loss_of(module(*args, **kwargs), self._move(request.targets, rows), criterion)
+            args, kwargs = as_call(self._move(self._request.inputs, rows))
+            targets = self._move(self._request.targets, rows)
+            value = float(loss_of(module(*args, **kwargs), targets, criterion).detach())
             self._restore()
-            dtypes.add(value.dtype)
-            return float(value.detach())
+            return value
 
         def both() -> tuple[float, float]:
             found = loss(self._module, self._task.criterion)
-            with preserve_user_state([model, request.criterion], [device]):
-                return found, loss(model, request.criterion)
+            with preserve_user_state([model, self._request.criterion], [self.device]):
+                return loss(model, self._request.criterion), found
 
         def differ(one: float, other: float) -> bool:
-            scale = max(abs(one), abs(other), _SMALLEST_LOSS)
-            return abs(one - other) > scale * max(_TOLERANCES.get(d, 1.0) for d in dtypes)
+            return abs(one - other) > _SAME_LOSS * max(abs(one), abs(other), _SMALLEST_LOSS)
 
-        with self._isolated():
-            try:
-                first = both()
-                if not differ(*first) or any(map(differ, first, both())):
-                    return
-            except Exception:  # raised by user code for these rows
-                return
-            raise DiffersFromPlain(*reversed(first))
+        with contextlib.suppress(Exception):  # raised by user code for these rows
+            first = both()
+            if differ(*first) and not any(map(differ, first, both())):
+                return first
+        return None
 
     @property
     def _has_outputs(self) -> bool:
         return self._task.criterion is not None and not self.shares_state
 
-    def _is_random(self) -> bool:
-        return self._hook_state.drawn or self._criterion_state.drawn
-
-    def _note_shared(self) -> None:
-        self.shares_state = self._is_shared and self._criterion_state.is_changed()
-
-    def _check(self, parts: Parts) -> Finding | None:
+    def _check(self, parts: Parts, output: Any) -> Finding | None:
         if self._has_outputs:
             try:
-                finding = self._check_by_outputs(parts)
-            except Exception as error:  # they do not tell, or the user's code asks for more
-                if isinstance(error, Inconclusive) or is_out_of_memory(error):
-                    raise
-            else:
-                # An input that the module returns, such as a mask with the logits, has a gradient
-                # that no parameter gets. So parameters decide, if they could show the difference.
-                with contextlib.suppress(Exception):
-                    if finding and not self._check_by_parameters(
-                        finding.parts, finding.relative_error / 4
-                    ):
-                        return None
-                return finding
+                finding = self._check_by_outputs(parts, output)
+            except Inconclusive:
+                raise
+            except Exception:  # they do not tell, or the user's code asks for more
+                return self._check_by_parameters(parts)
+            # An input that the module returns, such as a mask with the logits, has a gradient that
+            # no parameter gets. So parameters decide, if they can.
+            with contextlib.suppress(Exception):
+                if finding and not self._check_by_parameters(finding.parts):
+                    return None
+            return finding
         return self._check_by_parameters(parts)
 
-    def _check_by_outputs(self, parts: Parts) -> Finding | None:
+    def _check_by_outputs(self, parts: Parts, output: Any) -> Finding | None:
         rows, dim = [*chain(*parts)], self._request.dim
         place = {row: k for k, row in enumerate(rows)}
         leaves: list[Tensor] = []
+        widen = _widen if self._request.count is None else Tensor.detach  # a count rounds, too
 
-        def leaf(pair: list[Any]) -> Any:
-            few, whole = pair
-            if not isinstance(few, Tensor):
-                if hasattr(few, "__dict__") or callable(few):
-                    raise TypeError("outputs of the user's own class")  # which may hold anything
-                return few
-            if [few.size(dim), whole.size(dim)] != [len(self._few), len(rows)]:
-                raise ValueError("outputs without rows")  # these may be losses
-            whole = _wider(whole.detach())
-            if few.requires_grad:
-                leaves.append(whole.requires_grad_())
-            return whole
+        def leaf(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if value.size(dim) != len(rows):
+                    raise ValueError("outputs without rows")  # these may be losses
+                if value.is_floating_point() or value.is_complex():
+                    leaves.append(widen(value.detach()).requires_grad_())
+                    return leaves[-1]
+            elif hasattr(value, "__dict__") or callable(value):
+                raise TypeError("outputs of the user's own class")  # which may hold anything
+            return value
 
-        with torch.no_grad():
-            whole = nested.merge(leaf, [self._probe, self._output(rows)])
-        self._restore()
+        output = nested.map_leaves(leaf, self.forward(rows) if output is None else output)
 
-        def loss(some: Sequence[int], wide: bool = False) -> Tensor:
-            def cut(pair: list[Any]) -> Any:
-                few, value = pair
-                if not isinstance(value, Tensor):
-                    return value
+        def loss(some: Sequence[int]) -> Tensor:
+            def cut(value: Tensor) -> Tensor:
                 each = value.split(1, dim)
-                own = torch.cat([each[place[row]] for row in some], dim)
-                return own if wide else own.to(few.dtype)
+                return torch.cat([each[place[row]] for row in some], dim)
 
-            targets = self._move(self._request.targets, some)
-            targets = nested.map_tensors(_wider, targets) if wide else targets
-            return loss_of(nested.merge(cut, [self._probe, whole]), targets, self._task.criterion)
+            targets = nested.map_tensors(widen, self._move(self._request.targets, some))
+            return loss_of(nested.map_tensors(cut, output), targets, self._task.criterion)
 
         own = [t for one in self._task.replicas[1:] for t in one.tensors if t.requires_grad]
-        is_half = any(t.dtype in _HALF for t in nested.tensors(self._probe))
-        if is_half and self._request.count is None:
-            try:
-                loss(parts[-1], wide=True)
-                loss = partial(loss, wide=True)  # a criterion in half precision rounds, too
-            except Exception:  # a criterion that is in half precision
-                pass
-            self._restore()
         compare = partial(self._compare, loss, [*leaves, *_small(own)])
         finding, gradients = compare(parts)
         if finding or len(rows) <= 9:
@@ -307,101 +277,83 @@ class SpotCheck:
         pairs = zip(gradients, leaves, strict=False)
         sizes = torch.stack([g.movedim(dim, 0).flatten(1).abs().amax(1) for g, _ in pairs]).sum(0)
         order = [rows[k] for k in sizes.argsort().tolist()]
-        extremes = [[order[-2:], order[:1]], [order[-4:-2], order[1:2]]]
         with contextlib.suppress(Inconclusive):
-            findings = [compare(each)[0] for each in extremes]
-            return findings[0] if all(findings) else None
+            finding, _ = compare([order[-2:], order[:1]])
+            return finding and compare([order[-4:-2], order[1:2]])[0]
         return None
 
-    def _check_by_parameters(self, parts: Parts, finest: float = math.inf) -> Finding | None:
+    def _check_by_parameters(self, parts: Parts) -> Finding | None:
         def loss(rows: Sequence[int]) -> Tensor:
             targets = self._move(self._request.targets, rows)
             return loss_of(self._output(rows), targets, self._task.criterion)
 
         leaves = _small(p for p in self._module.parameters() if p.requires_grad)
-        return self._compare(loss, leaves, parts, by_module=True, finest=finest)[0]
+        return self._compare(loss, leaves, parts)[0]
 
     def _compare(
-        self,
-        loss: Loss,
-        leaves: Sequence[Tensor],
-        parts: Parts,
-        *,
-        by_module: bool = False,
-        finest: float = math.inf,
+        self, loss: Loss, leaves: Sequence[Tensor], parts: Parts
     ) -> tuple[Finding | None, Gradients]:
         """Compare gradients of all rows with those of the parts, times the engine's weights.
 
         Returns what is off, and the gradients of all rows.
-
-        Raises:
-            Inconclusive: also if rounding hides differences that are smaller than ``finest``.
         """
         weights, rows = self._engine_weights(parts), [*chain(*parts)]
         counted = [part for part, weight in zip(parts, weights, strict=True) if weight]
-        draws: set[int] = set()  # how many operators drew, each time
         dtypes: set[torch.dtype] = set()
-        differ = partial(relative_difference, least=1e-2 if by_module else 1e-6)
+        numbers: SameNumbers | None = None
 
         def evaluate(rows: Sequence[int]) -> tuple[float, Gradients]:
-            numbers = SameNumbers()  # entered only if needed: torch imports its compiler for it
-            with numbers if self._is_random() else contextlib.nullcontext():
+            with numbers or contextlib.nullcontext():
                 value = loss(rows)
                 gradients = _gradients(value, leaves, dtypes)
-            draws.add(numbers.calls)
             self._restore()
             return float(value.detach()), gradients
 
         self._hook_state.drawn = self._criterion_state.drawn = False
-        evaluate(counted[-1])  # whether anything is drawn
-        draws.clear()
         total, joined = evaluate(rows)
+        if self._hook_state.drawn or self._criterion_state.drawn:
+            numbers = SameNumbers()  # only if needed: torch imports its compiler for it
+            total, joined = evaluate(rows)
+        calls = numbers.calls if numbers else 0
         values, apart = zip(*map(evaluate, counted), strict=True)
-        if len(draws) > 1:
+        if numbers and numbers.calls != calls * (1 + len(counted)):
             raise Inconclusive("what is drawn depends on the rows", lasting=True)
         if not all(each.isfinite().all() for each in joined):
             raise Inconclusive("a gradient is NaN or infinite")
-        if not any(each.any() for own in (joined, *apart) for each in own):
+        trained = sum(any(each.any() for each in own) for own in apart)  # parts with a gradient
+        if not trained and not any(each.any() for each in joined):
             raise Inconclusive("all gradients are zero")
         tolerance = max(_TOLERANCES.get(dtype, 1.0) for dtype in dtypes)
+        differ = partial(relative_difference, least=1e-2)
         combined = _combined([weight for weight in weights if weight], apart)
         error, _ = differ(combined, joined)
         if tolerance < error < math.inf:
-            if self._is_random() and draws == {0}:
+            if numbers and not numbers.calls:
                 raise Inconclusive("another thread draws random numbers", lasting=True)
             if differ(evaluate(rows)[1], joined)[0] > tolerance:
                 raise Inconclusive("it gives another result each time", lasting=True)
-            went_through = dtypes | {t.dtype for t in nested.tensors(self._probe)}
-            _nudge(leaves, max(torch.finfo(d).eps for d in went_through if d.is_floating_point))
-            if error <= 4 * differ(evaluate(rows)[1], joined)[0]:
-                raise Inconclusive("its gradient is nothing but rounding")  # a student's at first
-            if by_module and error < 1:
-                # A mean of rows twice is what it is of them once, a sum is twice that: what differs
-                # is how kernels round that go by the number of rows.
-                _, once = evaluate(counted[-1])
-                _, twice = evaluate([*counted[-1], *counted[-1]])
-                noise = min(differ(twice, _combined([n], [once]))[0] for n in (1.0, 2.0))
-                tolerance = max(tolerance, 8 * noise if noise < _ROUNDING else 0.0)
-        if tolerance > finest:
-            raise Inconclusive("rounding is as large")
-        factor, of_losses = _norm(combined) / max(_norm(joined), 1e-300), error <= tolerance
-        if of_losses and self._request.is_mean:
+            _nudge(leaves, dtypes)
+            rounding = differ(evaluate(rows)[1], joined)[0]
+            if error <= 4 * rounding and rounding > _NOTHING_BUT:  # a student at its start
+                raise Inconclusive("its gradient is nothing but rounding")
+            tolerance = max(tolerance, 4 * rounding)
+        if error > tolerance:
+            advice = _OTHER
+            if len(counted) == len(parts) and error < math.inf:
+
+                def fits(factors: Sequence[float]) -> bool:
+                    return differ(_combined(factors, apart), joined)[0] <= 10 * tolerance
+
+                advice = self._advice(parts, fits, trained > 1)
+            factor = _norm(combined) / max(_norm(joined), 1e-300)
+            return Finding(error, factor, parts, advice), joined
+        if self._request.is_mean:
             return None, joined
-        if of_losses:
-            if not all(any(each.any() for each in own) for own in apart):
-                raise Inconclusive("a mean of one thing alone is its sum")
-            error = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
-            if error <= tolerance:
-                return None, joined
-            return Finding(error, factor, parts, _PENALTY, of_losses=True), joined
-
-        def fits(candidate: Sequence[float]) -> bool:
-            return differ(_combined(candidate, apart), joined)[0] <= 10 * tolerance
-
-        is_complete = len(counted) == len(parts) and math.isfinite(error)
-        several = sum(any(each.any() for each in own) for own in apart) > 1
-        advice = self._advice(parts, fits, several) if is_complete else _OTHER
-        return Finding(error, factor, parts, advice), joined
+        if trained < len(counted):
+            raise Inconclusive("a mean of one thing alone is its sum")
+        error = abs(total - sum(values)) / max(map(abs, (total, *values, 1e-300)))
+        finding = Finding(error, 1.0, parts, _PENALTY, of_losses=True)
+        return finding if error > tolerance else None, joined
 
     def _advice(self, parts: Parts, fits: Callable[[Sequence[float]], bool], several: bool) -> str:
         """How the loss of all rows depends on the parts' losses; ``several`` are not zero."""
@@ -446,7 +398,7 @@ class SpotCheck:
 
     def _move(self, value: Any, rows: Sequence[int]) -> Any:
         """These rows of the caller's batch, copied to the replica's device."""
-        move = partial(LeafMover(Transfers()).move, self._task.share.device)  # not counted
+        move = partial(LeafMover(Transfers()).move, self.device)  # not counted
         few = nested.map_leaves(move, _select(value, rows, self._request.dim))
         return unwrap_markers(few, copy=True)
 
@@ -479,7 +431,7 @@ _OTHER = (
 class SameNumbers(TorchDispatchMode):
     """Random numbers that do not depend on rows: each operator draws one number for all elements.
 
-    Dropout keeps all elements: with one number for all it would keep all or nothing.
+    Dropout keeps all elements, and floating-point numbers are a constant.
     """
 
     def __init__(self) -> None:
@@ -489,28 +441,16 @@ class SameNumbers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        schema, own, call = func._schema, [*args], partial(func, **(kwargs or {}))
-        name = schema.name.removeprefix("aten::")
-        if "attention" in name:  # forward and backward
-            at = [k for k, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
-            return call(*(0.0 if k in at else value for k, value in enumerate(own)))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return call(*own)
-        self.calls += 1
-        if name == "native_dropout":
-            return own[0] / (1 - own[1]), torch.ones_like(own[0], dtype=torch.bool)
-        if name in ("bernoulli", "bernoulli_"):  # the chances themselves
-            given, default = own[0], 0.5 if name[-1] == "_" else own[0]
-            chance = torch.as_tensor(own[1] if len(own) > 1 else default)
-            return given.copy_(chance) if name[-1] == "_" else chance.expand_as(given).clone()
-        sizes = [k for k, value in enumerate(own) if isinstance(value, (list, tuple))]
-        if not sizes and not name.endswith(("_", "_like")):
-            raise Inconclusive("what is drawn depends on the rows", lasting=True)
-        k = sizes[0] if sizes else 0
-        size = own[k] if sizes else own[k].shape
-        own[k] = [1] * len(size) if sizes else own[k].new_empty([1] * len(size))
-        number = call(*own).expand(size)
-        return args[0].copy_(number) if name[-1] == "_" else number.contiguous()
+        name, names = func._schema.name, [each.name for each in func._schema.arguments]
+        drops = {"dropout_p", "p"} if "dropout" in name else {"dropout_p"}
+        own = [0.0 if at in drops else value for at, value in zip(names, args, strict=False)]
+        drawn = func(*own, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and drops.isdisjoint(names):
+            self.calls += 1
+            if name in ("aten::randperm", "aten::multinomial"):
+                raise Inconclusive("what is drawn depends on the rows", lasting=True)
+            drawn.fill_(_DRAWN if drawn.is_floating_point() else drawn.flatten()[0])
+        return drawn
 
 
 def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
@@ -526,7 +466,6 @@ def _select(value: Any, rows: Sequence[int], dim: int) -> Any:
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype]) -> Gradients:
     """The gradients of ``leaves``; adds the dtypes of the graph to ``dtypes``."""
-    dtypes.add(loss.dtype)
 
     def note(gradients: Sequence[Tensor | None]) -> None:
         dtypes.update(gradient.dtype for gradient in gradients if gradient is not None)
@@ -538,11 +477,8 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor], dtypes: set[torch.dtype])
             seen.add(node)
             node.register_prehook(note)
             nodes += [following for following, _ in node.next_functions]
-    with contextlib.ExitStack() as stack:
-        for kind in autocast_types():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return [_wider(gradient.detach().to_dense()) for gradient in found]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return [gradient.detach().to_dense() for gradient in found]
 
 
 def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients:
@@ -553,27 +489,28 @@ def _combined(factors: Sequence[float], apart: Sequence[Gradients]) -> Gradients
     return sums
 
 
-def _nudge(leaves: Sequence[Tensor], eps: float) -> None:
-    """Change the leaves by the size of rounding.
+def _nudge(leaves: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> None:
+    """Change the leaves by the size of rounding in the least precise of ``dtypes``.
 
     They are private to this replica until they are restored.
     """
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     for leaf in leaves:
         errors = torch.arange(leaf.numel(), device=leaf.device).cos().view(leaf.shape)
         leaf.data = leaf.data * (1 + eps / 2 * errors.to(leaf.dtype))
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Half-precision tensors in single precision, so that rounding does not hide wrong weights."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _norm(gradients: Gradients) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradients))
 
 
-def _wider(tensor: Tensor) -> Tensor:
-    """Half-precision tensors in single precision, so that rounding does not hide wrong weights."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
-
-
 def _small(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The smallest leaves, at least one: every layer has some."""
     ordered = sorted(tensors, key=Tensor.numel)
     sizes = accumulate(map(Tensor.numel, ordered))
-    return [t for t, n in zip(ordered, sizes, strict=True) if n <= _CHEAP] or ordered[:1]
+    return [t for t, n in zip(ordered, sizes, strict=True) if n <= _SMALL] or ordered[:1]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scatterpar.devices.fingerprints import same_bits
+from scatterpar.devices.transfers import write
 from scatterpar.replicas.checks import slots
 from scatterpar.replicas.module_copy import ModuleContents, Snapshot, contents
 from scatterpar.replicas.wrapper import Wrapper
@@ -68,7 +69,7 @@ class preserve_user_state:
         for tensor, value in self._tensors:
             if not same_bits(tensor, value):
                 with torch.no_grad():
-                    tensor.detach().copy_(value)
+                    write(tensor.detach(), value)
         for array, values in self._arrays:
             array[...] = values
         if not self._snapshot.unchanged():

@@ -1,14 +1,13 @@
 """When the engine checks whether a step computes what its user means, and what it says.
 
-A check runs in the first eight steps of each kind of criterion and batch. It also runs if labels
-leave the range that was checked, if a number of the criterion changes, and if checks have taken
-less than 1 % of the time. The only error of a check is its ``ValueError``. An inconclusive check
-warns once.
+A check runs in the first step of each kind of criterion and batch, and in the next seven if checks
+take next to no time. It also runs if labels leave the range that was checked, if a number of the
+criterion changes, and if checks have taken less than 1 % of the time. The only error of a check is
+its ``ValueError``. An inconclusive check warns once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -41,15 +40,18 @@ from scatterpar.threads.workers import Workers
 from scatterpar.verify.layout import measure_layout
 from scatterpar.verify.moving_state import StateWatch, warning_about
 from scatterpar.verify.row_choice import choose_rows, informative_tensors, value_ranges
-from scatterpar.verify.spot_check import DiffersFromPlain, Finding, Inconclusive, SpotCheck
+from scatterpar.verify.spot_check import Finding, Inconclusive, SpotCheck
 
 _FIRST = 8  # the first steps are checked
 _SHARE = 0.01  # maximal part of the time for later checks
+_FREE_SECONDS = 0.5  # for the checks of a kind in its second to eighth step
 _FEW, _MANY = 9, 2  # rows of later checks; micro-batches of rows in the first check
 _KINDS = 1000  # maximal number of remembered kinds
 _OFF = "Nothing was changed; an engine made with verify=False does not check."
 _RETURN = "Return it from forward, and take it from the output that the criterion is given"
 _PATIENCE_SECONDS = 20.0  # the other replicas wait so long for a check before they join it
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -57,6 +59,7 @@ class _Kind:
     """The results of checks for one kind of criterion and batch."""
 
     checks: int = 0
+    seconds: float = 0.0  # that all but the first took
     inconclusive: int = 0  # checks in a row
     verified_ranges: list[float] | None = None  # how far the labels went
     numbers: Hashable = None  # that the criterion brought along in the last step
@@ -64,15 +67,13 @@ class _Kind:
     is_refused: bool = False  # and has not agreed since
     is_serial: bool = False  # forward passes change what the criterion leads to
 
-    def needs_check(self, ranges: list[float], numbers: Hashable, *, is_cheap: bool) -> bool:
-        """Whether to check this step."""
+    def needs_check(self, ranges: list[float], numbers: Hashable) -> bool:
+        """Whether to check this step, whatever it costs."""
         changed, was_steady = numbers != self.numbers, self.are_steady
         self.numbers, self.are_steady = numbers, not changed
-        if self.is_refused or self.checks < _FIRST or is_cheap:
-            return True
         known = self.verified_ranges
-        if known is None:
-            return False
+        if self.is_refused or not self.checks or known is None:
+            return self.is_refused or self.checks < _FIRST
         beyond = len(ranges) != len(known) or not all(map(float.__le__, ranges, known))
         return beyond or (changed and was_steady)
 
@@ -82,19 +83,6 @@ class _Kind:
         known = self.verified_ranges
         same = known is not None and len(known) == len(ranges)
         self.verified_ranges = [*map(max, known or (), ranges)] if same else ranges
-
-    def refuse(self, text: str) -> None:
-        """Refuse the step, and later ones until a check agrees."""
-        self.is_refused = True
-        raise ValueError(text)
-
-    def add_inconclusive(self, error: Inconclusive) -> bool:
-        """Record an inconclusive check. Returns whether later checks would be inconclusive, too."""
-        self.inconclusive += 1
-        is_lasting = self.inconclusive >= (2 if error.lasting else _FIRST)
-        if is_lasting:
-            self.checks = _FIRST  # from now on only if a check is cheap
-        return is_lasting
 
 
 class Verifier:
@@ -115,7 +103,7 @@ class Verifier:
         self._state_steps += 1
         if not request.verify or sub_steps == 1 or self._state_steps > _FIRST:
             return lambda: None
-        watch = StateWatch(parts[:1] if request.whole_batch else parts)
+        watch = StateWatch(parts[:1] if request.whole_batch else parts, tasks)
 
         def tell() -> None:
             moved = [name for name in watch.moved() if name not in self._warned]
@@ -142,19 +130,19 @@ class Verifier:
             return None
         start, stop = task.share.micro_batches[0]
         shapes = [[n / (stop - start) for n in t.shape] for t in nested.tensors(piece)]
-        module = cast(nn.Module, task.module)
-        key = str((shapes, module.training, request.whole_batch, bool(request.return_outputs)))
+        training = getattr(task.module, "training", None)
+        key = str((shapes, training, request.whole_batch, bool(request.return_outputs)))
         if key in self._layouts:
             return self._layouts[key]
         few = request.of_largest() if request.sizes else request
         rows = few.rows or attempt.plan.rows
         some = sorted({0, rows // 2, rows - 1})
 
-        def look() -> list[Any]:
+        def look(check: SpotCheck) -> list[Any]:
             with attempt.isolated(task):
-                return SpotCheck(few, task).outputs([some, some[:-1], some[-1:]], output_of)
+                return check.outputs([some, some[:-1], some[-1:]], output_of)
 
-        (outputs,) = attempt.workers.parallel_apply([look], [()], devices=[task.share.device])
+        outputs = _run_spot_check(attempt.workers, [SpotCheck(few, task)], look)
         layout, shows = measure_layout(outputs, [len(some), len(some) - 1, 1], request.dim)
         if shows:
             self._layouts[key] = layout
@@ -174,10 +162,7 @@ class Verifier:
             ValueError: losses do not combine as the engine's do, or the user's own module and
                 criterion give another loss than a replica.
         """
-        counted = request.count is None and has_known_term_count(
-            request.criterion, request.reduction
-        )
-        if not request.verify or counted:
+        if not request.verify or has_known_term_count(request):
             return
         single = sum(len(task.share.micro_batches) for task in tasks) == 1
         combines = not request.whole_batch and not (single and peers is None)
@@ -187,16 +172,28 @@ class Verifier:
         ranges, now = value_ranges(tensors), time.perf_counter()
         self._start = self._start or now
         is_cheap = self._seconds < _SHARE * (now - self._start)
-        if kind.needs_check(ranges, numbers, is_cheap=is_cheap):
+        is_cheap |= kind.checks < _FIRST and kind.seconds < _FREE_SECONDS
+        if kind.needs_check(ranges, numbers) or is_cheap:
             try:
                 self._check(attempt, few, tasks, parts, kind, tensors, combines)
                 kind.agree(ranges)
             except Inconclusive as error:
-                if kind.add_inconclusive(error):
+                kind.inconclusive += 1
+                if kind.inconclusive >= (2 if error.lasting else _FIRST):
+                    kind.checks = _FIRST  # from now on only if a check is cheap
                     self._warn_once(_unchecked(request, error))
+            except ValueError:
+                kind.is_refused = True
+                raise
             finally:
+                for part in parts:
+                    part.clear_gradients()
+                if tasks[0].stash is not None:
+                    tasks[0].stash.drop_gradients()
+                elapsed = time.perf_counter() - now
+                kind.seconds += elapsed if kind.checks else 0.0
+                self._seconds += elapsed
                 kind.checks += 1
-                self._seconds += time.perf_counter() - now
         if kind.is_serial and tasks[0].stash is not None:
             tasks[0].stash.run_serially()
 
@@ -213,9 +210,8 @@ class Verifier:
         model, criterion = parts[0].roots[0], request.criterion
         reaches = _leads_to(criterion, model)
         hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        computes = model.forward if criterion is None else criterion
-        ignored = [-100, 255, -1, *ignored_values(computes)]
-        ignored = [*dict.fromkeys([*ignored, *ignored_values(request.count)])]
+        ignored = ignored_values(model.forward if criterion is None else criterion)
+        ignored = [*dict.fromkeys([-100, 255, -1, *ignored, *ignored_values(request.count)])]
         micro = max(stop - start for task in tasks for start, stop in task.share.micro_batches)
         most = max(_FEW, _MANY * micro if not kind.checks else micro // 4)
         choose = partial(choose_rows, tensors, request.rows, ignored_labels=ignored)
@@ -223,36 +219,34 @@ class Verifier:
         last = request.rows - 1
         few = sorted({k * last // 3 for k in range(4)} if micro > 3 else {0, min(last, micro - 1)})
 
-        def run(check: SpotCheck) -> Finding | None:
-            if reaches:
-                check.compare_with_plain(model, few)
-            if combines:
-                return check.run(lambda n: choose(max_rows=n), most)
-            if hooked and criterion is not None:
-                check.forward()
-            return None
+        def run(check: SpotCheck) -> str:
+            with check.isolated():
+                if reaches and (losses := check.differs_from_plain(model, few)):
+                    return _differs(request, *losses)
+                if combines:
+                    return _refusal(request, check.find(lambda n: choose(max_rows=n), most))
+                if hooked and criterion is not None:
+                    check.forward([0])
+                return ""
 
         checks = [SpotCheck(request, task, tensors, ignored) for task in tasks]
         try:
-            finding = _run_spot_check(attempt.workers, tasks, parts, checks, run)
-        except DiffersFromPlain as error:
-            kind.refuse(_differs(request, *error.args))
+            refusal = _run_spot_check(attempt.workers, checks, run)
         except Inconclusive:
             raise
         except Exception as error:  # whatever the user's code makes of rows that it never met
             raise Inconclusive(f"{type(error).__name__}: {error}", lasting=True) from None
         finally:
-            self._tell_shared(request, attempt.plan, kind, checks[0])
-        if finding is not None:
-            kind.refuse(_refusal(request, finding))
+            if checks[0].shares_state:
+                self._tell_shared(request, attempt.plan, kind)
+        if refusal:
+            raise ValueError(refusal)
 
-    def _tell_shared(self, request: Request, plan: Plan, kind: _Kind, check: SpotCheck) -> None:
-        """Warn that forward passes change state that the criterion refers to."""
-        if not check.shares_state:
-            return
+    def _tell_shared(self, request: Request, plan: Plan, kind: _Kind) -> None:
+        """Tell that forward passes change state that the criterion refers to."""
         reads = f"{_name_of(request)} reads what forward passes leave behind (a hook?)"
         if request.whole_batch and sum(len(share.micro_batches) for share in plan.shares) > 1:
-            kind.refuse(
+            raise ValueError(
                 f"{reads}, and with whole_batch=True it finds there what the last micro-batch "
                 f"left. {_RETURN}. {_OFF}"
             )
@@ -295,26 +289,28 @@ def difference(
     request = request.checked(engine.device_ids[0])
     plan = engine.plan(request.sizes)
     choose = partial(choose_rows, informative_tensors(request), request.rows)
+
+    def find(check: SpotCheck) -> Finding | None:
+        with check.isolated():
+            return check.find(choose, _FEW)
+
     prepare_autograd()
     with engine.replicas_for_update() as copies:
         loaders = scatter(request.batch, plan, request.dim, Transfers())
-        first, parts = make_tasks(request, plan, copies, loaders)[:1], [copies]
-        check = [SpotCheck(request, task) for task in first]
-        with contextlib.suppress(Exception), parameter_writes_refused(parts):  # the user's
-            finding = _run_spot_check(
-                engine._workers, first, parts, check, lambda one: one.run(choose, _FEW)
-            )
-            return finding.relative_error if finding else 0.0
-    return None
+        checks = [SpotCheck(request, make_tasks(plan, copies, loaders)[0])]
+        try:
+            with parameter_writes_refused([copies]):
+                finding = _run_spot_check(engine._workers, checks, find)
+                return finding.relative_error if finding else 0.0
+        except Exception:  # raised by user code for these rows
+            return None
+        finally:
+            copies.clear_gradients()
 
 
 def _run_spot_check(
-    workers: Workers,
-    tasks: Sequence[ReplicaTask],
-    parts: Sequence[ReplicaSet],
-    checks: Sequence[SpotCheck],
-    run: Callable[[SpotCheck], Finding | None],
-) -> Finding | None:
+    workers: Workers, checks: Sequence[SpotCheck], run: Callable[[SpotCheck], _Result]
+) -> _Result:
     """The result of the first replica's check.
 
     User code may wait for the other replicas, for example at a barrier. So if the check takes long,
@@ -331,18 +327,11 @@ def _run_spot_check(
             if one is checks[0]:
                 ended.set()
 
-    devices = [task.share.device for task in tasks]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code; the step itself warns
-            each = [(one,) for one in checks]
-            findings = workers.parallel_apply([check] * len(tasks), each, devices=devices)
-        return cast(Finding | None, findings[0])
-    finally:
-        for part in parts:
-            part.clear_gradients()
-        if tasks[0].stash is not None:
-            tasks[0].stash.drop_gradients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the user's code; the step itself warns
+        each, devices = [(one,) for one in checks], [one.device for one in checks]
+        found = workers.parallel_apply([check] * len(checks), each, devices=devices)
+        return cast(_Result, found[0])
 
 
 def _leads_to(criterion: Any, model: nn.Module) -> bool:
@@ -369,8 +358,10 @@ def _differs(request: Request, expected: float, found: float) -> str:
     )
 
 
-def _refusal(request: Request, finding: Finding) -> str:
+def _refusal(request: Request, finding: Finding | None) -> str:
     """The error text: the difference, its size, and what to pass."""
+    if finding is None:
+        return ""
     sizes = " + ".join(str(len(part)) for part in finding.parts)
     error = finding.relative_error
     size = f"off by {100 * error:.2g} %" if math.isfinite(error) else "NaN or infinite"

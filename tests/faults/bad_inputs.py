@@ -14,7 +14,13 @@ import torch
 from helpers.oracle import seeded
 from torch import nn
 
-from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
+from scatterpar import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Replicated,
+    Rows,
+    ScatterOnceParallel,
+)
 
 PAGE = Path(__file__).parent.parent / "bad_inputs.md"
 HEAD = """# Bad inputs
@@ -59,6 +65,8 @@ def world() -> dict[str, Any]:
         "torch": torch,
         "DataLoader": torch.utils.data.DataLoader,
         "Engine": ScatterOnceParallel,
+        "Rows": Rows,
+        "Replicated": Replicated,
         "namedtuple": collections.namedtuple,
     }
 
@@ -89,10 +97,40 @@ TRIED = [
     "Engine(model, device_ids=['cpu', 1.5])",
     "Engine(model, device_ids=[True])",
     "Engine(model.to('meta'), device_ids=['cpu'])",
+    "Engine(model, device_ids=['cpu'], measure_noise=True)",
+    "Engine(model, accumulate_dtype='float32')",
+    "Engine(model, accumulate_dtype=torch.int64)",
+    "Engine(model, accumulate_dtype=torch.complex64)",
+    "Engine(model, compile='yes')",
+    "Engine(model, compile={'options': {'triton.cudagraphs': True}})",
+    "Engine(model, graphs='yes')",
+    "Engine(model, graphs=True, compile=True)",
+    "Engine(model, graphs=True, buffers='batch')",
+    "Engine(model, process_group='gloo')",
+    "Engine(model, device_ids=['cpu'] * 2, shares=[1])",
+    "Engine(model, device_ids=['cpu'] * 2, shares=[1, 0])",
+    "Engine(model, device_ids=['cpu'] * 2, shares=[1, float('inf')])",
+    "Engine(model, device_ids=['cpu'] * 2, shares=[1, '2'])",
+    "Engine(model, device_ids=['cpu'] * 2, shares=[1, True])",
+    "Engine(model, device_ids=['cpu'] * 2, shares='even')",
+    "Engine(model, device_ids=['cpu'] * 2, shares=3)",
+    "Engine(model, micro_batch_cost=0)",
+    "Engine(model, micro_batch_cost=float('nan'))",
+    "Engine(model, micro_batch_cost='8')",
+    "Engine(model, accum=2, micro_batch_cost=8)",
+    "Engine(model, accum='auto', micro_batch_cost=8)",
+    "Engine(model, micro_batch_size=2, micro_batch_cost=8)",
+    "Engine(model, graphs=True, micro_batch_cost=8)",
     # what is planned
     "engine.plan(0)",
     "engine.plan(-1)",
     "engine.plan(2.5)",
+    "engine.plan('3')",
+    "engine.plan(None)",
+    "engine.plan(True)",
+    "engine.plan(torch.tensor(3))",
+    "engine.plan([5, 0])",
+    "engine.plan(4, [1] * 4)",
     # what a step is given
     "engine.forward_backward(x[:0], y[:0], loss)",
     "engine.forward_backward(x, y[:5], loss)",
@@ -134,10 +172,29 @@ TRIED = [
     "engine.forward_backward(x, y, lambda o, t: loss(o, t) * len(t))",
     "engine.forward_backward(x, y, loss, reduction='sum')",
     "engine.forward_backward(x, {'y': y}, loss)",
+    "engine.forward_backward(x, y, loss, return_outputs=3)",
+    "engine.forward_backward(x, y, loss, costs=[1] * 6)",
+    "engine.forward_backward(x, y, loss, whole_batch=True, reduction='mean')",
+    "engine.forward_backward(x, y, loss, whole_batch=True, count=lambda i, t: 1)",
+    "engine.forward_backward(x, whole_batch=True)",
+    "Engine(model, graphs=True).forward_backward(x, y, loss, whole_batch=True)",
+    # what is marked
+    "Rows('text')",
+    "Rows({'a': 1})",
+    "Rows(iter([]))",
+    "Rows([1], collate=3)",
+    "Rows.from_batches(x)",
+    "Rows.from_batches({'a': x})",
+    "Rows.from_batches([])",
+    "Replicated([Rows([1])])",
+    "engine.forward_backward(Rows.from_batches(x.split([3, 3])), y[:5], loss)",
+    "engine.forward_backward(Rows.from_batches([x[:2], x[2:]]), Rows.from_batches([y]), loss)",
+    "engine.eval()(Rows.from_batches([x, x]))",
     # how the engine is used otherwise
     "engine(x)",
     "engine.eval()(x[:0])",
     "engine.eval()(x.numpy())",
+    "engine.eval()(x, costs=[1] * 6)",
     "engine.eval()()",
     "engine.close() or engine.forward_backward(x, y, loss)",
     "engine.close() or engine.eval()(x)",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from helpers import police
+from helpers import leak_checks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,7 +42,7 @@ def capture(module: nn.Module, optimizer: Optimizer | None = None) -> State:
             own = torch.get_device_module(kind).get_rng_state(f"{kind}:{i}")
             _note(state, f"generator of {kind}:{i}", own, False)
     state["Python's generator"] = (None, random.getstate())
-    for name, value in police.globals_of_torch().items():
+    for name, value in leak_checks.globals_of_torch().items():
         state[f"torch: {name}"] = (None, value)
     return state
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
@@ -126,23 +125,3 @@ def test_an_honest_engine_passes_and_a_next_step_that_is_not_exact_does_not(benc
 
     monkeypatch.setattr(ScatterOnceParallel, "forward_backward", step)
     assert bench.good_step(PLACE, True) == ["leave.bias.grad"]
-
-
-def test_torch_itself_keeps_the_graph_of_an_unpack_hook_that_raises():
-    """Why that one place is not asked about activations; if this fails, ask it again."""
-
-    def unpack(tensor):
-        raise ValueError("boom")
-
-    def step():
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-            hidden = torch.ones(3, requires_grad=True).tanh()
-            alive.append(weakref.ref(hidden))
-            hidden.tanh().sum().backward()
-
-    alive = []
-    with pytest.raises(ValueError, match="boom") as caught:
-        step()
-    del caught
-    gc.collect()
-    assert alive[0]() is not None

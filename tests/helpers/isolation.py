@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scatterpar.devices import runtime
-from scatterpar.devices.transfers import Transfers
+from scatterpar.devices import runtime, transfers
 
 HOST = torch.device("cpu")
 
@@ -127,11 +127,11 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
     master = torch.device("cpu:0")
     for module in modules:
         memories.claim([*module.parameters(), *module.buffers()], master)
-    on, empty, copy, copy_into = (
+    on, empty, to_device, write = (
         runtime.use_device,
         runtime.empty,
-        Transfers.copy,
-        Transfers.copy_into,
+        transfers.to_device,
+        transfers.write,
     )
 
     @contextlib.contextmanager
@@ -145,20 +145,23 @@ def guarded(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Me
         memories.claim(tensor, device)
         return tensor
 
-    def claimed_copy(self, tensor, device, phase):
+    def claimed_copy(tensor, device, **options):
         with torch._C._DisableTorchDispatch():
-            result = copy(self, tensor, device, phase)
-        memories.claim(result, device)
+            result = to_device(tensor, device, **options)
+        if result is not tensor:
+            memories.claim(result, device)
         return result
 
-    def allowed_copy_into(self, target, source, phase):
+    def allowed_write(target, source, **options):
         with torch._C._DisableTorchDispatch():
-            copy_into(self, target, source, phase)
+            write(target, source, **options)
 
     monkeypatch.setattr(runtime, "use_device", guarded_on)
     monkeypatch.setattr(runtime, "empty", claimed_empty)
-    monkeypatch.setattr(Transfers, "copy", claimed_copy)
-    monkeypatch.setattr(Transfers, "copy_into", allowed_copy_into)
+    for module in [module for name, module in sys.modules.items() if name.startswith("scatterpar")]:
+        for name, verb in (("to_device", claimed_copy), ("write", allowed_write)):
+            if vars(module).get(name) in (to_device, write):
+                monkeypatch.setattr(module, name, verb)
     with Guard(
         memories, master, host_too=True
     ):  # the caller's own thread: refresh, reduce and commit

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import scatterpar
-from helpers.oracle import assert_close, assert_gradients, whole_batch
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES = 3
@@ -78,23 +77,6 @@ class World(dict[str, Any]):
         """Run a snippet, and end its engine."""
         run(self._snippets[title][number], self)
         return self
-
-    def assert_whole_batch(self, *given: Any) -> None:
-        """What the snippet has computed for a model is what plain torch does."""
-        assert_whole_batch(self, *given)
-
-
-def assert_whole_batch(
-    names: dict[str, Any],
-    model: nn.Module,
-    inputs: Any,
-    targets: Any = None,
-    criterion: Any = None,
-) -> None:
-    """What a snippet has computed for ``model`` is what plain torch does."""
-    expected, gradients = whole_batch(model, inputs, targets, criterion)
-    assert_close(names["loss"], expected, "loss")
-    assert_gradients(model, gradients)
 
 
 def run(code: str, names: dict[str, Any]) -> None:

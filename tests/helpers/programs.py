@@ -4,14 +4,8 @@ Nobody decides by hand what is right. A program is right if the engine without i
 gradient of a plain backward over the whole batch, in float64 and without noise, to 1e-8. It is
 wrong if that is off by more than 1 % in each of six batches. What lies between is not counted.
 
-To compare two versions of the engine, run the same seeds with each of them, from ``tests/``::
-
-    PYTHONPATH=/path/to/old python -m helpers.programs 0 2400 old.jsonl
-    PYTHONPATH=/path/to/new python -m helpers.programs 0 2400 new.jsonl
-    python -m helpers.programs old.jsonl new.jsonl
-
-The last line prints how many right and wrong programs each version refused, warned of or said
-nothing about, and each seed with which they differ.
+``python -m helpers.programs 0 2400 found.jsonl`` (from ``tests/``) writes one line of JSON for each
+seed that is right or wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +15,9 @@ import json
 import random
 import sys
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as numbers
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -460,25 +452,8 @@ def judged(seeds: range) -> Any:
         dist.destroy_process_group()
 
 
-def compare(old: str, new: str) -> None:
-    """Print what was said of right and wrong programs, and each seed that differs."""
-    lines = [Path(name).read_text().splitlines() for name in (old, new)]
-    both = [{each["seed"]: each for each in map(json.loads, side)} for side in lines]
-    for name, found in zip((old, new), both, strict=True):
-        said = Counter((e["right"], e["said"]) for e in found.values() if "said" in e)
-        kinds = {True: "right", False: "wrong"}
-        print(name, {f"{kinds[right]}, {word}": n for (right, word), n in sorted(said.items())})
-    for seed in sorted(both[0].keys() & both[1].keys()):
-        one, other = (found[seed] for found in both)
-        if one.get("said") != other.get("said"):
-            print(f"{one}\n    now {other.get('said', other.get('failed'))!r}")
-
-
 if __name__ == "__main__":
-    if not sys.argv[1].isdigit():
-        compare(*sys.argv[1:])
-    else:
-        first, last, out = sys.argv[1:]
-        with open(out, "a") as file:
-            for each in judged(range(int(first), int(last))):
-                print(json.dumps(each), file=file, flush=True)
+    first, last, out = sys.argv[1:]
+    with open(out, "a") as file:
+        for each in judged(range(int(first), int(last))):
+            print(json.dumps(each), file=file, flush=True)

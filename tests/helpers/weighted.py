@@ -72,36 +72,18 @@ CASES = {
     "padded": Case(_ce(), padded),
     "ignore_index": Case(_ce(ignore_index=IGNORED), classes),
     "class weights": Case(_ce(weight=CLASS_WEIGHTS), classes),
-    "class weights, sum": Case(_ce(weight=CLASS_WEIGHTS, reduction="sum"), classes),
     "class weights, ignore_index": Case(_ce(weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes),
     "class weights, padded": Case(_ce(weight=CLASS_WEIGHTS), padded),
-    "smoothing": Case(_ce(label_smoothing=0.2), classes),
-    "smoothing, padded": Case(_ce(label_smoothing=0.2), padded),
     "smoothing, class weights": Case(_ce(label_smoothing=0.2, weight=CLASS_WEIGHTS), classes),
-    "smoothing, class weights, ignore_index": Case(
-        _ce(label_smoothing=0.2, weight=CLASS_WEIGHTS, ignore_index=IGNORED), classes
-    ),
     "probabilities": Case(_ce(), probabilities),
     "probabilities, class weights": Case(_ce(weight=CLASS_WEIGHTS), probabilities),
-    "probabilities, smoothing": Case(_ce(label_smoothing=0.3), probabilities),
-    "probabilities, sum": Case(_ce(reduction="sum"), probabilities),
-    "nll": Case(LogSoftmaxNLL, classes),
     "nll, padded": Case(LogSoftmaxNLL, padded),
     "nll, class weights": Case(lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS), classes),
-    "nll, class weights, sum": Case(
-        lambda: LogSoftmaxNLL(weight=CLASS_WEIGHTS, reduction="sum"), classes
-    ),
     "mse": Case(nn.MSELoss, values),
     "mse, sum": Case(lambda: nn.MSELoss(reduction="sum"), values),
-    "l1, sum": Case(lambda: nn.L1Loss(reduction="sum"), values),
-    "huber": Case(nn.HuberLoss, values),
     "bce, positive weights": Case(lambda: nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), signs),
     "kl, batchmean": Case(lambda: LogSoftmaxKL(reduction="batchmean"), probabilities),
     "kl, sum": Case(lambda: LogSoftmaxKL(reduction="sum"), probabilities),
-    "kl, log targets": Case(
-        lambda: LogSoftmaxKL(reduction="batchmean", log_target=True),
-        lambda rows: probabilities(rows).log(),
-    ),
 }
 
 

@@ -122,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory that a copy writes is let go of when the copy is asked for",
-        "self._targets[number] = [target for _, target in asked]",
+        "self._targets[number] = [target for _, target in requested]",
         "self._targets[number] = []",
         STREAMS + "test_memory_that_a_copy_still_writes_is_not_given_out",
     ),
@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sub-step warms up in other memory than it is captured with",
-        "with replica_graphs.recorder.warming_up():",
+        "with recorder.warming_up():",
         "if True:",
         STREAMS + "test_graphs_do_not_need_the_activations_twice",
         "OutOfMemoryError",
@@ -224,8 +224,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the host reads what has not arrived",
-        "torch.cat(parts).cpu().split(",
-        'torch.cat(parts).to("cpu", non_blocking=True).split(',
+        "to_device(torch.cat(parts), HOST).split(",
+        "to_device(torch.cat(parts), HOST, non_blocking=True).split(",
         STREAMS + "test_what_the_host_reads_has_arrived",
         "AssertionError",
     ),

@@ -16,8 +16,7 @@ from torch import nn
 from nullcuda import card
 from nullcuda.test_the_path import script
 from scatterpar import DataParallelCriterion, DataParallelModel, ScatterOnceParallel
-from scatterpar.devices.fingerprints import to_host
-from scatterpar.devices.transfers import Prefetcher, Transfers
+from scatterpar.devices.transfers import Prefetcher, Transfers, to_host
 
 pytestmark = pytest.mark.draws
 CARD = torch.device("cuda:0")

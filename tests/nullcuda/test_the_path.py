@@ -339,7 +339,7 @@ def test_a_trace_of_launching_says_so():
         with engine.trace() as trace:
             for _ in range(3):
                 engine.forward_backward(inputs, targets, nn.CrossEntropyLoss())
-    launched = [s for step in trace.steps for s in step.spans if s.name in ("forward", "backward")]
+    launched = [s for step in trace.steps for s in step.events if s.name in ("forward", "backward")]
     assert len(launched) == 3 * 2 * ACCUM * 2
     for span in launched:
         assert span.on_device[0] <= span.on_device[1]

@@ -25,82 +25,34 @@ from nullcuda import card
 
 __all__ = ["failures", "install"]
 
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 # Operators that move no values: views, allocations, questions.
-_SHAPES = {
-    "empty",
-    "empty_strided",
-    "as_strided",
-    "view",
-    "set_",
-    "resize_",
-    "_reshape_alias",
-    "record_stream",
-    "is_pinned",
-    "_pin_memory",
-    "pin_memory",
-    "view_as_real",
-    "view_as_complex",
-    "unfold",
-    "_local_scalar_dense",
-    "is_set_to",
-    "_resize_output_",
-    "_assert_async",
-    "_copy_from",
-    "lift",
-    "lift_fresh",
-    "alias",
-    "detach",
-    "_efficientzerotensor",
-    "real",
-    "imag",
-    "resize_as_",
-    "squeeze",
-    "unsqueeze",
-    "transpose",
-    "t",
-    "permute",
-    "expand",
-    "select",
-    "slice",
-    "split",
-    "view_copy",
-    "set_data",
-    "ones",
-    "zeros",
-    "_zerotensor",
-    "_nested_tensor_from_mask",
-    "empty_quantized",
-    "_cudnn_init_dropout_state",
-    "_scaled_dot_product_attention_math",
-    "_fused_sdp_choice",
-}
-_NOT_COVERED = (
-    "_cudnn",
-    "cudnn",
-    "miopen",
-    "_nested",
-    "_sparse",
-    "sparse",
-    "_spd",
-    "mkldnn",
-    "quantize",
-    "fake_quant",
+_SHAPES = set(
+    _words("""
+        empty empty_strided as_strided view set_ resize_ _reshape_alias record_stream is_pinned
+        _pin_memory pin_memory view_as_real view_as_complex unfold _local_scalar_dense is_set_to
+        _resize_output_ _assert_async _copy_from lift lift_fresh alias detach _efficientzerotensor
+        real imag resize_as_ squeeze unsqueeze transpose t permute expand select slice split
+        view_copy set_data ones zeros _zerotensor _nested_tensor_from_mask empty_quantized
+        _cudnn_init_dropout_state _scaled_dot_product_attention_math _fused_sdp_choice
+    """)
+)
+_NOT_COVERED = tuple(
+    _words("""
+        _cudnn cudnn miopen _nested _sparse sparse _spd mkldnn quantize fake_quant
+    """)
 )
 # What they return has a size that depends on values: the CPU's twin says it first.
-_SIZED_BY_VALUES = {
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "_unique",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "repeat_interleave",
-    "nonzero_static",
-}
+_SIZED_BY_VALUES = set(
+    _words("""
+        nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive
+        _unique bincount equal is_nonzero repeat_interleave nonzero_static
+    """)
+)
 
 
 def _lstm_cell(

@@ -6,10 +6,12 @@ test_weighted_losses.py.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers.models import CLASSES, FEATURES, mlp
-from helpers.oracle import assert_gradients, gradients, randint, randn
+from helpers.oracle import assert_gradients, build, gradients, randint, randn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +24,19 @@ BATCH = randn(11, FEATURES), randint(CLASSES, 11)
 def deep():
     layers = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(5)]
     return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+class Frozen(nn.Module):
+    """Takes a copy of a part of itself, without gradient, in every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs):
+        frozen = copy.deepcopy(self.body)
+        assert all(p.is_leaf and isinstance(p, nn.Parameter) for p in frozen.parameters())
+        return self.body(inputs) * frozen.requires_grad_(False)(inputs)
 
 
 class TwoHeads(nn.Module):
@@ -113,6 +128,11 @@ def an_in_place_change_before_backward_is_an_error_as_always(of):
     of.module.zero_grad()
 
 
+def a_part_is_copied_in_the_forward_pass(of):
+    """``copy.deepcopy`` failed: "Only Tensors created explicitly by the user"."""
+    of.loss(*BATCH).backward()
+
+
 def a_checkpoint_around_all_of_it(of):
     """It tells what it computes again by the order in which tensors were saved."""
     for _ in range(8):
@@ -120,6 +140,7 @@ def a_checkpoint_around_all_of_it(of):
 
 
 PROGRAMS = {
+    a_part_is_copied_in_the_forward_pass: lambda: build(Frozen),
     retain_graph: mlp,
     autograd_grad_leaves_the_parameters_alone: mlp,
     some_leaves_alone: deep,

@@ -77,12 +77,6 @@ def test_the_lowest_replica_s_error_a_note_of_the_others_and_the_next_call_works
     assert len(model(INPUTS)) == 4
 
 
-def test_a_lazy_module(placed):
-    words = "uninitialised lazy parameter, 'weight': call the"
-    with pytest.raises(RuntimeError, match=words):
-        DataParallelModel(nn.LazyLinear(3), placed(2))(INPUTS)
-
-
 @pytest.mark.parametrize("part", ["model", "criterion"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_call_from_inside_a_call_is_an_error_and_no_hang(placed, part, replicas):

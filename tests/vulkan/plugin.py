@@ -13,7 +13,6 @@ LEFT_OUT = {
     "test_the_backward_pass_of_a_loss_in_another_stream": STREAMS,
     "test_autocast_reaches_every_replica[[": "there is no autocast to bfloat16",
     "test_pinned_memory_may_be_overwritten_after_a_call[[": "exp of float64 is computed in float32",
-    "test_an_optimizer_that_adds_up_tensors_of_several": "operators take tensors of two devices",
     "pair-[0, 1": "autograd needs events between devices",
 }
 _ONLY = {"test_autocast_reaches": "dtype0", "test_pinned_memory_may": "-pair]"}

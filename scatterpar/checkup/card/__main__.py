@@ -23,7 +23,7 @@ import torch
 from scatterpar.checkup.card.checks import CHECKS
 from scatterpar.checkup.card.setting import NotRun, Setting
 from scatterpar.checkup.doctor import describe, load_per_core
-from scatterpar.devices.runtime import named, resolve
+from scatterpar.devices.runtime import parse_devices, resolve
 
 _RESULT = "@result "  # begins a line of a process's output
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
@@ -153,7 +153,7 @@ def page(results: Results, facts: Mapping[str, str], setting: Setting, seconds: 
 
 def _setting(given: argparse.Namespace) -> Setting:
     """Where the checks run; without a GPU on virtual devices, in tiny sizes."""
-    names = named(given.devices or ()) or None
+    names = parse_devices(given.devices or ()) or None
     if names is None and not torch.accelerator.is_available():
         names = [f"cpu:{i}" for i in range(4)]
     devices = tuple(dict.fromkeys(resolve(names)))

@@ -122,8 +122,9 @@ def interrupt(devices: Sequence[torch.device]) -> None:
     net, batch = _problem(devices)
     with ScatterOnceParallel(net, 4, devices) as engine:
         engine.forward_backward(*batch, cross_entropy)
-        print("ready", flush=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's jobs may ignore it
         with contextlib.suppress(KeyboardInterrupt):
+            print("ready", flush=True)
             while True:
                 engine.forward_backward(*batch, cross_entropy)
         print("KeyboardInterrupt", flush=True)

@@ -237,25 +237,6 @@ def test_what_has_arrived_is_kept_for_the_second_pass_where_it_fits(rows_there, 
     assert_gradients(model, {name: 2 * g for name, g in expected.items()})
 
 
-@pytest.mark.parametrize("accum", [2, "auto"])
-def test_with_nothing_else_means_so(rows_there, accum):
-    there = []
-
-    def criterion(outputs, _):
-        there.append(rows_there())
-        raise torch.OutOfMemoryError("no room for the criterion")
-
-    model = net()
-    with ScatterOnceParallel(model, accum, ["cpu:1"]) as engine:
-        before = capture(model)
-        with pytest.raises(torch.OutOfMemoryError, match="no room for the criterion") as caught:
-            engine.forward_backward(batch(24)[0], None, criterion, whole_batch=True)
-        assert differences(before, capture(model)) == []
-    notes = "\n".join(caught.value.__notes__)
-    assert "it does not fit on cpu:1 with nothing else: more sub-steps do not help" in notes
-    assert there == [24, 0]
-
-
 def test_one_row_that_does_not_fit_changes_nothing(room):
     model = net()
     room.rows = 0

@@ -20,7 +20,7 @@ from scatterpar.devices import coalescing, fingerprints
 from scatterpar.devices.fingerprints import Fingerprints, check_links
 from scatterpar.devices.transfers import Transfers
 from scatterpar.replicas.broadcast import broadcast_routes
-from scatterpar.step.reduce import gradient_routes, sum_in_order
+from scatterpar.step.reduce import gradient_routes, sum_in_order, sum_pairs
 from scatterpar.step.scatter import row_routes
 
 BATCH = randn(16, FEATURES), randint(CLASSES, 16)
@@ -119,10 +119,13 @@ def test_the_sum_has_the_same_bits_every_time(replicas, devices, monkeypatch):
         assert all(map(torch.equal, found[0], others))
 
 
-def test_the_sum_runs_in_pairs():
-    """0 + 1, 2 + 3, then those, then 4: sums of floats tell."""
+def test_the_sum_is_the_same_wherever_replicas_are():
+    """The pairs of replicas are added, as ``sum_pairs`` has them: sums of floats tell."""
     parts = [randn(1000, seed=i).float() for i in range(5)]
-    expected = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + parts[4]
+    sums = list(parts)
+    for target, source in sum_pairs(5):
+        sums[target] = sums[target] + sums[source]
+    expected = sums[0]
     assert not torch.equal(expected, sum(parts))
     for names in (["cpu"] * 5, [f"cpu:{i}" for i in range(5)]):
         for in_place in (True, False):
@@ -192,8 +195,9 @@ def test_the_way_of_every_copy_is_looked_at(monkeypatch):
     assert looked_at == set(permutations(range(5), 2))
     looked_at.clear()
     check_links(devices, gradient_routes, row_routes)
-    pairs = {(0, n) for n in (1, 2, 3, 4)} | {(2, 3), (4, 1)}
-    assert looked_at == pairs | {(far, near) for near, far in pairs}
+    routes = {*gradient_routes(devices), *row_routes(devices)}
+    between = {(one.index, other.index) for one, other in routes if one != other}
+    assert looked_at == between | {(other, one) for one, other in between}
 
 
 # ---- fingerprints: what tells that bits have changed unseen -------------------------------------

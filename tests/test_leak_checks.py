@@ -1,4 +1,4 @@
-"""The fixtures that police every test can fail, and name what was left behind."""
+"""The fixtures that check every test for leaks can fail, and name what was left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from faults.forked import run_forked
 
 HERE = Path(__file__).parent
 
-# What a test leaves behind, and what the police says of it.
+# What a test leaves behind, and what the check says of it.
 OFFENDERS = {
     "threading.Thread(target=release.wait, daemon=True, name='a').start()": "leaked threads: ['a'",
     "engines.append(ScatterOnceParallel(nn.Identity(), device_ids=['cpu'] * 2).eval())\n"
@@ -29,11 +29,11 @@ FILE = """
 import threading
 import pytest
 import torch
-from helpers import police
+from helpers import leak_checks
 from torch import nn
 from scatterpar import ScatterOnceParallel
 
-police.GRACE_SECONDS = 0.3
+leak_checks.GRACE_SECONDS = 0.3
 release, engines = threading.Event(), []
 {tests}
 

@@ -150,7 +150,7 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
             "warmup_steps": 2,
             "optim": "adamw_torch",
             "save_strategy": "no",
-            "max_steps": 4,
+            "max_steps": 3,
             **options,
         }
     )
